@@ -1,0 +1,45 @@
+# make install | run | test | test-all | lint | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
+#   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
+#   make install TORCH_BACKEND=cpu                fetch torch's CPU build from its own index (where pip finds none)
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+TORCH_BACKEND ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# uv resolves in seconds what pip takes minutes for, but does not read pip's configuration: hand over where pip looks for wheels.
+FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
+UV_FLAGS := --python $(BIN)/python --constraint constraints.txt \
+	$(foreach place,$(FIND_LINKS),--find-links $(place)) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
+
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: install run test test-all lint clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
+	$(BIN)/uv pip install $(UV_FLAGS) --editable ".[dev]"
+	@touch $(STAMP)
+
+run: $(STAMP)
+	$(BIN)/python launch.py $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint
+	$(BIN)/python -m pytest -m "not all"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun
