@@ -1,0 +1,315 @@
+"""The Hydra application around a run: exit codes, one-paragraph errors, and sweeps that outlive a failing job.
+
+`launch.py` and `trinity-sync run` and `resume` put their Hydra entry through `run_main`, and Hydra calls `job` with
+each composed configuration. Only when that has passed all checks is `trinity_sync.launcher` imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import hydra._internal.utils as hydra_internals
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync import config
+from trinity_sync.errors import TrinityError
+
+DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Session:
+    """What one call of `run_main` remembers between Hydra's calls of `job`.
+
+    Attributes:
+        resume: whether the one job goes on with the run in its folder.
+        command: `sys.argv` as the user gave it.
+        codes: run folder to exit code, of the jobs that ran in this process.
+        sweep: folder of the sweep, once it is over.
+    """
+
+    resume: bool = False
+    command: list[str] = field(default_factory=lambda: list(sys.argv))
+    codes: dict[Path, int] = field(default_factory=dict)
+    sweep: Path | None = None
+
+
+_session = _Session()
+
+
+def run_main(main: Callable[[], Any], arguments: Sequence[str] | None = None, *, resume: bool = False) -> int:
+    """Run a Hydra entry and return the exit code of the process.
+
+    Args:
+        main: a function decorated by `hydra.main` whose body returns `job(cfg)`.
+        arguments: what Hydra is to see as the command line, without the program; None for `sys.argv`.
+        resume: whether the run in `hydra.run.dir` goes on.
+
+    Returns:
+        0 done; 1 the run failed, or a job of the sweep; 2 configuration or command line wrong (a sweep: of all jobs);
+        130 interrupted.
+    """
+    global _session
+    _session = _Session(resume=resume)
+    try:
+        with _command_line(arguments), _hydra_errors_raised():
+            main()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return reader_gone()
+    except SystemExit as end:
+        # Hydra ends with 1 where it is misused, argparse with 2, --help with 0
+        return DONE if end.code in (0, None) else REFUSED
+    except Exception as error:
+        started = any(code != REFUSED for code in _session.codes.values())
+        print_error(explain(error))
+        return FAILED if started else REFUSED
+    return _finish_sweep(_session.sweep) if _session.sweep else max(_session.codes.values(), default=DONE)
+
+
+def job(cfg: DictConfig) -> float:
+    """Check a composed configuration and run it. Called by Hydra, once for each job; never raises for a failing run.
+
+    Returns:
+        The objective for a sweeper that looks for the best settings: the mean reward of the last steps, NaN where the
+        run did not get so far. The exit code goes to `run_main`, since a sweep would end at a job that raises.
+
+    Raises:
+        KeyboardInterrupt: the user wants to stop, so that a sweep stops too.
+    """
+    hydra_cfg = HydraConfig.get()
+    run_dir = Path(hydra_cfg.runtime.output_dir)
+    where = f"job {hydra_cfg.job.num}: " if hydra_cfg.mode == RunMode.MULTIRUN else ""
+    sys.argv = list(_session.command)
+    code = FAILED
+    try:
+        code = _launch(cfg, run_dir)
+    except TrinityError as error:
+        code = error.exit_code
+        print_error(f"{where}{error}")
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except (Exception, SystemExit) as error:
+        logger.exception("unexpected error")
+        print_error(
+            f"{where}unexpected {type(error).__name__}: {error} (traceback in {run_dir / 'logs' / 'driver.log'})"
+        )
+    finally:
+        _session.codes[run_dir] = code
+    if code == INTERRUPTED and where:
+        raise KeyboardInterrupt
+    return _objective(run_dir)
+
+
+def _launch(cfg: DictConfig, run_dir: Path) -> int:
+    config.check(cfg)
+    config.check_inputs(cfg)
+    from trinity_sync import launcher
+
+    return launcher.run(cfg, run_dir, resume=_session.resume)
+
+
+def _objective(run_dir: Path) -> float:
+    try:
+        return float(json.loads((run_dir / "summary.json").read_text())["reward_last"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return math.nan
+
+
+class RunHooks(Callback):
+    """Hydra's callback, named in `conf/config.yaml`."""
+
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Keep Hydra from writing its files over those of a run that is there; the launcher then refuses the folder."""
+        try:
+            taken = not _session.resume and (Path(config.hydra.run.dir) / "run.json").exists()
+        except OmegaConfBaseException:
+            # a folder that cannot be named: Hydra meets the same error in a moment, and it is reported then
+            return
+        if taken:
+            OmegaConf.set_readonly(config.hydra, False)
+            config.hydra.output_subdir = None
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        """Note where the sweep lies."""
+        _session.sweep = Path(config.hydra.sweep.dir)
+
+
+def _finish_sweep(sweep: Path) -> int:
+    """Write the report of a sweep, say which jobs did not end well, and make one exit code of theirs."""
+    codes = _session.codes or _codes_on_disk(sweep)
+    if all(code == REFUSED for code in codes.values()):
+        return REFUSED
+    _report_sweep(sweep)
+    bad = [folder.name for folder, code in codes.items() if code != DONE]
+    if not bad:
+        return DONE
+    print_error(f"{len(bad)} of {len(codes)} jobs did not end well: {', '.join(bad)} in {sweep}")
+    return FAILED
+
+
+def _report_sweep(sweep: Path) -> None:
+    from trinity_sync.report import render_table, write_report
+
+    try:
+        page = write_report(sweep)
+        print(render_table(sweep))
+        print(page)
+    except TrinityError as error:
+        print_error(f"the sweep has no report: {error}")
+
+
+def _codes_on_disk(sweep: Path) -> dict[Path, int]:
+    """Exit codes of jobs that a launcher ran in other processes, from the files they left."""
+    codes = {}
+    for folder in sorted(found.parent for found in sweep.glob("*/.hydra")):
+        try:
+            status = json.loads((folder / "run.json").read_text())["status"]
+            codes[folder] = DONE if status == "completed" else FAILED
+        except FileNotFoundError:
+            codes[folder] = REFUSED
+        except (OSError, ValueError, KeyError, TypeError):
+            codes[folder] = FAILED
+    return codes
+
+
+class DriverLog(logging.FileHandler):
+    """A log file whose folder is made when its first line is written, so that a refused run leaves none."""
+
+    def __init__(self, filename: str) -> None:
+        super().__init__(filename, delay=True, encoding="utf-8")
+
+    def _open(self) -> TextIOWrapper:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        return super()._open()
+
+
+@contextmanager
+def _command_line(arguments: Sequence[str] | None) -> Iterator[None]:
+    before = sys.argv
+    sys.argv = [before[0], *(before[1:] if arguments is None else arguments)]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _hydra_errors_raised() -> Iterator[None]:
+    """Have Hydra raise its errors. Otherwise it prints them its own way and ends the process with 1.
+
+    `HYDRA_FULL_ERROR` would do so too, but in every process that a job starts as well.
+    """
+    before = hydra_internals.run_and_report
+    hydra_internals.run_and_report = lambda func: func()
+    try:
+        yield
+    finally:
+        hydra_internals.run_and_report = before
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Errors in one paragraph
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def print_error(text: str) -> None:
+    """Print an error as one paragraph on stderr, after the traceback of the current exception if that is wanted."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1" and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+def reader_gone() -> int:
+    """Fall silent where whoever read the output has left, as `head` does; return the exit code for it."""
+    # Python flushes stdout once more at its end, which would fail again and be reported
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return FAILED
+
+
+_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
+def explain(error: Exception) -> str:
+    """Say in one paragraph why Hydra could not compose a configuration: which file and key, and what would be right."""
+    if isinstance(error, TrinityError):
+        return str(error)
+    cause = error.__cause__
+    text = f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
+    file = re.match(r"In '([^']+)'", text)
+    where = f"{file[1]}.yaml: " if file and file[1] != "config" else ""
+    named = re.search(r"full_key: (\S+)", text)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return where + _explain_missing_option(error)
+    if isinstance(error, OverrideParseException):
+        return (
+            f"{' '.join(text.splitlines()[:2])}; write key=value, and quote a value with special characters: key='a,b'"
+        )
+    if named and re.search(r"Key '[^']*' (?:is )?not in", text):
+        return where + _explain_unknown_key(named[1], text, cause)
+    if named and "is not Optional" in text:
+        return f"{where}{named[1]} is null; it needs a value"
+    if named and (
+        wrong := re.search(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", text)
+    ):
+        return f"{where}{named[1]} is {wrong[1] or 'empty'}; must be {_KINDS.get(wrong[2], wrong[2])}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}; choose a folder that can be written, hydra.run.dir=..."
+    lines = [line.strip() for line in text.split("Config search path:")[0].splitlines()]
+    told = " ".join(line for line in lines if line and not line.startswith(("reference_type=", "object_type=")))
+    if "Config group override must be" in told:
+        return "a group cannot be null; choose one of its options, group=option, or for a list of options group=[]"
+    return told if isinstance(error, HydraException | OmegaConfBaseException) else f"{told} ({type(error).__name__})"
+
+
+def _explain_missing_option(error: MissingConfigException) -> str:
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    known = list(error.options or [])
+    if not group:
+        return f"there is no configuration {option}.yaml in {config.conf_dir()}"
+    if not known:
+        known = sorted(found.stem for found in (config.conf_dir() / group).glob("*.yaml"))
+    return f"{group}={option} is no option; {group} has {', '.join(known)}{_near(option, known)}"
+
+
+def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> str:
+    parent, _, last = key.rpartition(".")
+    kind = re.search(r"object_type=(\w+)", text)
+    schema = next((node for node in config.SCHEMA.values() if kind and node.__name__ == kind[1]), None)
+    node = getattr(cause, "parent_node", None)
+    if schema:
+        known = [f.name for f in fields(schema)] + ([] if parent else ["experiment"])
+    else:
+        known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    told = f"{key} is no setting"
+    if known:
+        told += f"; {parent or 'the configuration'} has {', '.join(known)}{_near(last, known)}"
+    return told + ("" if schema else f"; to add a key of your own, write +{key}=...")
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""

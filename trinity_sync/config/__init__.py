@@ -1,0 +1,37 @@
+"""The configuration: its schema, how it is composed from `conf/`, and the checks that run before anything starts.
+
+`launch.py` and the command line compose a configuration, call `check` and `check_inputs`, and hand it to
+`trinity_sync.launcher`. Importing this package registers the schema with Hydra; it loads Hydra, OmegaConf and xxhash,
+nothing heavier.
+"""
+
+from __future__ import annotations
+
+from trinity_sync.config.checks import check
+from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest
+from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote
+from trinity_sync.config.retention import retention_policies
+from trinity_sync.config.schema import SCHEMA, Config, register
+from trinity_sync.config.targets import build_task, check_inputs, instantiate_target
+
+__all__ = [
+    "ABSENT",
+    "SCHEMA",
+    "Config",
+    "Difference",
+    "build_task",
+    "check",
+    "check_inputs",
+    "compose",
+    "conf_dir",
+    "config_diff",
+    "config_digest",
+    "dtype_name",
+    "instantiate_target",
+    "plain",
+    "quote",
+    "register",
+    "retention_policies",
+]
+
+register()

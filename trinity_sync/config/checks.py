@@ -1,0 +1,324 @@
+"""The checks on a composed configuration: missing values, ranges, and what must hold between fields.
+
+`check` collects every problem before it raises. A check between fields says nothing while one of its fields is wrong by
+itself, so that one mistake is told once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync.config.retention import policy_fields
+from trinity_sync.config.schema import Config
+from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.retention import make_policies
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong: the key, and what is wrong and what would be right."""
+
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.text}"
+
+
+Get = Callable[[str], Any]
+
+
+class _UnknownValueError(Exception):
+    """A check needs a key whose own value is missing or wrong already, so it has nothing to say."""
+
+
+def check(cfg: DictConfig) -> None:
+    """Check a composed configuration: missing values, ranges, and what must hold between fields.
+
+    Looks at the values and at the paths they name, reads no file and starts nothing.
+
+    Raises:
+        ConfigError: naming every problem with its key, what is wrong and what would be right.
+    """
+    problems = _find_problems(cfg)
+    if problems:
+        raise ConfigError(_join(problems))
+
+
+def _join(problems: Sequence[Problem]) -> str:
+    if len(problems) == 1:
+        return str(problems[0])
+    return f"{len(problems)} settings are wrong:\n" + "\n".join(f"  {problem}" for problem in problems)
+
+
+def _find_problems(cfg: DictConfig) -> list[Problem]:
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        return [Problem(str(error.full_key), f"cannot be resolved: {str(error).splitlines()[0]}")]
+    problems = [Problem(key, _missing_text(key)) for key in sorted(OmegaConf.missing_keys(cfg))]
+    problems += _field_problems(cfg, "")
+    bad = {problem.key for problem in problems}
+
+    def get(key: str) -> Any:
+        if any(key == other or key.startswith(f"{other}.") for other in bad):
+            raise _UnknownValueError
+        return OmegaConf.select(cfg, key)
+
+    for between_fields in _CHECKS:
+        try:
+            problems += between_fields(get)
+        except _UnknownValueError:
+            continue
+    return problems
+
+
+def _missing_text(key: str) -> str:
+    if key in ("retention", "retention.policies"):
+        return "names no policy; choose at least one, retention=[keep_all] keeps every checkpoint"
+    if key in Config.__dataclass_fields__:
+        return f"has no value; choose an option of the group, {key}=..."
+    return f"has no value and needs one; give {key}=..."
+
+
+def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
+    """Yield the values below `node` that are outside of the range their dataclass gives."""
+    schema = OmegaConf.get_type(node)
+    typed = schema is not None and is_dataclass(schema)
+    limits = {f.name: f.metadata for f in fields(schema)} if schema is not None and is_dataclass(schema) else {}
+    for name in map(str, node):
+        if OmegaConf.is_missing(node, name):
+            continue
+        key, value = f"{prefix}{name}", node[name]
+        if typed and name not in limits and "_target_" not in limits:
+            # Hydra lets '+key=value' through; a class of the user's own may take more keys than the option it replaces
+            yield Problem(key, f"is no setting; {prefix.rstrip('.') or 'the configuration'} has {', '.join(limits)}")
+        elif isinstance(value, DictConfig):
+            yield from _field_problems(value, f"{key}.")
+        elif isinstance(value, ListConfig):
+            texts = (_limit_text(item, limits.get(name, {})) for item in value)
+            yield from (Problem(key, text) for text in texts if text)
+        elif text := _limit_text(value, limits.get(name, {})):
+            yield Problem(key, text)
+
+
+def _limit_text(value: Any, limits: Any) -> str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}; must be a finite number"
+    if value is None or not limits:
+        return None
+    if "choices" in limits:
+        return _choice_text(value, limits["choices"])
+    if "at_least" in limits and value < limits["at_least"]:
+        return f"is {value}; must be at least {limits['at_least']}"
+    if "more_than" in limits and value <= limits["more_than"]:
+        return f"is {value}; must be more than {limits['more_than']}"
+    if "at_most" in limits and value > limits["at_most"]:
+        return f"is {value}; must be at most {limits['at_most']}"
+    return None
+
+
+def _choice_text(value: Any, choices: Sequence[str]) -> str | None:
+    if value in choices:
+        return None
+    if len(choices) == 1:
+        return f"is {value}; this version knows {choices[0]} only"
+    text = f"is {value}; must be one of {', '.join(choices)}"
+    if value == "False" and "off" in choices:
+        # YAML reads a bare off as a boolean
+        return text + ' (in a YAML file write "off" with its quotes)'
+    near = difflib.get_close_matches(str(value), choices, n=1)
+    return text + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def _check_name(get: Get) -> Iterator[Problem]:
+    name = get("name")
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+        yield Problem("name", f"is {name!r}; it becomes a folder, so use letters, digits, '.', '_' and '-' only")
+
+
+def _check_fsdp_size(get: Get) -> Iterator[Problem]:
+    ranks, size = get("backend.ranks"), get("backend.fsdp_size")
+    if size is None:
+        return
+    if size == 0 or (size > 0 and ranks % size):
+        yield Problem("backend.fsdp_size", f"is {size}; must divide backend.ranks ({ranks}), or be -1 for all ranks")
+    elif size == 1 and ranks > 1 and get("backend.strategy") == "fsdp":
+        yield Problem(
+            "backend.fsdp_size",
+            f"is 1 with {ranks} ranks of fsdp, whose copies of the weights drift apart without an error; "
+            "set backend.fsdp_size=-1, or use backend=fsdp2",
+        )
+
+
+def _check_staleness(get: Get) -> Iterator[Problem]:
+    interval, staleness = get("sync.interval"), get("sync.max_staleness")
+    if staleness < interval - 1:
+        yield Problem(
+            "sync.max_staleness",
+            f"is {staleness}, but with sync.interval={interval} samples lag up to {interval - 1} steps behind; "
+            f"set sync.max_staleness={interval - 1} or more, or sync.interval={staleness + 1} or less",
+        )
+
+
+def _check_batch(get: Get) -> Iterator[Problem]:
+    parts = get("backend.ranks") * get("trainer.mini_batches")
+    if get("algorithm.kind") == "sft":
+        key, sequences = "algorithm.batch_size", get("algorithm.batch_size")
+        counted = f"is {sequences}"
+    else:
+        prompts, samples = get("algorithm.prompts_per_step"), get("algorithm.samples_per_prompt")
+        key, sequences = "algorithm.prompts_per_step", prompts * samples
+        counted = f"times algorithm.samples_per_prompt is {sequences} sequences a step ({prompts} x {samples})"
+    if sequences % parts:
+        yield Problem(key, f"{counted}; it must be a multiple of backend.ranks x trainer.mini_batches ({parts})")
+
+
+def _check_replicas(get: Get) -> Iterator[Problem]:
+    if get("algorithm.kind") != "grpo":
+        return
+    replicas, prompts = get("explorer.replicas"), get("algorithm.prompts_per_step")
+    if replicas > prompts:
+        yield Problem(
+            "explorer.replicas",
+            f"is {replicas}, more than algorithm.prompts_per_step ({prompts}), so some would have nothing to do; "
+            f"set it to {prompts} or less",
+        )
+
+
+def _check_temperature(get: Get) -> Iterator[Problem]:
+    if get("algorithm.kind") == "grpo" and get("explorer.temperature") == 0:
+        yield Problem(
+            "explorer.temperature",
+            "is 0: all samples of a prompt would be the same, and algorithm=grpo would have nothing to compare; "
+            "set it above 0, such as 1.0",
+        )
+
+
+def _check_optimizer(get: Get) -> Iterator[Problem]:
+    betas = get("trainer.betas")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        yield Problem("trainer.betas", f"is {list(betas)}; must be two numbers, at least 0 and less than 1")
+    warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
+    if warmup > steps:
+        yield Problem(
+            "trainer.warmup_steps", f"is {warmup}, more than trainer.steps ({steps}); set it to {steps} or less"
+        )
+
+
+def _check_schedule(get: Get) -> Iterator[Problem]:
+    if get("trainer.schedule") == "free":
+        yield Problem("trainer.schedule", "is free; this version runs lockstep only, so set trainer.schedule=lockstep")
+
+
+def _check_retention(get: Get) -> Iterator[Problem]:
+    for name, node in get("retention.policies").items():
+        if not isinstance(node, DictConfig):
+            yield Problem(
+                f"retention.policies.{name}", f"is {node}; must hold the fields of a policy, such as {{n: 2}}"
+            )
+            continue
+        try:
+            make_policies({name: policy_fields(name, node)})
+        except ConfigError as error:
+            # policies know their ranges and name the key themselves
+            key, _, text = str(error).partition(" ")
+            yield Problem(key, text)
+
+
+def _check_mirror(get: Get) -> Iterator[Problem]:
+    mirror = get("checkpoint.mirror")
+    if mirror is not None:
+        yield Problem("checkpoint.mirror", f"is {mirror}; this version cannot copy checkpoints on, so leave it null")
+
+
+def _check_checkpoint_dir(get: Get) -> Iterator[Problem]:
+    folder = get("checkpoint.dir")
+    if folder is None:
+        return
+    if folder.startswith("~"):
+        yield Problem("checkpoint.dir", f"is {folder}, but '~' stands for nothing here; write the whole path")
+        return
+    nearest = Path(folder).absolute()
+    while not os.access(nearest, os.F_OK):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        yield Problem("checkpoint.dir", f"is {folder}, but {nearest} is a file; name a folder")
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        yield Problem("checkpoint.dir", f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
+
+
+def _check_model(get: Get) -> Iterator[Problem]:
+    path, architecture = get("model.path"), get("model.architecture")
+    if path is None:
+        yield from _architecture_problems(architecture)
+        return
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            yield Problem("model.path", f"is {path}, a folder without config.json; name one in Hugging Face format")
+    elif folder.exists():
+        yield Problem(
+            "model.path", f"is {path}, a file; name a folder in Hugging Face format, or a hub id such as org/name"
+        )
+    elif not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", path):
+        yield Problem(
+            "model.path",
+            f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name",
+        )
+
+
+def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]:
+    if architecture is None:
+        yield Problem("model.path", "is null and so is model.architecture; give one of them")
+        return
+    if not architecture.get("model_type"):
+        yield Problem(
+            "model.architecture.model_type", "has no value; name a model family of transformers, such as qwen3"
+        )
+    for name, value in ((str(name), value) for name, value in architecture.items()):
+        if isinstance(value, int) and not isinstance(value, bool) and not name.endswith("_token_id") and value < 1:
+            yield Problem(f"model.architecture.{name}", f"is {value}; must be at least 1")
+    heads, groups = architecture.get("num_attention_heads"), architecture.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
+        yield Problem(
+            "model.architecture.num_key_value_heads", f"is {groups}; must divide num_attention_heads ({heads})"
+        )
+
+
+def _check_task(get: Get) -> Iterator[Problem]:
+    task = get("task")
+    if not isinstance(task, DictConfig) or not isinstance(task.get("_target_"), str):
+        yield Problem(
+            "task._target_", "names no class; choose an option such as task=copy_digits, or give a dotted name"
+        )
+        return
+    path = task.get("path")
+    if isinstance(path, str) and not Path(path).is_file():
+        yield Problem("task.path", f"is {path}, which is no file; name an existing one")
+
+
+_CHECKS: tuple[Callable[[Get], Iterator[Problem]], ...] = (
+    _check_name,
+    _check_fsdp_size,
+    _check_staleness,
+    _check_batch,
+    _check_replicas,
+    _check_temperature,
+    _check_optimizer,
+    _check_schedule,
+    _check_retention,
+    _check_mirror,
+    _check_checkpoint_dir,
+    _check_model,
+    _check_task,
+)

@@ -1,0 +1,69 @@
+"""What two configurations have in common: a digest that ignores where a run lives, and the keys that differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+from omegaconf import DictConfig, OmegaConf
+
+ABSENT = "(absent)"
+"""Stands in `config_diff` for a key that one of the two configurations does not have."""
+LOCATIONS = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster", "hydra", "live", "tracker")
+"""Keys that say where a run lives or how it is shown. They do not count in `config_digest`."""
+NAMED_BY_PATH = ("model.path", "task.path")
+"""Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
+
+
+def config_digest(cfg: DictConfig) -> str:
+    """Return the digest of what a configuration asks for, wherever it runs: xxh3_128 hex of canonical JSON.
+
+    The configuration is resolved and `LOCATIONS` are left out; of a local path in `NAMED_BY_PATH` the last component
+    counts. Canonical JSON is UTF-8 with sorted keys and no blanks.
+    """
+    values = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(values, dict)
+    for key in LOCATIONS:
+        *parents, last = key.split(".")
+        _descend(values, parents).pop(last, None)
+    for key in NAMED_BY_PATH:
+        *parents, last = key.split(".")
+        owner = _descend(values, parents)
+        path = owner.get(last)
+        if isinstance(path, str) and Path(path).exists():
+            owner[last] = Path(path).resolve().name
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _descend(values: dict[Any, Any], parents: Sequence[str]) -> dict[Any, Any]:
+    for name in parents:
+        values = values.get(name) or {}
+    return values
+
+
+class Difference(NamedTuple):
+    """A key whose value differs; `ABSENT` stands for a key that is not there."""
+
+    key: str
+    old: Any
+    new: Any
+
+
+def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
+    """Return the keys whose resolved values differ, sorted by key."""
+    before, after = (dict(_leaves(OmegaConf.to_container(cfg, resolve=True), "")) for cfg in (old, new))
+    keys = sorted(before.keys() | after.keys())
+    pairs = (Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
+    return [pair for pair in pairs if pair.old != pair.new]
+
+
+def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and (value or not prefix):
+        for name, child in value.items():
+            yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value

@@ -1,0 +1,64 @@
+"""Composing a configuration outside of a Hydra entry: for resume, for tools and for tests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+
+def conf_dir() -> Path:
+    """Return the folder of the option files: inside an installed package, else `conf/` beside it in a checkout."""
+    package = Path(__file__).resolve().parent.parent
+    installed = package / "conf"
+    return installed if installed.is_dir() else package.parent / "conf"
+
+
+def compose(
+    overrides: Sequence[str] = (), *, config_name: str = "config", config_dir: Path | None = None
+) -> DictConfig:
+    """Compose a configuration as the command line would, without running anything.
+
+    Args:
+        overrides: as on the command line, such as ``["sync=nccl", "trainer.steps=10"]``.
+        config_name: the primary config.
+        config_dir: one more folder of option files, as `--config-dir` gives.
+
+    Raises:
+        HydraException, OmegaConfBaseException: an override names what is not there, or has the wrong type.
+    """
+    overrides = list(overrides)
+    if config_dir:
+        search = [f"file://{config_dir.resolve()}"]
+        for text in [text for text in overrides if text.startswith("hydra.searchpath=")]:
+            overrides.remove(text)
+            folders = OverridesParser.create().parse_override(text).value()
+            search += [str(folder) for folder in folders] if isinstance(folders, list) else []
+        overrides.append(f"hydra.searchpath=[{','.join(quote(folder) for folder in search)}]")
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        return hydra_compose(config_name, overrides=overrides)
+
+
+def quote(text: str) -> str:
+    """Quote a value for Hydra's override grammar, so that blanks, commas and brackets stand for themselves."""
+    escaped = re.sub(r"(\\*)'", lambda match: match[1] * 2 + r"\'", text)
+    escaped = re.sub(r"(\\+)$", lambda match: match[1] * 2, escaped)
+    return f"'{escaped}'"
+
+
+def plain(node: DictConfig) -> dict[str, Any]:
+    """A node of the config as plain values, interpolations resolved: what is sent to other processes."""
+    values = OmegaConf.to_container(node, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def dtype_name(short: str) -> str:
+    """The config's dtype names (``bf16``) as safetensors names them (``BF16``)."""
+    return {"bf16": "BF16", "fp32": "F32", "fp16": "F16"}[short]

@@ -1,0 +1,319 @@
+"""The dataclasses that type the configuration. They carry ranges, never a default: those stand in `conf/`.
+
+Each is a node `schema/<name>` of Hydra's ConfigStore, so an option file of your own gets the same types by naming it in
+its defaults list: `- /schema/sync@_here_`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+DTYPES = ("bf16", "fp32", "fp16")
+
+
+def _choice(*values: str) -> Any:
+    return field(default=MISSING, metadata={"choices": values})
+
+
+def _number(*, at_least: float | None = None, more_than: float | None = None, at_most: float | None = None) -> Any:
+    bounds = {"at_least": at_least, "more_than": more_than, "at_most": at_most}
+    return field(default=MISSING, metadata={name: bound for name, bound in bounds.items() if bound is not None})
+
+
+@dataclass(kw_only=True)
+class BackendConfig:
+    """Keys that every training engine has."""
+
+    strategy: str = MISSING
+    ranks: int = _number(at_least=1)
+    timeout_s: float = _number(more_than=0)
+    overrides: dict[str, Any] = MISSING
+
+
+@dataclass(kw_only=True)
+class FsdpConfig(BackendConfig):
+    """FSDP1 and FSDP2 of PyTorch, through verl's engine."""
+
+    strategy: str = _choice("fsdp", "fsdp2")
+    fsdp_size: int = _number(at_least=-1)
+    master_dtype: str = _choice("fp32", "bf16")
+    param_dtype: str = _choice(*DTYPES)
+    reduce_dtype: str = _choice(*DTYPES)
+    param_offload: bool = MISSING
+    optimizer_offload: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class SyncConfig:
+    """How versions of the weights reach the explorers."""
+
+    mode: str = _choice("checkpoint", "memory", "nccl")
+    interval: int = _number(at_least=1)
+    max_staleness: int = _number(at_least=0)
+    encoding: str = _choice("full")
+    wire_dtype: str = _choice(*DTYPES)
+    bucket_mb: int = _number(at_least=1)
+    slots: int = _number(at_least=1)
+    verify: str = _choice("full", "bucket", "off")
+    timeout_s: float = _number(more_than=0)
+    lease_s: float = _number(more_than=0)
+    transport: str = _choice("auto", "nccl", "gloo")
+    shm_dir: str = MISSING
+    durable: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class KeepAll:
+    """Every checkpoint stays."""
+
+
+@dataclass(kw_only=True)
+class KeepLast:
+    """The newest checkpoints stay."""
+
+    n: int = MISSING
+
+
+@dataclass(kw_only=True)
+class KeepEvery:
+    """Checkpoints whose step is a multiple of `steps` stay."""
+
+    steps: int = MISSING
+
+
+@dataclass(kw_only=True)
+class KeepBest:
+    """The checkpoints with the best metric stay."""
+
+    metric: str = MISSING
+    n: int = MISSING
+    mode: str = MISSING
+
+
+@dataclass(kw_only=True)
+class KeepFor:
+    """Checkpoints younger than an age stay."""
+
+    seconds: int | float | str = MISSING
+
+
+@dataclass(kw_only=True)
+class KeepWithinBudget:
+    """A limit to the space of all checkpoints; it only takes away."""
+
+    bytes: int | float | str = MISSING
+
+
+@dataclass(kw_only=True)
+class RetentionConfig:
+    """Which checkpoints stay: policy name to the fields of that policy."""
+
+    policies: dict[str, Any] = MISSING
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """Where checkpoints go, how often, and in which format."""
+
+    dir: str | None = MISSING
+    interval: int = _number(at_least=0)
+    format: str = _choice("verl")
+    mirror: str | None = MISSING
+    timeout_s: float = _number(more_than=0)
+    save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")
+    fsync: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The policy: a model in Hugging Face format, or the fields of a config that one is made from."""
+
+    path: str | None = MISSING
+    architecture: dict[str, Any] | None = MISSING
+    trust_remote_code: bool = MISSING
+    attn_implementation: str = _choice("sdpa", "eager", "flash_attention_2")
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """The training loop and its optimizer."""
+
+    steps: int = _number(at_least=1)
+    lr: float = _number(more_than=0)
+    betas: list[float] = MISSING
+    weight_decay: float = _number(at_least=0)
+    clip_grad: float = _number(more_than=0)
+    lr_scheduler: str = _choice("constant", "cosine")
+    warmup_steps: int = _number(at_least=0)
+    schedule: str = _choice("lockstep", "free")
+    micro_batch_size: int = _number(at_least=1)
+    mini_batches: int = _number(at_least=1)
+    epochs: int = _number(at_least=1)
+    gradient_checkpointing: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """What every algorithm has."""
+
+    kind: str = _choice("grpo", "sft")
+
+
+@dataclass(kw_only=True)
+class GrpoConfig(AlgorithmConfig):
+    """Group relative policy optimization."""
+
+    prompts_per_step: int = _number(at_least=1)
+    samples_per_prompt: int = _number(at_least=2)
+    clip_ratio: float = _number(more_than=0, at_most=1)
+    clip_ratio_high: float | None = _number(more_than=0)
+    clip_ratio_c: float = _number(more_than=1)
+    loss_agg_mode: str = _choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    normalise_advantages: bool = MISSING
+    entropy_coeff: float = _number(at_least=0)
+
+
+@dataclass(kw_only=True)
+class SftConfig(AlgorithmConfig):
+    """Supervised fine-tuning."""
+
+    batch_size: int = _number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class CopyDigitsConfig:
+    """The default task."""
+
+    _target_: str = MISSING
+    digits: int = _number(at_least=1)
+    response_length: int = _number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class JsonlConfig:
+    """Prompts from a file, judged by a function."""
+
+    _target_: str = MISSING
+    path: str = MISSING
+    prompt_key: str = MISSING
+    answer_key: str = MISSING
+    shuffle: bool = MISSING
+    reward: dict[str, Any] = MISSING
+    prompt_length: int = _number(at_least=1)
+    response_length: int = _number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class PairsConfig:
+    """Pairs of prompt and response from a file."""
+
+    _target_: str = MISSING
+    path: str = MISSING
+    prompt_key: str = MISSING
+    response_key: str = MISSING
+    max_length: int = _number(at_least=2)
+
+
+@dataclass(kw_only=True)
+class ExplorerConfig:
+    """The rollout replicas."""
+
+    kind: str = _choice("hf")
+    replicas: int = _number(at_least=1)
+    max_restarts: int = _number(at_least=0)
+    dtype: str = _choice(*DTYPES)
+    temperature: float = _number(at_least=0)
+    top_k: int = _number(at_least=0)
+    top_p: float = _number(more_than=0, at_most=1)
+    batch_size: int = _number(at_least=1)
+    timeout_s: float = _number(more_than=0)
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """Where Ray runs."""
+
+    address: str | None = MISSING
+    num_cpus: int | None = _number(at_least=1)
+    object_store_mb: int = _number(at_least=75)
+    temp_dir: str | None = MISSING
+    start_timeout_s: float = _number(more_than=0)
+
+
+@dataclass(kw_only=True)
+class TensorboardConfig:
+    """The TensorBoard tracker."""
+
+    flush_s: float = _number(more_than=0)
+
+
+@dataclass(kw_only=True)
+class WandbConfig:
+    """The Weights & Biases tracker."""
+
+    project: str = MISSING
+    entity: str | None = MISSING
+    mode: str = _choice("online", "offline", "disabled")
+    tags: list[str] = MISSING
+
+
+@dataclass(kw_only=True)
+class Config:
+    """A whole run. `task` may be a class of the user's own, so its option files type it, as they do trackers."""
+
+    name: str = MISSING
+    seed: int = _number(at_least=0, at_most=2**32 - 1)
+    live: str = _choice("auto", "panel", "line", "off")
+    backend: BackendConfig = MISSING
+    sync: SyncConfig = MISSING
+    retention: RetentionConfig = MISSING
+    checkpoint: CheckpointConfig = MISSING
+    model: ModelConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    algorithm: AlgorithmConfig = MISSING
+    task: Any = MISSING
+    explorer: ExplorerConfig = MISSING
+    cluster: ClusterConfig = MISSING
+    tracker: dict[str, Any] = field(default_factory=dict)
+
+
+SCHEMA: dict[str, type] = {
+    "root": Config,
+    "fsdp": FsdpConfig,
+    "sync": SyncConfig,
+    "keep_all": KeepAll,
+    "keep_last": KeepLast,
+    "keep_every": KeepEvery,
+    "keep_best": KeepBest,
+    "keep_for": KeepFor,
+    "keep_within_budget": KeepWithinBudget,
+    "checkpoint": CheckpointConfig,
+    "model": ModelConfig,
+    "trainer": TrainerConfig,
+    "grpo": GrpoConfig,
+    "sft": SftConfig,
+    "copy_digits": CopyDigitsConfig,
+    "jsonl": JsonlConfig,
+    "pairs": PairsConfig,
+    "explorer": ExplorerConfig,
+    "cluster": ClusterConfig,
+    "tensorboard": TensorboardConfig,
+    "wandb": WandbConfig,
+}
+
+
+def register() -> None:
+    """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Runs when the package is imported."""
+    store = ConfigStore.instance()
+    for name, schema in SCHEMA.items():
+        node = OmegaConf.structured(schema)
+        if issubclass(schema, BackendConfig):
+            # verl's keys are verl's to check: any of them can be set without a '+' in front
+            node.overrides = {}
+            node.overrides._set_flag("struct", False)
+        store.store(group="schema", name=name, node=node)
+    OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)

@@ -1,0 +1,78 @@
+"""Building what the user names by `_target_`: the task with its reward function. Errors become the user's own words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_sync.errors import ConfigError, TrinityError
+
+
+def check_inputs(cfg: DictConfig) -> None:
+    """Build the task once, so that its file is read line by line and its reward function imported before Ray starts.
+
+    Raises:
+        ConfigError: naming the key, and the file and line where there is one.
+    """
+    task = build_task(cfg.task, cfg.seed)
+    needed = ("pairs",) if cfg.algorithm.kind == "sft" else ("prompts", "reward")
+    lacking = [name for name in needed if not callable(getattr(task, name, None))]
+    if lacking:
+        advice = "task=pairs" if cfg.algorithm.kind == "sft" else "task=copy_digits or task=jsonl"
+        raise ConfigError(
+            f"task._target_ is {cfg.task._target_}, which has no {' and no '.join(lacking)}(), "
+            f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {advice}"
+        )
+
+
+def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
+    """Build the task from all keys of its node and the seed.
+
+    Args:
+        node: the part `task` of the configuration, or the same as plain values, as a process is sent it.
+        seed: of the run.
+
+    Raises:
+        TrinityError, ConfigError: as `instantiate_target`.
+    """
+    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    assert isinstance(values, dict)
+    return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed)
+
+
+def instantiate_target(node: DictConfig, **kwargs: Any) -> Any:
+    """Build the object that a node names by `_target_`. The one place where Hydra's `instantiate` is called.
+
+    Args:
+        node: a part of the configuration with the key `_target_`.
+        kwargs: further arguments of the class or function; they win over keys of the same name.
+
+    Raises:
+        TrinityError: what the class itself raised, unchanged.
+        ConfigError: the target cannot be imported, or refused its arguments; the message names key and target.
+    """
+    try:
+        return instantiate(node, **kwargs)
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, TrinityError):
+                raise cause from None
+            cause = cause.__cause__
+        raise ConfigError(_target_text(node, error)) from error
+
+
+def _target_text(node: DictConfig, error: Exception) -> str:
+    text = str(error)
+    named = re.search(r"full_key: (\S+)", text)
+    key = named[1] if named else str(node._get_full_key(None) or "")
+    target = re.search(r"target '([^']+)'", text)
+    inner: BaseException = error
+    while inner.__cause__ is not None:
+        inner = inner.__cause__
+    reason = " ".join(str(inner).split())
+    return f"{key}._target_ is {target[1] if target else node.get('_target_')}, which cannot be used: {reason}"

@@ -1,0 +1,39 @@
+"""The errors that users see. Every layer raises these; the command line turns them into one paragraph and an exit code.
+
+Lowest of all modules: it imports nothing of the project, so any room may use it.
+"""
+
+from __future__ import annotations
+
+
+class TrinityError(Exception):
+    """Base of all expected failures. The message is one short paragraph: what is wrong, where, what would be right."""
+
+    exit_code = 1
+
+
+class ConfigError(TrinityError):
+    """The configuration, the command line or an input file is wrong. Nothing was started. Exit code 2."""
+
+    exit_code = 2
+
+
+class RunError(TrinityError):
+    """A run or a check failed after it had begun. Exit code 1."""
+
+
+class WaitTimeout(RunError):  # noqa: N818 - it says what happened
+    """A wait ran out of time.
+
+    Args:
+        who: whom or what was waited for, such as ``"explorer-0"``.
+        what: what it was to do, such as ``"load version 12"``.
+        seconds: how long was waited.
+    """
+
+    def __init__(self, who: str, what: str, seconds: float) -> None:
+        super().__init__(who, what, seconds)
+        self.who, self.what, self.seconds = who, what, seconds
+
+    def __str__(self) -> str:
+        return f"{self.who} did not {self.what} within {self.seconds:g} s"
