@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def test_the_room_and_all_that_the_node_agent_needs_load_neither_torch_nor_ray() -> None:
+    program = (
+        "import sys; import trinity_sync.weights as w\n"
+        "layout = w.PartLayout.build('p', [w.whole('a', 'BF16', (2, 2))], 64)\n"
+        "assert w.digest_rows([(layout, bytes(8))]).version_digest()\n"
+        "print(sorted({'torch', 'ray', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("[]\n", "")

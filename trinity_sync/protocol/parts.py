@@ -1,0 +1,152 @@
+"""The parts of one checkpoint step: expected, in, missing. Used by `trinity_sync.protocol.commit`.
+
+A part is known by its name, or only counted; it is a weights part or a checkpoint part (optimizer, extra, an HF
+export). A state-dict commit needs the weights parts, a full one needs all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Kind: TypeAlias = Literal["full", "state_dict"]
+FULL: Kind = "full"
+STATE_DICT: Kind = "state_dict"
+KINDS: tuple[Kind, ...] = (STATE_DICT, FULL)
+
+#: The part that brings the version digest and no files. It is a weights part, waited for only where it is named.
+DIGEST_PART = "digest"
+
+#: A file of a part: (path relative to the checkpoint folder, bytes, xxh3_128 hex).
+FileTuple: TypeAlias = tuple[str, int, str]
+
+
+def covers(committed: Kind, wanted: Kind) -> bool:
+    """Whether a commit of the first kind holds all that one of the second would."""
+    return committed == FULL or wanted == STATE_DICT
+
+
+def describe_part(name: str | None) -> str:
+    """The part in a sentence; parts that are only counted have keys that begin with ``#``."""
+    return f"part {name!r}" if name is not None and not name.startswith("#") else "a part without a name"
+
+
+@dataclass(slots=True)
+class DonePart:
+    """A part that is in, with the files it said it wrote."""
+
+    weights: bool
+    files: tuple[FileTuple, ...]
+
+
+@dataclass(slots=True)
+class StepParts:
+    """Counts and names of one step.
+
+    Args:
+        expected: named parts, and whether each is a weights part.
+        registered: how many parts were announced without a name, for weights (True) and others (False).
+        registrations: ids of the announcements, so that a doubled one is recognised.
+        done: the parts that are in, by name or by ``#`` and the id of the report.
+    """
+
+    expected: dict[str, bool] = field(default_factory=dict)
+    registered: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    registrations: set[str] = field(default_factory=set)
+    done: dict[str, DonePart] = field(default_factory=dict)
+
+    @property
+    def any(self) -> bool:
+        """Whether anything of this step was announced or written."""
+        return bool(self.expected or self.done or self.registered[True] or self.registered[False])
+
+    @property
+    def more_than_weights(self) -> bool:
+        """Whether there are checkpoint parts."""
+        named = any(not weights for weights in self.expected.values())
+        return named or self.registered[False] > 0 or any(not done.weights for done in self.done.values())
+
+    def expect(self, name: str, weights: bool) -> None:
+        """Wait for a part of this name. What it was reported as before gives way."""
+        self.expected[name] = weights
+        if name in self.done:
+            self.done[name].weights = weights
+
+    def register(self, weights: int, checkpoint: int, report: str | None) -> None:
+        """Wait for so many more parts; a doubled `report` id counts once."""
+        if report is not None and report in self.registrations:
+            return
+        if report is not None:
+            self.registrations.add(report)
+        self.registered[True] += weights
+        self.registered[False] += checkpoint
+
+    def add(self, key: str, weights: bool, files: Sequence[FileTuple]) -> None:
+        """Note that a part is in; the second time counts for nothing."""
+        weights = self.expected.get(key, weights or key == DIGEST_PART)
+        self.done.setdefault(key, DonePart(weights, tuple(files)))
+
+    def clash(self, key: str, files: Sequence[FileTuple]) -> str | None:
+        """A sentence if another part wrote one of these files with other contents."""
+        known = {file[0]: (other, file) for other, done in self.done.items() for file in done.files}
+        for file in files:
+            if file[0] in known and known[file[0]][1] != file:
+                other = describe_part(known[file[0]][0])
+                return f"{describe_part(key)} and {other} both wrote {file[0]}, with different contents"
+        return None
+
+    def keys(self, kind: Kind) -> frozenset[str]:
+        """The parts that are in and belong to a commit of this kind."""
+        return frozenset(key for key, done in self.done.items() if kind == FULL or done.weights)
+
+    def files(self, keys: Iterable[str]) -> tuple[FileTuple, ...]:
+        """What these parts wrote, sorted by path."""
+        return tuple(sorted({file for key in keys for file in self.done[key].files}))
+
+    def missing(self, kind: Kind) -> list[str]:
+        """What a commit of this kind still waits for, one phrase each; empty: nothing."""
+        classes = (True, False) if kind == FULL else (True,)
+        wanted = {name: weights for name, weights in self.expected.items() if weights in classes}
+        missing = [f"part {name!r}" for name in wanted if name not in self.done]
+        for weights in classes:
+            label = "weights" if weights else "checkpoint"
+            count, got = self.registered[weights], self._counted(weights)
+            if got < count:
+                missing.append(f"{count - got} of {count} counted {label} parts")
+            elif got > count:
+                missing.append(f"the registration of {got - count} {label} part(s) that were reported")
+        if not missing and not (wanted.keys() - {DIGEST_PART}) and not any(self.registered[c] for c in classes):
+            missing.append("the registration of its parts")
+        return missing
+
+    def _counted(self, weights: bool) -> int:
+        return sum(
+            done.weights is weights and key not in self.expected and key != DIGEST_PART
+            for key, done in self.done.items()
+        )
+
+    def dump(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "expected": self.expected,
+            "registered": [self.registered[True], self.registered[False]],
+            "registrations": sorted(self.registrations),
+            "done": {key: [done.weights, [list(file) for file in done.files]] for key, done in self.done.items()},
+        }
+
+    @classmethod
+    def load(cls, dumped: Mapping[str, Any]) -> StepParts:
+        """The inverse of `dump`.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not what `dump` gives.
+        """
+        parts = cls(
+            expected={str(name): bool(weights) for name, weights in dumped["expected"].items()},
+            registered={True: int(dumped["registered"][0]), False: int(dumped["registered"][1])},
+            registrations={str(report) for report in dumped["registrations"]},
+        )
+        for key, (weights, files) in dumped["done"].items():
+            parts.add(key, bool(weights), [(str(path), int(size), str(digest)) for path, size, digest in files])
+        return parts

@@ -1,0 +1,246 @@
+"""The life of a version between the trainer's snapshot and the last reader: which slot holds it, who reads it, what
+is newest.
+
+A pure state machine with an injected clock; the `Synchronizer` actor is a shell over it. A version goes
+
+    opened (has a slot) -> sealed (all parts staged, digest known) -> committed (visible) -> retired (slot free)
+
+and to failed from each of the first two. Readers hold leases on committed versions; a slot is reused only when its
+version is neither the newest committed nor leased nor still on its way.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Version(NamedTuple):
+    """The weights after a step: ordered, attempts first."""
+
+    attempt: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.step}" if not self.attempt else f"{self.step} (attempt {self.attempt})"
+
+
+class VersionError(Exception):
+    """A call that does not fit the version's state; the message says which version, its state and the call."""
+
+
+class State(enum.Enum):
+    """Where a version stands."""
+
+    OPENED = "opened"
+    SEALED = "sealed"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """A reader's hold on a version, until `expires` (clock of the book).
+
+    `location` is what the mode that published the version said of where it is (a folder, or None for the slot).
+    """
+
+    id: int
+    reader: str
+    version: Version
+    slot: int
+    expires: float
+    parts: dict[str, Any]
+    digest: str | None
+    location: str | None
+
+
+@dataclass(kw_only=True)
+class _Record:
+    version: Version
+    slot: int
+    expected: frozenset[str]
+    state: State = State.OPENED
+    parts: dict[str, Any] = field(default_factory=dict)
+    digested: bool = False
+    digest: str | None = None
+    location: str | None = None
+    error: str | None = None
+    leases: dict[int, Lease] = field(default_factory=dict)
+
+
+class VersionBook:
+    """All versions that still have a slot.
+
+    Args:
+        slots: how many snapshots the nodes' shared memory holds.
+        clock: seconds, monotonic; leases expire by it.
+    """
+
+    def __init__(self, slots: int, clock: Callable[[], float]) -> None:
+        if slots < 2:
+            raise ValueError(
+                f"at least 2 slots are needed, one for the newest version and one for the next; got {slots}"
+            )
+        self._slots = slots
+        self._clock = clock
+        self._records: dict[Version, _Record] = {}
+        self._ids = itertools.count(1)
+        self._newest: Version | None = None
+
+    @property
+    def newest(self) -> Version | None:
+        """The newest committed version."""
+        return self._newest
+
+    def open(self, version: Version, parts: Iterable[str]) -> int | None:
+        """Begin a version: the slot to stage it in, or None while every slot is held.
+
+        Raises:
+            VersionError: it is not newer than all before it, or has no parts.
+        """
+        expected = frozenset(parts)
+        if not expected:
+            raise VersionError(f"version {version} was opened with no parts")
+        alive = [record.version for record in self._records.values() if record.state is not State.FAILED]
+        latest = max([*alive, *([self._newest] if self._newest is not None else [])], default=None)
+        if latest is not None and version <= latest:
+            raise VersionError(f"version {version} cannot be opened after version {latest}")
+        slot = self._free_slot()
+        if slot is None:
+            return None
+        self._records[version] = _Record(version=version, slot=slot, expected=expected)
+        return slot
+
+    def stage(self, version: Version, parts: dict[str, Any]) -> bool:
+        """Record staged parts with what readers need of each. A repeated report counts once. True when sealed by it."""
+        record = self._require(version, State.OPENED, "stage", also=State.SEALED)
+        unknown = parts.keys() - record.expected
+        if unknown:
+            raise VersionError(f"version {version} expects no part {', '.join(sorted(unknown))}")
+        if record.state is State.SEALED:
+            return False
+        record.parts.update(parts)
+        return self._seal(record)
+
+    def digest(self, version: Version, digest: str | None) -> bool:
+        """Record the version's digest (None where none is computed). True when sealed by it."""
+        record = self._require(version, State.OPENED, "digest", also=State.SEALED)
+        if record.state is State.SEALED:
+            if digest != record.digest:
+                raise VersionError(
+                    f"version {version} was sealed with digest {record.digest}, now reported as {digest}"
+                )
+            return False
+        record.digested, record.digest = True, digest
+        return self._seal(record)
+
+    def commit(self, version: Version, location: str | None = None) -> None:
+        """Make a sealed version visible to readers. A version older than the newest is refused."""
+        record = self._require(version, State.SEALED, "commit")
+        if self._newest is not None and version < self._newest:
+            raise VersionError(f"version {version} cannot be committed after version {self._newest}")
+        record.state, record.location = State.COMMITTED, location
+        self._newest = version
+
+    def discard(self, version: Version) -> None:
+        """Give back the slot of a version that was staged but is not to be published."""
+        record = self._require(version, State.OPENED, "discard", also=State.SEALED)
+        del self._records[record.version]
+
+    def fail(self, version: Version, error: str) -> bool:
+        """A part could not be staged or digested: nothing of the version becomes visible. False where it was over
+        already.
+        """
+        record = self._records.get(version)
+        if record is None or record.state not in (State.OPENED, State.SEALED):
+            return False
+        record.state, record.error = State.FAILED, error
+        return True
+
+    def state(self, version: Version) -> State | None:
+        """Where a version stands, None once its slot was reused or given back."""
+        record = self._records.get(version)
+        return record.state if record else None
+
+    def sealed_info(self, version: Version) -> tuple[int, dict[str, Any], str | None]:
+        """Slot, parts and digest of a sealed or committed version."""
+        record = self._require(version, State.SEALED, "read", also=State.COMMITTED)
+        return record.slot, dict(record.parts), record.digest
+
+    def error(self, version: Version) -> str | None:
+        """Why a version failed, None where it did not."""
+        record = self._records.get(version)
+        return record.error if record else None
+
+    def lease(self, reader: str, seconds: float, version: Version | None = None) -> Lease:
+        """Hold a committed version, the newest unless one is named, for `seconds`.
+
+        Raises:
+            VersionError: nothing is committed, or the named one is gone.
+        """
+        wanted = version if version is not None else self._newest
+        if wanted is None:
+            raise VersionError("no version is committed yet")
+        record = self._records.get(wanted)
+        if record is None or record.state is not State.COMMITTED:
+            raise VersionError(f"version {wanted} is not available (newest: {self._newest})")
+        lease = Lease(
+            id=next(self._ids),
+            reader=reader,
+            version=wanted,
+            slot=record.slot,
+            expires=self._clock() + seconds,
+            parts=dict(record.parts),
+            digest=record.digest,
+            location=record.location,
+        )
+        record.leases[lease.id] = lease
+        return lease
+
+    def release(self, lease_id: int) -> bool:
+        """End a lease. False where it had ended or expired already."""
+        return any(record.leases.pop(lease_id, None) is not None for record in self._records.values())
+
+    def drop_reader(self, reader: str) -> int:
+        """End all leases of a reader that is gone; how many there were."""
+        ended = [
+            lease.id for record in self._records.values() for lease in record.leases.values() if lease.reader == reader
+        ]
+        for lease_id in ended:
+            self.release(lease_id)
+        return len(ended)
+
+    def expire(self) -> list[Lease]:
+        """End the leases whose time is over, and return them."""
+        now = self._clock()
+        over = [lease for record in self._records.values() for lease in record.leases.values() if lease.expires <= now]
+        for lease in over:
+            self.release(lease.id)
+        return over
+
+    def _seal(self, record: _Record) -> bool:
+        if record.digested and record.parts.keys() == record.expected:
+            record.state = State.SEALED
+            return True
+        return False
+
+    def _free_slot(self) -> int | None:
+        self.expire()
+        for record in sorted(self._records.values(), key=lambda record: record.version):
+            idle = record.state is State.COMMITTED and record.version != self._newest and not record.leases
+            if idle or record.state is State.FAILED:
+                del self._records[record.version]
+        taken = {record.slot for record in self._records.values()}
+        return next((slot for slot in range(self._slots) if slot not in taken), None)
+
+    def _require(self, version: Version, state: State, call: str, also: State | None = None) -> _Record:
+        record = self._records.get(version)
+        if record is None or record.state not in (state, also):
+            found = "unknown" if record is None else record.state.value
+            because = f" ({record.error})" if record is not None and record.error else ""
+            raise VersionError(f"cannot {call} version {version}: it is {found}{because}")
+        return record

@@ -1,0 +1,302 @@
+"""Digests of staged bytes: one per bucket for transfer, one per row for the version. Called by the node agent.
+
+No torch here: digests are of bytes, and the node agent has none. The version digest is built from rows so that nothing
+is gathered but 16 bytes a row:
+
+1. each node digests the rows its parts hold (`digest_rows`), putting together rows that several of its parts share;
+2. what is left of rows shared with other nodes travels as fragments;
+3. one place merges the results of all nodes (`RowDigests.merge`) and has the digest (`RowDigests.version_digest`).
+
+Definitions: the row digest is the 16 bytes of xxh3_128 over the row's contiguous little-endian bytes, a row being a
+slice along dim 0 (a tensor of fewer than two dimensions is one row). The tensor digest is xxh3_128 of its row digests
+in order. The version digest is the xxh3_128 hex of the lines ``name dtype shape digest\\n`` sorted by name.
+
+A pool may be any executor of *threads*: xxhash lets go of the interpreter lock while it digests long inputs. Short rows
+are digested by the caller, where threads would only fight for the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from xxhash import xxh3_128_digest, xxh3_128_hexdigest
+
+from trinity_sync.errors import RunError
+from trinity_sync.weights import dtypes
+from trinity_sync.weights.layout import PartLayout, Segment
+from trinity_sync.weights.shards import CoverageError, listed, matrix_view, shape_text
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+DIGEST_BYTES = 16
+_BATCH_BYTES = 1 << 20
+"""Of rows per task, and so of the temporary in which split rows are put together: it stays in the cache."""
+_POOL_ROW_BYTES = 4096
+"""Rows below this are digested by the caller: measured, two threads are slower than one there."""
+_EMPTY_ROW = xxh3_128_digest(b"")
+
+
+class IncompleteError(RunError):
+    """Rows of a version are missing, so it has no digest."""
+
+
+class Fragment(NamedTuple):
+    """A rectangle of a tensor's matrix view whose rows are not complete on this node, with its bytes.
+
+    Attributes:
+        row, col, rows, cols: the rectangle, columns in elements.
+        data: its elements row by row.
+    """
+
+    row: int
+    col: int
+    rows: int
+    cols: int
+    data: bytes
+
+
+class TensorRows(NamedTuple):
+    """What is known of one tensor's rows.
+
+    Attributes:
+        dtype: safetensors name.
+        shape: global shape.
+        runs: (first row, 16 bytes per row) of consecutive rows whose digests are known, ascending and apart.
+        fragments: pieces of rows that are not known.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    runs: tuple[tuple[int, bytes], ...]
+    fragments: tuple[Fragment, ...]
+
+
+@dataclass(frozen=True)
+class RowDigests:
+    """The row digests of some parts of a version, by tensor name. Picklable; 16 bytes a row and the fragments."""
+
+    tensors: dict[str, TensorRows] = field(default_factory=dict)
+
+    def merge(self, others: Iterable[RowDigests]) -> RowDigests:
+        """This and the digests of other nodes in one; rows whose fragments are now all there are digested.
+
+        Raises:
+            CoverageError: two nodes hold the same row, or disagree about a tensor's dtype or shape.
+        """
+        gathered: dict[str, list[TensorRows]] = {}
+        for one in (self, *others):
+            for name, rows in one.tensors.items():
+                gathered.setdefault(name, []).append(rows)
+        tensors = {name: known[0] if len(known) == 1 else _merged(name, known) for name, known in gathered.items()}
+        return RowDigests(tensors)
+
+    def tensor_digests(self) -> dict[str, bytes]:
+        """The 16-byte digest of each tensor.
+
+        Raises:
+            IncompleteError: names the tensors and rows that are missing.
+            CoverageError: a tensor is whole, yet more pieces of it were given.
+        """
+        missing = [f"{name} rows {text}" for name in sorted(self.tensors) if (text := _missing(self.tensors[name]))]
+        if missing:
+            raise IncompleteError(f"the version has no digest, as rows are missing: {listed(missing)}")
+        twice = sorted(name for name, known in self.tensors.items() if known.fragments)
+        if twice:
+            raise CoverageError(f"rows are held by several parts: {listed(twice)}")
+        return {name: _tensor_digest(known) for name, known in self.tensors.items()}
+
+    def version_digest(self) -> str:
+        """The version digest in hex. Raises like `tensor_digests`."""
+        digests = self.tensor_digests()
+        return version_digest((name, known.dtype, known.shape, digests[name]) for name, known in self.tensors.items())
+
+
+def bucket_digests(buffer: Segment, layout: PartLayout, pool: Executor | None = None) -> list[bytes]:
+    """The xxh3_128 digest (16 bytes) of each bucket of a segment, in the order of `PartLayout.buckets`.
+
+    Args:
+        buffer: the segment, at least ``layout.nbytes``.
+        layout: what lies in it.
+        pool: threads to share the work, or None.
+    """
+    view = layout.view(buffer)
+    spans = [view[start:stop] for start, stop in layout.buckets()]
+    return list(pool.map(xxh3_128_digest, spans) if pool else map(xxh3_128_digest, spans))
+
+
+def digest_rows(parts: Sequence[tuple[PartLayout, Segment]], pool: Executor | None = None) -> RowDigests:
+    """Digest the rows that these parts hold, straight from their segments.
+
+    Whole rows are digested in place. Rows split over several of the parts are put together first; what stays
+    incomplete is copied into fragments, so the segments are free once this returns.
+
+    Args:
+        parts: each part's layout and segment; all parts of the node, so that as little as possible is fragments.
+        pool: threads to share the work on long rows, or None.
+
+    Raises:
+        CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
+        LayoutError: a segment is too small.
+    """
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    pieces: dict[str, list[_Piece]] = {}
+    for layout, buffer in parts:
+        view = np.asarray(layout.view(buffer))
+        for shard, offset in layout.entries:
+            if kinds.setdefault(shard.name, (shard.dtype, shard.shape)) != (shard.dtype, shard.shape):
+                raise _disagreement(shard.name)
+            size = dtypes.itemsize(shard.dtype)
+            found = pieces.setdefault(shard.name, [])
+            for rect in shard.rects:
+                start = offset + rect.offset
+                data = view[start : start + rect.rows * rect.cols * size].reshape(rect.rows, rect.cols * size)
+                found.append(_Piece(rect.row, rect.col * size, data))
+    jobs = {name: _Job(name, kinds[name], pieces[name], pool) for name in kinds}
+    return RowDigests({name: TensorRows(*kinds[name], *job.result()) for name, job in jobs.items()})
+
+
+def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
+    """The concatenated digests of the rows of a contiguous uint8 matrix of shape (rows, bytes per row)."""
+    return b"".join(map(xxh3_128_digest, matrix))
+
+
+def version_digest(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> str:
+    """The version digest in hex of (name, dtype, shape, 16-byte tensor digest) of all tensors, in any order."""
+    lines = [f"{name} {dtype} {shape_text(shape)} {digest.hex()}\n" for name, dtype, shape, digest in sorted(tensors)]
+    return str(xxh3_128_hexdigest("".join(lines).encode()))
+
+
+class _Piece(NamedTuple):
+    """A rectangle with its bytes: first row, first byte in the row, and uint8 of shape (rows, bytes)."""
+
+    row: int
+    start: int
+    data: NDArray[np.uint8]
+
+    @property
+    def row_stop(self) -> int:
+        return self.row + self.data.shape[0]
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.data.shape[1]
+
+    def cut(self, row: int, row_stop: int) -> _Piece:
+        """The part of it that lies in these rows."""
+        return _Piece(row, self.start, self.data[row - self.row : row_stop - self.row])
+
+
+class _Job:
+    """The digesting of one tensor's pieces; begun when made, so that a pool works on many tensors at a time."""
+
+    def __init__(
+        self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[_Piece], pool: Executor | None
+    ) -> None:
+        self._itemsize = dtypes.itemsize(kind[0])
+        row_bytes = matrix_view(kind[1])[1] * self._itemsize
+        step = max(1, _BATCH_BYTES // max(row_bytes, 1))
+        threads = pool if row_bytes >= _POOL_ROW_BYTES else None
+        self._runs: list[tuple[int, bytes | Future[bytes]]] = []
+        self._fragments: list[Fragment] = []
+        for band in _bands(name, pieces):
+            if sum(piece.data.shape[1] for piece in band) < row_bytes:
+                self._fragments.extend(self._fragment(piece) for piece in band)
+                continue
+            for row in range(band[0].row, band[0].row_stop, step):
+                batch = [piece.cut(row, min(row + step, piece.row_stop)) for piece in band]
+                self._runs.append((row, threads.submit(_batch_digest, batch) if threads else _batch_digest(batch)))
+
+    def _fragment(self, piece: _Piece) -> Fragment:
+        rows, width = piece.data.shape
+        return Fragment(piece.row, piece.start // self._itemsize, rows, width // self._itemsize, piece.data.tobytes())
+
+    def result(self) -> tuple[tuple[tuple[int, bytes], ...], tuple[Fragment, ...]]:
+        """(runs, fragments) as in `TensorRows`."""
+        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in self._runs]
+        return _joined(runs), tuple(self._fragments)
+
+
+def _bands(name: str, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Cut pieces into bands of rows in which each piece has all rows of the band, pieces by column, bands by row."""
+    waiting = sorted(pieces, key=lambda piece: piece.row, reverse=True)
+    active: list[_Piece] = []
+    while waiting or active:
+        row = active[0].row if active else waiting[-1].row
+        while waiting and waiting[-1].row == row:
+            active.append(waiting.pop())
+        row_stop = min([piece.row_stop for piece in active] + ([waiting[-1].row] if waiting else []))
+        band = sorted((piece.cut(row, row_stop) for piece in active), key=lambda piece: piece.start)
+        if any(left.stop > right.start for left, right in pairwise(band)):
+            raise CoverageError(f"{name}: row {row} is held twice; each element must be in one part only")
+        yield band
+        active = [piece.cut(row_stop, piece.row_stop) for piece in active if piece.row_stop > row_stop]
+
+
+def _batch_digest(band: Sequence[_Piece]) -> bytes:
+    """The row digests of pieces that together make whole rows."""
+    if len(band) == 1:
+        return rows_digest(band[0].data)
+    glued = np.empty((band[0].data.shape[0], band[-1].stop), np.uint8)
+    for piece in band:
+        glued[:, piece.start : piece.stop] = piece.data
+    return rows_digest(glued)
+
+
+def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
+    dtype, shape = known[0].dtype, known[0].shape
+    if any((one.dtype, one.shape) != (dtype, shape) for one in known):
+        raise _disagreement(name)
+    size = dtypes.itemsize(dtype)
+    pieces = [
+        _Piece(part.row, part.col * size, np.frombuffer(part.data, np.uint8).reshape(part.rows, part.cols * size))
+        for one in known
+        for part in one.fragments
+    ]
+    glued, fragments = _Job(name, (dtype, shape), pieces, None).result()
+    runs = _joined(sorted([run for one in known for run in one.runs] + list(glued)))
+    for (row, digests), (after, _) in pairwise(runs):
+        if row + len(digests) // DIGEST_BYTES > after:
+            raise CoverageError(f"{name}: row {after} is held by two nodes; each row must be in one only")
+    return TensorRows(dtype, shape, runs, fragments)
+
+
+def _joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
+    """Runs, given in ascending order, with those that follow each other joined."""
+    groups: list[tuple[int, list[bytes]]] = []
+    end = -1
+    for row, digests in runs:
+        if row == end:
+            groups[-1][1].append(digests)
+        else:
+            groups.append((row, [digests]))
+        end = row + len(digests) // DIGEST_BYTES
+    return tuple((row, b"".join(parts)) for row, parts in groups)
+
+
+def _missing(known: TensorRows) -> str:
+    """The rows without a digest, as text: ``"0-3, 7"``; empty if there are none."""
+    rows = matrix_view(known.shape)[0] if prod(known.shape) else 0
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for row, digests in (*known.runs, (rows, b"")):
+        if row > end:
+            spans.append((end, row - 1))
+        end = row + len(digests) // DIGEST_BYTES
+    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
+
+
+def _tensor_digest(known: TensorRows) -> bytes:
+    if not prod(known.shape):
+        return xxh3_128_digest(_EMPTY_ROW * matrix_view(known.shape)[0])
+    return xxh3_128_digest(b"".join(digests for _, digests in known.runs))
+
+
+def _disagreement(name: str) -> CoverageError:
+    return CoverageError(f"{name}: its dtype or shape differs between parts; all ranks must describe one tensor alike")

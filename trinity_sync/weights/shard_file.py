@@ -1,0 +1,129 @@
+"""One part of a version on disk: a safetensors file whose data section is the segment, byte for byte.
+
+Written by the node agent from a slot and mapped by whoever loads, verifies or exports a checkpoint: the mapped bytes
+go to `Receiver.apply`, `digest_rows` and `bucket_digests` as a segment would. Any safetensors reader opens the file too
+and finds each shard's local elements as a 1-D tensor under the tensor's name. As safetensors allows no gaps, the
+alignment bytes between shards appear as ``__padding__.N`` (U8, zero). The metadata key ``trinity_layout`` holds the
+layout as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from trinity_sync.errors import RunError
+from trinity_sync.weights.layout import ALIGNMENT, LayoutError, PartLayout, Segment
+
+LAYOUT_KEY = "trinity_layout"
+_CHUNK_BYTES = 4 << 20
+_LENGTH_BYTES = 8  # a safetensors file opens with the header's length, little-endian
+_MAX_HEADER_BYTES = 100_000_000  # more than this no safetensors reader accepts
+
+
+class ShardFileError(RunError):
+    """A file is not a shard file, or is torn."""
+
+
+def write_shard_file(
+    path: str | Path, layout: PartLayout, buffer: Segment, metadata: Mapping[str, str], fsync: bool
+) -> tuple[int, str]:
+    """Write a part's segment with its layout. On an error nothing is left at `path`.
+
+    Args:
+        path: file to write; replaced if it is there. Its folder exists.
+        layout: of the part.
+        buffer: the segment, at least ``layout.nbytes``.
+        metadata: further texts for the file's metadata.
+        fsync: whether the bytes are on disk when this returns (the folder's entry is the caller's matter).
+
+    Returns:
+        (length of the file in bytes, xxh3_128 hex of the whole file).
+
+    Raises:
+        ValueError: `metadata` holds the key of the layout.
+        LayoutError: the buffer is too small.
+        OSError: the file cannot be written.
+    """
+    data = layout.view(buffer)
+    header = _header(layout, metadata)
+    pieces: list[bytes | memoryview] = [header]
+    pieces.extend(data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+    hasher = xxh3_128()
+    path = Path(path)
+    try:
+        with path.open("wb", buffering=0) as file:
+            for piece in pieces:
+                hasher.update(piece)  # while it is in the cache for the write
+                _write_all(file.fileno(), piece)
+            if fsync:
+                os.fsync(file.fileno())
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+    return len(header) + len(data), hasher.hexdigest()
+
+
+def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
+    """Map a shard file.
+
+    Returns:
+        (layout, read-only view of the data section, ``layout.nbytes`` long). The mapping lives as long as the view.
+
+    Raises:
+        ShardFileError: the file is missing, is not a shard file, or is shorter or longer than its header says.
+    """
+    try:
+        with Path(path).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+                raise ShardFileError(f"{path} is torn or not a safetensors file: its header is not all there")
+            layout = _parse(path, file.read(length))
+            start = _LENGTH_BYTES + length
+            if size != start + layout.nbytes:
+                raise ShardFileError(f"{path} is torn: it has {size} bytes, its header says {start + layout.nbytes}")
+            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ShardFileError(f"{path} is missing") from None
+    return layout, memoryview(mapping)[start:]
+
+
+def _header(layout: PartLayout, metadata: Mapping[str, str]) -> bytes:
+    """Length and header, padded with blanks so that the data section is aligned as the segment is."""
+    if LAYOUT_KEY in metadata:
+        raise ValueError(f"metadata must not hold the key {LAYOUT_KEY!r}, under which the layout is stored")
+    layout_text = json.dumps(layout.to_json(), sort_keys=True, separators=(",", ":"))
+    entries: dict[str, Any] = {"__metadata__": {**metadata, LAYOUT_KEY: layout_text}}
+    for shard, offset in layout.entries:
+        span = [offset, offset + shard.nbytes]
+        entries[shard.name] = {"dtype": shard.dtype, "shape": [shard.numel_local], "data_offsets": span}
+    for number, (start, stop) in enumerate(layout.gaps()):
+        entries[f"__padding__.{number}"] = {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + _LENGTH_BYTES) % ALIGNMENT)
+    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+
+def _parse(path: str | Path, header: bytes) -> PartLayout:
+    try:
+        return PartLayout.from_json(json.loads(json.loads(header)["__metadata__"][LAYOUT_KEY]))
+    except (KeyError, TypeError, ValueError, LayoutError) as error:
+        raise ShardFileError(
+            f"{path} is not a shard file: its metadata holds no valid {LAYOUT_KEY} ({error})"
+        ) from error
+
+
+def _write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """One write call may take only part of it."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]

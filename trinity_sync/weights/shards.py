@@ -1,0 +1,204 @@
+"""What one rank holds of one tensor, in Hugging Face coordinates. Backends produce shards; everything else reads them.
+
+Placement is expressed on the *matrix view* of a tensor: shape ``(s0, s1, ...)`` is seen as ``s0`` rows of
+``s1 * s2 * ...`` columns, and a tensor of fewer than two dimensions as one row. A rank's bytes of a tensor are a
+sequence of rectangles of that matrix, each stored row by row. That is enough for every placement in use: row slices
+(FSDP2), flat ranges (FSDP1), column slices and interleaved QKV or gate/up blocks (tensor parallelism), experts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from trinity_sync.errors import RunError
+from trinity_sync.weights import dtypes
+
+_SHOWN = 20
+
+
+class CoverageError(RunError):
+    """The shards of a version do not cover every tensor exactly once, or disagree about a tensor's dtype or shape."""
+
+
+class Rect(NamedTuple):
+    """A rectangle of a tensor's matrix view.
+
+    Attributes:
+        offset: where its first byte lies in the shard's local bytes.
+        row: first row in the tensor.
+        col: first column in the tensor, in elements.
+        rows: number of rows, at least 1.
+        cols: number of columns in elements, at least 1.
+    """
+
+    offset: int
+    row: int
+    col: int
+    rows: int
+    cols: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share of one tensor.
+
+    Attributes:
+        name: Hugging Face name of the tensor.
+        dtype: safetensors name of the dtype the bytes are in.
+        shape: global shape of the tensor.
+        rects: the rectangles held here, in the order of the local bytes and without gaps between them; empty where
+            the rank holds nothing of the tensor or the tensor has no elements.
+
+    Raises:
+        ValueError: a rectangle is empty, leaves the tensor or does not start where the one before it ended.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    rects: tuple[Rect, ...]
+
+    def __post_init__(self) -> None:
+        rows, cols = self.matrix
+        size = dtypes.itemsize(self.dtype)
+        if any(extent < 0 for extent in self.shape):
+            raise ValueError(f"{self.name}: shape {self.shape} has a negative extent")
+        end = 0
+        for rect in self.rects:
+            if rect.rows < 1 or rect.cols < 1:
+                raise ValueError(f"{self.name}: {rect} is empty; leave it out")
+            if rect.row < 0 or rect.col < 0 or rect.row + rect.rows > rows or rect.col + rect.cols > cols:
+                raise ValueError(f"{self.name}: {rect} leaves the tensor, whose matrix view is {rows} x {cols}")
+            if rect.offset != end:
+                raise ValueError(f"{self.name}: {rect} must start at byte {end}, where the rectangle before it ends")
+            end += rect.rows * rect.cols * size
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """(rows, columns) of the matrix view."""
+        return matrix_view(self.shape)
+
+    @property
+    def numel_local(self) -> int:
+        """Elements held here."""
+        return sum(rect.rows * rect.cols for rect in self.rects)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held here."""
+        return self.numel_local * dtypes.itemsize(self.dtype)
+
+
+def matrix_view(shape: Sequence[int]) -> tuple[int, int]:
+    """(rows, columns) under which a tensor of this shape is cut and digested: dim 0 and the product of the others."""
+    return (shape[0], prod(shape[1:])) if len(shape) >= 2 else (1, prod(shape))
+
+
+def whole(name: str, dtype: str, shape: Sequence[int]) -> Shard:
+    """The shard of a rank that holds all of a tensor."""
+    rows, cols = matrix_view(shape)
+    rects = (Rect(0, 0, 0, rows, cols),) if rows * cols else ()
+    return Shard(name, dtype, tuple(shape), rects)
+
+
+def row_slice(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> Shard:
+    """A slice ``[start, stop)`` along dim 0: whole rows, or for a 1-D tensor a range of its one row.
+
+    Raises:
+        ValueError: the range does not lie in dim 0.
+    """
+    rows, cols = matrix_view(shape)
+    extent = shape[0] if shape else 1
+    if not 0 <= start <= stop <= extent:
+        raise ValueError(f"{name}: rows {start}:{stop} do not lie in dimension 0, which has {extent}")
+    if start == stop or rows * cols == 0:
+        return Shard(name, dtype, tuple(shape), ())
+    rect = Rect(0, start, 0, stop - start, cols) if len(shape) >= 2 else Rect(0, 0, start, 1, stop - start)
+    return Shard(name, dtype, tuple(shape), (rect,))
+
+
+def flat_range(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> Shard:
+    """Elements ``[start, stop)`` of the flattened tensor: the end of a row, whole rows, the beginning of a row.
+
+    Raises:
+        ValueError: the range does not lie in the tensor.
+    """
+    rows, cols = matrix_view(shape)
+    if not 0 <= start <= stop <= rows * cols:
+        raise ValueError(f"{name}: elements {start}:{stop} do not lie in the tensor, which has {rows * cols}")
+    size = dtypes.itemsize(dtype)
+    rects: list[Rect] = []
+    at = start
+    while at < stop:
+        row, col = divmod(at, cols)
+        if col or stop - at < cols:
+            taken = Rect((at - start) * size, row, col, 1, min(cols - col, stop - at))
+        else:
+            taken = Rect((at - start) * size, row, 0, (stop - at) // cols, cols)
+        rects.append(taken)
+        at += taken.rows * taken.cols
+    return Shard(name, dtype, tuple(shape), tuple(rects))
+
+
+def check_cover(parts: Iterable[Iterable[Shard]]) -> None:
+    """Check that the shards of all parts cover every element of every tensor named in them exactly once.
+
+    Args:
+        parts: the shards of each part (rank).
+
+    Raises:
+        CoverageError: names the tensors that are covered twice or not wholly, or that differ in dtype or shape.
+    """
+    first: dict[str, Shard] = {}
+    rects: dict[str, list[Rect]] = {}
+    problems: dict[str, str] = {}
+    for part in parts:
+        for shard in part:
+            known = first.setdefault(shard.name, shard)
+            if (known.dtype, known.shape) != (shard.dtype, shard.shape):
+                problems[shard.name] = f"{describe(known)} in one part, {describe(shard)} in another"
+            rects.setdefault(shard.name, []).extend(shard.rects)
+    for name, shard in first.items():
+        if name not in problems and (problem := _cover_problem(shard, rects[name])):
+            problems[name] = problem
+    if problems:
+        lines = [f"{name} ({problems[name]})" for name in sorted(problems)]
+        raise CoverageError(f"the parts do not hold every tensor exactly once: {listed(lines)}")
+
+
+def _cover_problem(shard: Shard, rects: list[Rect]) -> str | None:
+    """What is wrong with the cover of one tensor. Rectangles inside it that do not overlap and add up cover it."""
+    open_columns: list[tuple[int, int]] = []
+    closing: list[tuple[int, tuple[int, int]]] = []
+    for rect in sorted(rects, key=lambda rect: rect.row):
+        while closing and closing[0][0] <= rect.row:
+            open_columns.remove(heapq.heappop(closing)[1])
+        span = (rect.col, rect.col + rect.cols)
+        at = bisect_left(open_columns, span)
+        if (at and open_columns[at - 1][1] > span[0]) or (at < len(open_columns) and open_columns[at][0] < span[1]):
+            return f"row {rect.row} is held twice"
+        insort(open_columns, span)
+        heapq.heappush(closing, (rect.row + rect.rows, span))
+    missing = prod(shard.matrix) - sum(rect.rows * rect.cols for rect in rects)
+    return f"{missing} of {prod(shard.matrix)} elements are held by no part" if missing else None
+
+
+def describe(shard: Shard) -> str:
+    """Dtype and shape for a message: ``"BF16 4x8"``."""
+    return f"{shard.dtype} {shape_text(shard.shape) or 'scalar'}"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape as it stands in digests and messages, joined by ``x``; the empty text for a scalar."""
+    return "x".join(map(str, shape))
+
+
+def listed(items: Sequence[str]) -> str:
+    """Up to 20 items for a message, and how many more there are."""
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more

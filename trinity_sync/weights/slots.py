@@ -1,0 +1,269 @@
+"""The slots: files in shared memory, reused for one version's snapshot after another. Owned by the node agent.
+
+::
+
+    <root>/trinity-sync/<run key>/owner.lock              flocked by the owner for as long as it lives
+    <root>/trinity-sync/<run key>/slot-0/rank-00000       one segment per slot and part
+
+A folder whose lock is not held was left by a process that died, and anyone may remove it. Whoever looks at a lock to
+decide about a folder, or makes a folder, holds an flock on ``trinity-sync`` meanwhile, so that a folder is never taken
+for stale between its creation and its locking. Trainer ranks and explorers map segments by path with `map_segment`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trinity_sync.errors import RunError
+
+DEFAULT_ROOT = "/dev/shm"
+_HOME = "trinity-sync"
+_LOCK = "owner.lock"
+_SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+class SegmentError(RunError):
+    """A slot's segment cannot be made, or is gone or too small."""
+
+
+class SlotArena:
+    """The slots of one run on one node.
+
+    Usage::
+
+        with SlotArena.create("run-1", 2, {"rank-00000": layout.nbytes}, fallback=run_folder) as arena:
+            hand_out(arena.path(0, "rank-00000"))       # ranks call map_segment(path, nbytes, writable=True)
+            bucket_digests(arena.map(0, "rank-00000"), layout)
+
+    Attributes:
+        folder: where the segments are.
+        slots: number of slots.
+        notes: what the user should know, such as that shared memory was too small; empty if all is well.
+    """
+
+    def __init__(self, folder: Path, slots: int, lock: int, notes: list[str]) -> None:
+        """Use `create`; this takes over a folder that is locked already."""
+        self.folder = folder
+        self.slots = slots
+        self.notes = notes
+        self._lock: int | None = lock
+        self._maps: dict[tuple[int, str], mmap.mmap] = {}
+
+    @classmethod
+    def create(
+        cls,
+        run_key: str,
+        slots: int,
+        parts: Mapping[str, int],
+        root: str | Path = DEFAULT_ROOT,
+        *,
+        fallback: Path,
+    ) -> SlotArena:
+        """Make and lock the folder and reserve all memory, so that the first snapshot pays no page faults for it.
+
+        Args:
+            run_key: folder name of the run, unique on the node.
+            slots: number of slots, at least 1.
+            parts: part name -> bytes of its segment.
+            root: a memory file system.
+            fallback: folder on disk for mapped files, used where `root` is absent, too small or not writable.
+
+        Raises:
+            ValueError: no slots, or a name that is not a plain file name.
+            SegmentError: the run key is in use by a living process, or the fallback has no room either.
+        """
+        if slots < 1:
+            raise ValueError(f"{slots} slots; at least 1 is needed")
+        for name in (run_key, *parts):
+            if not _SAFE_NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a plain file name of letters, digits, '.', '_' and '-'")
+        needed = slots * sum(-(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE for size in parts.values())
+        notes: list[str] = []
+        try:
+            return cls._create_in(Path(root), run_key, slots, parts, needed, notes)
+        except OSError as error:
+            notes.append(
+                f"{root} cannot hold the {slots} slots, which need {_mib(needed)} ({error.strerror}): they are mapped "
+                f"files in {fallback} instead, which is slower; give the container more shared memory "
+                f"(docker: --shm-size) or lower sync.slots"
+            )
+        try:
+            fallback.mkdir(parents=True, exist_ok=True)
+            return cls._create_in(fallback, run_key, slots, parts, needed, notes)
+        except OSError as error:
+            raise SegmentError(
+                f"no room for {slots} slots, which need {_mib(needed)}: neither {root} nor {fallback} can hold them "
+                f"({error.strerror}); free memory or disk, or lower sync.slots"
+            ) from error
+
+    @classmethod
+    def _create_in(
+        cls, root: Path, run_key: str, slots: int, parts: Mapping[str, int], needed: int, notes: list[str]
+    ) -> SlotArena:
+        usage = os.statvfs(root)
+        free = usage.f_bavail * usage.f_frsize
+        if free < needed:
+            raise OSError(0, f"{_mib(free)} free")
+        with _home(root, create=True) as home:
+            folder = home / run_key
+            if folder.exists() and not _remove_if_stale(folder):
+                raise SegmentError(f"{folder} is in use by a process that lives; a run key must be unique on its node")
+            folder.mkdir(mode=0o700)
+            lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        arena = cls(folder, slots, lock, notes)
+        try:
+            for slot in range(slots):
+                (folder / f"slot-{slot}").mkdir(mode=0o700)
+                for part, size in parts.items():
+                    _reserve(arena.path(slot, part), max(size, 1))
+                    arena._maps[slot, part] = map_segment(arena.path(slot, part), size, writable=True)
+        except BaseException:
+            arena.close()
+            raise
+        return arena
+
+    def path(self, slot: int, part: str) -> Path:
+        """The file of a segment, for `map_segment` in another process."""
+        return self.folder / f"slot-{slot}" / part
+
+    def map(self, slot: int, part: str) -> mmap.mmap:
+        """The owner's writable mapping of a segment; always the same object, all its pages in place.
+
+        Raises:
+            SegmentError: there is no such slot or part, or the arena is closed.
+        """
+        try:
+            return self._maps[slot, part]
+        except KeyError:
+            state = "is closed" if self._lock is None else f"has {self.slots} slots"
+            raise SegmentError(f"no segment {part} in slot {slot}: {self.folder} {state}") from None
+
+    def close(self) -> None:
+        """Remove the folder and give up the lock. May be called again. Memory in use goes with its last mapping."""
+        if self._lock is None:
+            return
+        for mapping in self._maps.values():
+            with suppress(BufferError):  # a view is still in use: its holder keeps the memory, not the file
+                mapping.close()
+        self._maps.clear()
+        with suppress(FileNotFoundError), _home(self.folder.parent.parent, create=False):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+        self._lock = None
+
+    def __enter__(self) -> SlotArena:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def map_segment(path: str | Path, nbytes: int, writable: bool = False) -> mmap.mmap:
+    """Map a segment that another process made, with all its pages in place.
+
+    Args:
+        path: from `SlotArena.path`.
+        nbytes: bytes the caller's layout needs.
+        writable: whether the caller stages into it; else the mapping is read-only.
+
+    Returns:
+        A shared mapping of `nbytes` bytes, or of one byte where `nbytes` is 0.
+
+    Raises:
+        SegmentError: the file is gone or too small.
+    """
+    try:
+        descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise SegmentError(f"segment {path} is gone: the node agent that owned it has ended or was replaced") from None
+    try:
+        size = os.fstat(descriptor).st_size
+        if size < max(nbytes, 1):
+            raise SegmentError(f"segment {path} is torn: it has {size} bytes, the layout needs {nbytes}")
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return mmap.mmap(descriptor, max(nbytes, 1), mmap.MAP_SHARED | mmap.MAP_POPULATE, access)
+    finally:
+        os.close(descriptor)
+
+
+def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
+    """Remove the folders under `root` whose owner has died, and return them. Folders of other users are left alone."""
+    try:
+        with _home(Path(root), create=False) as home:
+            return [folder for folder in sorted(home.iterdir()) if folder.is_dir() and _remove_if_stale(folder)]
+    except FileNotFoundError:
+        return []
+
+
+@contextmanager
+def _home(root: Path, *, create: bool) -> Iterator[Path]:
+    """The locked ``trinity-sync`` folder of a root; on leaving, it is removed if nothing is in it.
+
+    Raises:
+        OSError: it cannot be made or opened; FileNotFoundError if it is not there and is not to be made.
+    """
+    home = root / _HOME
+    while True:
+        if create:
+            _make_home(root, home)
+        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(FileNotFoundError):
+            if os.path.samestat(home.stat(), os.fstat(descriptor)):
+                break
+        os.close(descriptor)  # the previous holder removed it while we waited for its lock
+    try:
+        yield home
+    finally:
+        with suppress(OSError):
+            home.rmdir()
+        os.close(descriptor)
+
+
+def _make_home(root: Path, home: Path) -> None:
+    with suppress(FileExistsError):
+        home.mkdir()
+        if root.stat().st_mode & stat.S_ISVTX:  # shared by users, as /dev/shm is: so is our folder in it
+            home.chmod(0o1777)
+
+
+def _remove_if_stale(folder: Path) -> bool:
+    """Remove a run's folder unless its owner lives or it is someone else's. The caller holds the lock of its parent."""
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        lock = None
+    except PermissionError:
+        return False
+    try:
+        if lock is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return False
+    finally:
+        if lock is not None:
+            os.close(lock)
+    return not folder.exists()
+
+
+def _reserve(path: Path, nbytes: int) -> None:
+    """Make a file whose blocks are allocated: writing to a mapping of it cannot fail for want of space."""
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    finally:
+        os.close(descriptor)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"

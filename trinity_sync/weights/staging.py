@@ -1,0 +1,123 @@
+"""The snapshot: one rank's live tensors copied into its segment in wire dtype. Called by the trainer's worker.
+
+This is the only thing for which the trainer stands still, so it does nothing else: one pass over the sources, casting
+on the way, no digest. On a GPU the cast runs on the device, where it is cheapest and halves what crosses the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import numpy as np
+import torch
+
+from trinity_sync.errors import RunError
+from trinity_sync.weights.layout import PartLayout, Segment
+from trinity_sync.weights.shards import Shard, listed
+from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, to_torch
+
+_CHUNK_BYTES = 32 << 20
+"""In wire dtype, per cast on a device: bounds the extra device memory to about two of these."""
+_PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegisterPortable (all contexts), cudaHostRegisterReadOnly
+
+
+class StageError(RunError):
+    """A source is missing or does not have the elements that the layout promises."""
+
+
+def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segment) -> None:
+    """Copy each shard's source into the segment, cast to the shard's dtype. All is there when this returns.
+
+    CUDA sources are cast on their device in bounded chunks and copied on a side stream; copies overlap with casts if
+    the segment is page-locked (`pin_segment`). They see what was enqueued on the current stream before the call.
+
+    Args:
+        layout: of this rank's part.
+        sources: by tensor name, on any device, of any shape and strides; a source's elements in its own order are the
+            shard's local elements. Tensors that are not in the layout are left out.
+        segment: writable, at least ``layout.nbytes``.
+
+    Raises:
+        StageError: names the sources that are missing, wrong in size or of a dtype that is not cast; nothing was
+            written.
+        LayoutError: the segment is too small.
+    """
+    problems = [text for shard in layout.shards if (text := _problem(shard, sources.get(shard.name)))]
+    if problems:
+        raise StageError(f"part {layout.part} cannot be staged: {listed(problems)}")
+    target = byte_tensor(layout.view(segment))
+    for start, stop in layout.gaps():
+        target[start:stop] = 0
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    try:
+        for shard, offset in layout.entries:
+            source = sources[shard.name].detach()
+            place = target[offset : offset + shard.nbytes].view(to_torch(shard.dtype))
+            if source.is_cuda:
+                _stage_cuda(source, place, streams)
+            else:
+                place.view(source.shape).copy_(source)
+    finally:  # also after an error: the caller may give the slot away
+        for stream in streams.values():
+            stream.synchronize()
+
+
+def _problem(shard: Shard, source: torch.Tensor | None) -> str | None:
+    if source is None:
+        return f"{shard.name} (no source)"
+    if source.numel() != shard.numel_local:
+        return f"{shard.name} ({source.numel()} elements, the layout has {shard.numel_local})"
+    if not castable(from_torch(source.dtype), shard.dtype):
+        return f"{shard.name} ({source.dtype}, which is not cast to {shard.dtype})"
+    return None
+
+
+def _stage_cuda(source: torch.Tensor, place: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]) -> None:
+    """Enqueue one source's cast and copy on its device's side stream, which the caller waits for."""
+    if source.device not in streams:
+        streams[source.device] = torch.cuda.Stream(source.device)
+        streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
+    # Temporaries come from the side stream's own pool, so the allocator reuses them in stream order.
+    with torch.cuda.stream(streams[source.device]):
+        done = 0
+        for chunk in _chunks(source, _CHUNK_BYTES // place.element_size()):
+            flat = chunk.to(place.dtype).reshape(-1)
+            place[done : done + flat.numel()].copy_(flat, non_blocking=True)
+            done += flat.numel()
+
+
+def _chunks(source: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
+    """Pieces of at most `numel` elements that follow each other in the tensor's own order, as views."""
+    if source.is_contiguous():
+        yield from source.view(-1).split(numel)
+        return
+    per_row = source.numel() // source.shape[0]
+    if per_row <= numel:
+        yield from source.split(numel // per_row)
+    else:
+        for row in source:
+            yield from _chunks(row, numel)
+
+
+def pin_segment(segment: Segment) -> bool:
+    """Page-lock a mapped segment for fast asynchronous copies to and from GPUs.
+
+    Returns:
+        Whether it is page-locked now. Without (no GPU; drivers refuse some file systems) copies are right but slower.
+    """
+    if not torch.cuda.is_available():
+        return False
+    view = np.frombuffer(segment, np.uint8)
+    flags = _PORTABLE if view.flags.writeable else _PORTABLE | _READ_ONLY
+    if int(torch.cuda.cudart().cudaHostRegister(view.ctypes.data, view.nbytes, flags)) == 0:
+        return True
+    with suppress(RuntimeError):  # the runtime keeps the refusal for the next launch to report: let it be this one
+        torch.ones(1, device="cuda")
+    return False
+
+
+def unpin_segment(segment: Segment) -> None:
+    """Undo `pin_segment`, before the segment is unmapped. Does nothing without a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostUnregister(np.frombuffer(segment, np.uint8).ctypes.data)

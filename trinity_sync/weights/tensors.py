@@ -1,0 +1,227 @@
+"""Where dtype names, digests and model tensors meet torch. Used by backends (sources), explorers (destinations), tests.
+
+`saved_tensors` fixes which tensors a version consists of; `state_digest` is the version digest of whole tensors,
+computed where they are: what an explorer holds must digest to what the trainer's ranks published row by row.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from xxhash import xxh3_128, xxh3_128_digest
+
+from trinity_sync.errors import RunError
+from trinity_sync.weights import dtypes
+from trinity_sync.weights.digests import rows_digest, version_digest
+from trinity_sync.weights.shards import listed, matrix_view
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+CHUNK_BYTES = 4 << 20
+"""Bytes in wire dtype that are cast at a time: bounds temporary memory, and stays in the cache on a CPU."""
+
+_TORCH = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+
+
+def to_torch(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors name. Raises ValueError for an unknown one."""
+    dtypes.itemsize(name)
+    return _TORCH[name]
+
+
+def from_torch(dtype: torch.dtype) -> str:
+    """The safetensors name of a torch dtype.
+
+    Raises:
+        ValueError: tensors of this dtype do not travel.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise ValueError(f"{dtype} cannot travel: expected one of {', '.join(map(str, _NAMES))}") from None
+
+
+def wire_name(dtype_name: str, wire: str | None) -> str:
+    """The dtype in which a tensor travels: floating ones in `wire`, others and with None all as they are.
+
+    Raises:
+        ValueError: an unknown dtype, or a wire dtype that is not floating.
+    """
+    if wire is not None and not dtypes.is_floating(wire):
+        raise ValueError(f"wire dtype {wire} is not a floating one, such as BF16")
+    return wire if wire is not None and dtypes.is_floating(dtype_name) else dtype_name
+
+
+def castable(source: str, target: str) -> bool:
+    """Whether values may go from one dtype to the other: between floating ones, else only without a cast."""
+    return source == target or (dtypes.is_floating(source) and dtypes.is_floating(target))
+
+
+def byte_tensor(view: memoryview) -> torch.Tensor:
+    """A uint8 tensor on the bytes of a view, without a copy. Bytes of a read-only view must not be written."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(view, dtype=torch.uint8) if len(view) else torch.empty(0, dtype=torch.uint8)
+
+
+def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The live tensors that ``save_pretrained`` would write, under the names it would use.
+
+    Of tied tensors the one it keeps; no non-persistent buffers; where transformers stores a checkpoint's tensors fused
+    (experts), the views of which the checkpoint's tensors are made. Follows transformers 5
+    ``PreTrainedModel.save_pretrained``, whose own function would clone tensors that lie in one storage.
+
+    Args:
+        model: any module; transformers' conventions apply where it follows them. May be on the meta device.
+
+    Returns:
+        Tensors that share the model's storage, detached: writing to them changes the model.
+
+    Raises:
+        RunError: tensors overlap without being declared as tied (``save_pretrained`` refuses them too), or a tensor of
+            the saved form is not a view of the model's.
+    """
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    for name in _tied_duplicates(model, state):
+        del state[name]
+    live = {name: tensor.detach() for name, tensor in state.items()}
+    return _saved_form(model, live)
+
+
+def _tied_duplicates(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
+    """Names to leave out: of tensors with the same bytes, those declared as tied, unless none would be left."""
+    declared = [
+        re.compile(f"{prefix}.{pattern}" if prefix else pattern)
+        for prefix, module in model.named_modules()
+        for pattern in getattr(module, "_tied_weights_keys", None) or ()
+    ]
+    dropped: set[str] = set()
+    for names in _sharing(state):
+        if len(names) == 1:
+            continue
+        tied = [name for name in names if any(pattern.search(name) for pattern in declared)]
+        surplus = tied[: len(names) - 1]
+        spans = {_span(state[name]) for name in names}
+        if len(spans) > 1 or len(names) - len(surplus) > 1:
+            raise RunError(
+                f"{', '.join(names)} share memory but are not declared as tied: save_pretrained could not write them"
+            )
+        dropped.update(surplus)
+    return dropped
+
+
+def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Groups of names whose tensors overlap, names sorted. Tensors apart in one storage are groups of one."""
+    storages: dict[Any, list[str]] = defaultdict(list)
+    for name, tensor in state.items():
+        storages[_storage(tensor)].append(name)
+    for names in storages.values():
+        group: list[str] = []
+        end = 0
+        for name in sorted(names, key=lambda name: (*_span(state[name]), name)):
+            start, stop = _span(state[name])
+            if group and start >= end:
+                yield sorted(group)
+                group = []
+            group.append(name)
+            end = max(end, stop)
+        yield sorted(group)
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata  # unlike data_ptr, it also tells storages on the meta device apart
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """(first, last + 1) byte in the storage."""
+    start = int(tensor.storage_offset())
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    extent = 1 + sum((int(size) - 1) * int(stride) for size, stride in strides) if tensor.numel() else 0
+    return start * tensor.element_size(), (start + extent) * tensor.element_size()
+
+
+def _saved_form(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if not hasattr(model, "save_pretrained"):
+        return state
+    from transformers.core_model_loading import revert_weight_conversion
+
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
+    storages = {_storage(tensor) for tensor in state.values()}
+    copies = sorted(name for name, tensor in saved.items() if _storage(tensor) not in storages)
+    if copies:
+        raise RunError(
+            f"the saved form of {type(model).__name__} is not made of views of its weights, so they cannot be read or "
+            f"written in place: {listed(copies)}"
+        )
+    return {name: tensor.detach() for name, tensor in saved.items()}
+
+
+def state_digest(named: Mapping[str, torch.Tensor], wire_dtype: str | None) -> str:
+    """The version digest (hex) of whole tensors, floating ones cast to the wire dtype a few MiB at a time.
+
+    Args:
+        named: tensors on any device, by Hugging Face name.
+        wire_dtype: safetensors name, or None to digest all in their own dtypes.
+
+    Raises:
+        ValueError: a dtype that does not travel.
+    """
+    return version_digest(_digest_entries(named, wire_dtype))
+
+
+def _digest_entries(
+    named: Mapping[str, torch.Tensor], wire_dtype: str | None
+) -> Iterable[tuple[str, str, tuple[int, ...], bytes]]:
+    for name, tensor in named.items():
+        dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
+        yield name, dtype, tuple(tensor.shape), xxh3_128_digest(_row_digests(tensor.detach(), dtype))
+
+
+def _row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
+    rows, cols = matrix_view(tensor.shape)
+    row_bytes = cols * dtypes.itemsize(dtype)
+    if tensor.ndim < 2:
+        tensor = tensor.reshape(1, cols)
+    if row_bytes > CHUNK_BYTES:
+        return b"".join(_long_row_digest(tensor[row], dtype) for row in range(rows))
+    step = CHUNK_BYTES // row_bytes if row_bytes else max(rows, 1)
+    return b"".join(
+        rows_digest(_wire_bytes(chunk, dtype).reshape(len(chunk), row_bytes)) for chunk in tensor.split(step) if rows
+    )
+
+
+def _long_row_digest(row: torch.Tensor, dtype: str) -> bytes:
+    hasher = xxh3_128()
+    for chunk in row.reshape(-1).split(CHUNK_BYTES // dtypes.itemsize(dtype)):
+        hasher.update(_wire_bytes(chunk, dtype).data)
+    return hasher.digest()
+
+
+def _wire_bytes(tensor: torch.Tensor, dtype: str) -> NDArray[np.uint8]:
+    """The bytes of a tensor in a dtype, uint8 and flat; a view of the tensor where nothing has to change."""
+    flat = tensor.to(to_torch(dtype)).cpu().contiguous().view(-1)
+    view: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return view
