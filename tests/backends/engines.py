@@ -1,0 +1,290 @@
+"""Real verl engines in processes of their own: what `test_fsdp.py` asks of them, gathered in one start of them.
+
+Importing verl costs seconds, so every rank goes through all cases and leaves what it found in a JSON file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PLATFORM = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "trinity_sync.backends.cpu_platform",
+    "VERL_ENGINE_DEVICE": "cuda",
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+LIMIT_S = 240
+
+
+def make_models(folder: Path) -> None:
+    """A small Qwen3 with and without tied embeddings; sizes that no number of ranks divides."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from trinity_sync.explorer.model_factory import character_tokenizer
+
+    for name, tied in (("tied", True), ("untied", False)):
+        torch.manual_seed(3)
+        config = Qwen3Config(
+            vocab_size=37,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            tie_word_embeddings=tied,
+            max_position_embeddings=64,
+        )
+        Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / name)
+        character_tokenizer(37).save_pretrained(folder / name)
+
+
+class Ranks:
+    """Processes that go through the cases: `ranks` of them, started here.
+
+    A case has `strategy`, `model` (``"tied"`` or ``"untied"``) and `fsdp_size`. Each start of ranks makes the models anew,
+    and they are the same.
+    """
+
+    def __init__(self, folder: Path, ranks: int, cases: Sequence[Mapping[str, Any]]) -> None:
+        self._folder = folder
+        self._ranks = ranks
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self._processes = [
+            context.Process(target=_rank, args=(rank, ranks, port, folder, list(cases))) for rank in range(ranks)
+        ]
+        before = {name: os.environ.get(name) for name in PLATFORM}
+        os.environ.update(PLATFORM)
+        try:
+            for process in self._processes:
+                process.start()
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
+
+    def facts(self) -> list[list[dict[str, Any]]]:
+        """Wait for them; facts by case, then by rank."""
+        try:
+            for process in self._processes:
+                process.join(LIMIT_S)
+        finally:
+            for process in self._processes:
+                process.kill()
+        assert [process.exitcode for process in self._processes] == [0] * self._ranks
+        found = [json.loads(_facts_file(self._folder, self._ranks, rank).read_text()) for rank in range(self._ranks)]
+        return [list(of_case) for of_case in zip(*found, strict=True)]
+
+
+def _facts_file(folder: Path, ranks: int, rank: int) -> Path:
+    return folder / f"facts-{ranks}-{rank}.json"
+
+
+def _rank(rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]]) -> None:
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import torch.distributed as dist
+
+    refused = _torch_refuses_cpu_parameters()
+    import verl  # noqa: F401 - loads the platform
+
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"tcp://127.0.0.1:{port}")
+    models = folder / f"models-{ranks}"
+    if rank == 0:
+        make_models(models)
+    dist.barrier()
+    facts = [
+        _examine(case, models, folder / f"saves-{ranks}-{number}", rank, ranks) for number, case in enumerate(cases)
+    ]
+    for of_case in facts:
+        of_case |= {"refused_before": refused, "refused_now": _torch_refuses_cpu_parameters()}
+    _facts_file(folder, ranks, rank).write_text(json.dumps(facts))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _torch_refuses_cpu_parameters() -> bool:
+    """Whether FSDP1 with `sync_module_states`, which verl sets, can be had for parameters on a CPU."""
+    import torch
+    from torch.distributed.fsdp import _init_utils
+
+    try:
+        _init_utils._check_module_states_for_sync_module_states([torch.zeros(1)])
+    except ValueError:
+        return True
+    return False
+
+
+def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, ranks: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+    from verl.utils.device import get_device_name
+
+    from trinity_sync.backends.fsdp import FsdpBackend
+    from trinity_sync.weights.tensors import state_digest
+
+    model = models / case["model"]
+    engine = _engine(str(model), case["strategy"], case["fsdp_size"])
+    backend = FsdpBackend(engine, "BF16")
+    facts: dict[str, Any] = {"device": get_device_name(), "cuda": torch.cuda.is_available()}
+
+    facts["file"] = state_digest(load_file(model / "model.safetensors"), "BF16")
+    facts["initial"] = _digest(backend, ranks)
+    # The learning rate warms up from 0, so the first step changes nothing.
+    _step(engine, rank, 0)
+    _step(engine, rank, 1)
+    facts["after_step"] = _digest(backend, ranks)
+    exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    if case["model"] == "tied":
+        exported.pop("lm_head.weight", None)
+    facts["exported_by_verl"] = state_digest(exported, "BF16")
+
+    torch.manual_seed(100 + rank)
+    state = backend.state()
+    facts["names"] = sorted(state)
+    facts["state"] = _hash(state)
+    facts["rng_saved"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    _write(state, saves / "ours" / "actor")
+    _step(engine, rank, 2)
+    facts["next"] = _digest(backend, ranks)
+    facts["next_state"] = _hash(backend.state())
+    facts["lr_next"] = engine.lr_scheduler.get_last_lr()
+    facts["state_after_training"] = _hash(state)
+
+    torch.manual_seed(999)
+    dist.barrier()
+    backend.load(saves / "ours" / "actor")
+    facts["loaded"] = _digest(backend, ranks)
+    facts["rng_loaded"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
+    _step(engine, rank, 2)
+    facts["next_after_load"] = _digest(backend, ranks)
+    facts["next_state_after_load"] = _hash(backend.state())
+    facts["lr_next_after_load"] = engine.lr_scheduler.get_last_lr()
+
+    engine.save_checkpoint(str(saves / "verl" / "actor"), global_step=3)
+    _step(engine, rank, 3)
+    backend.load(saves / "verl" / "actor")
+    facts["loaded_from_verl"] = _digest(backend, ranks)
+    facts["verl_names"] = sorted(path.name for path in (saves / "verl" / "actor").glob(f"*_rank_{rank}.pt"))
+    if rank == 0:
+        facts["metadata"] = sorted(
+            str(path.relative_to(saves / "ours")) for path in backend.write_metadata(saves / "ours" / "actor")
+        )
+    dist.barrier()
+    return facts
+
+
+def _engine(model: str, strategy: str, fsdp_size: int) -> Any:
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    engine = EngineRegistry.new(
+        "language_model",
+        strategy,
+        model_config=HFModelConfig(
+            path=model,
+            use_remove_padding=False,
+            enable_gradient_checkpointing=False,
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy=strategy,
+            fsdp_size=fsdp_size,
+            model_dtype="fp32",
+            mixed_precision={"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            use_torch_compile=False,
+            wrap_policy={"min_num_params": 0},
+        ),
+        optimizer_config=FSDPOptimizerConfig(
+            lr=1e-2, total_training_steps=20, lr_warmup_steps=2, lr_scheduler_type="cosine", min_lr_ratio=0.0
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def _step(engine: Any, rank: int, number: int) -> None:
+    from functools import partial
+
+    import numpy as np
+    from verl.workers.utils.losses import sft_loss
+
+    from trinity_sync.trainer.batch import sft_batch
+
+    draw = np.random.default_rng([number, rank])
+    pairs = [(draw.integers(3, 30, 5), draw.integers(3, 30, 4)) for _ in range(4)]
+    data = sft_batch(
+        [prompt for prompt, _ in pairs], [answer for _, answer in pairs], micro_batch=2, global_mini_batch=4
+    )
+    with engine.train_mode():
+        engine.train_batch(data, loss_function=partial(sft_loss, None))
+    engine.lr_scheduler_step()
+
+
+def _digest(backend: Any, ranks: int) -> str:
+    """Version digest from what all ranks stage; checks on the way that together they hold each tensor once."""
+    import torch.distributed as dist
+
+    from trinity_sync.weights.digests import digest_rows
+    from trinity_sync.weights.layout import PartLayout
+    from trinity_sync.weights.shards import check_cover
+    from trinity_sync.weights.staging import stage
+
+    layout = PartLayout.build(f"rank-{dist.get_rank()}", backend.shards(), 1 << 16)
+    segment = bytearray(max(layout.nbytes, 1))
+    stage(layout, backend.sources(), memoryview(segment))
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, (layout.to_json(), bytes(segment)))
+    parts = [(PartLayout.from_json(described), data) for described, data in gathered]
+    held = [(described, data) for described, data in parts if described.entries]
+    check_cover([described.shards for described, _ in held])
+    return digest_rows(held).version_digest()
+
+
+def _write(state: Mapping[str, Any], folder: Path) -> None:
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in state.items():
+        torch.save(value, folder / name)
+
+
+def _hash(state: Mapping[str, Any]) -> str:
+    """Of all tensors in the model and optimizer files, in order."""
+    import torch
+
+    found = hashlib.sha256()
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            found.update(
+                local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
+            )
+        elif isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+
+    for name in sorted(state):
+        if not name.startswith("extra"):
+            visit(state[name])
+    return found.hexdigest()

@@ -1,0 +1,140 @@
+"""verl's FSDP engines as we see them: one version whatever the layout, and checkpoints that verl and we both read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends.engines import Ranks
+
+Facts = dict[str, list[dict[str, Any]]]
+
+TWO = {
+    "fsdp2-untied": {"strategy": "fsdp2", "model": "untied", "fsdp_size": -1},
+    "fsdp2-tied": {"strategy": "fsdp2", "model": "tied", "fsdp_size": -1},
+    "fsdp-untied": {"strategy": "fsdp", "model": "untied", "fsdp_size": -1},
+    "fsdp-tied": {"strategy": "fsdp", "model": "tied", "fsdp_size": -1},
+}
+ONE = {"one-fsdp2": TWO["fsdp2-untied"], "one-fsdp": TWO["fsdp-tied"]}
+FOUR = {
+    "hybrid-fsdp2": {"strategy": "fsdp2", "model": "untied", "fsdp_size": 2},
+    "hybrid-fsdp": {"strategy": "fsdp", "model": "tied", "fsdp_size": 2},
+    "four-fsdp": {"strategy": "fsdp", "model": "untied", "fsdp_size": -1},
+}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Facts:
+    """Facts by case, then rank. Only the numbers of ranks that a selected test asks for are started."""
+    folder = tmp_path_factory.mktemp("engines")
+    wanted = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.fspath == request.fspath and hasattr(item, "callspec")
+    }
+    chosen = [
+        (ranks, {name: case for name, case in cases.items() if name in wanted})
+        for ranks, cases in ((1, ONE), (2, TWO), (4, FOUR))
+    ]
+    started = [(cases, Ranks(folder, ranks, list(cases.values()))) for ranks, cases in chosen if cases]
+    found: Facts = {}
+    for cases, ranks in started:
+        found |= dict(zip(cases, ranks.facts(), strict=True))
+    return found
+
+
+every_case = pytest.mark.parametrize(
+    "case", [*ONE, *TWO, *(pytest.param(name, marks=pytest.mark.all) for name in FOUR)]
+)
+
+
+@every_case
+def test_the_initial_version_is_that_of_the_model_file(facts: Facts, case: str) -> None:
+    assert {rank["initial"] for rank in facts[case]} == {facts[case][0]["file"]}
+
+
+@every_case
+def test_after_a_step_the_version_is_what_verl_exports(facts: Facts, case: str) -> None:
+    assert {rank["after_step"] for rank in facts[case]} == {facts[case][0]["exported_by_verl"]}
+    assert facts[case][0]["after_step"] != facts[case][0]["initial"]
+
+
+@every_case
+def test_a_state_is_a_copy_that_training_does_not_change(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["state_after_training"] == rank["state"]
+
+
+@every_case
+def test_a_resumed_engine_goes_on_bit_for_bit(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["loaded"] == rank["after_step"] != rank["next"]
+        assert rank["next_after_load"] == rank["next"]
+        # The version is in wire dtype; master weights and optimizer have to be the same too.
+        assert rank["next_state_after_load"] == rank["next_state"] != rank["state"]
+        assert rank["lr_next_after_load"] == rank["lr_next"]
+        assert rank["rng_loaded"] == rank["rng_saved"]
+
+
+@every_case
+def test_verls_own_checkpoints_are_read_too(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["loaded_from_verl"] == rank["next_after_load"]
+
+
+@every_case
+def test_the_files_have_verls_names(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["names"] == rank["verl_names"]
+    assert "actor/fsdp_config.json" in facts[case][0]["metadata"]
+    assert "actor/huggingface/config.json" in facts[case][0]["metadata"]
+    assert "actor/huggingface/tokenizer.json" in facts[case][0]["metadata"]
+
+
+def test_all_layouts_of_a_model_have_the_same_initial_version(facts: Facts) -> None:
+    for model in ("tied", "untied"):
+        cases = [name for name, case in {**ONE, **TWO}.items() if case["model"] == model and name in facts]
+        assert len({facts[name][0]["initial"] for name in cases}) <= 1
+    assert facts
+
+
+@every_case
+def test_fsdp1_on_a_cpu_needs_the_platforms_patch(facts: Facts, case: str) -> None:
+    """Were it needless in a new torch, this would fail."""
+    assert {(rank["refused_before"], rank["refused_now"]) for rank in facts[case]} == {(True, False)}
+
+
+@every_case
+def test_the_engines_run_on_the_cpu_platform_without_cuda(facts: Facts, case: str) -> None:
+    assert {(rank["device"], rank["cuda"]) for rank in facts[case]} == {("cpu", False)}
+
+
+def test_the_cpus_device_id_has_all_shapes_that_verl_makes_of_one() -> None:
+    from trinity_sync.backends.cpu_platform import CpuPlatform
+
+    platform = CpuPlatform()
+    device = platform.current_device()
+    assert torch.zeros(1).to(device).device.type == "cpu"
+    assert torch.device(device).type == "cpu"
+    assert torch.device(f"{platform.device_name}:{device}") == torch.device("cpu:0")
+
+
+def test_the_cpus_device_module_answers_what_verl_asks_of_an_accelerators() -> None:
+    from trinity_sync.backends.cpu_platform import CpuPlatform
+
+    module = CpuPlatform().device_module
+    assert [module.memory_allocated(), module.max_memory_reserved(), module.mem_get_info()] == [0, 0, (0, 0)]
+    state = module.get_rng_state()
+    drawn = torch.rand(3)
+    module.set_rng_state(state)
+    assert torch.equal(torch.rand(3), drawn)
+    module.manual_seed_all(5)
+    drawn = torch.rand(3)
+    module.manual_seed(5)
+    assert torch.equal(torch.rand(3), drawn)
+    for name in ("empty_cache", "ipc_collect", "synchronize", "reset_peak_memory_stats"):
+        getattr(module, name)()
+    module.set_device(0)
+    assert module.current_stream is torch.cpu.current_stream

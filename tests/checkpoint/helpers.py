@@ -1,0 +1,49 @@
+"""Checkpoint folders for the tests of this room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.layout import FileEntry, Manifest
+from trinity_sync.protocol.parts import FULL, Kind
+
+
+def stage(root: Path, step: int, files: Mapping[str, str], *, attempt: int = 0) -> list[FileEntry]:
+    """Write files into the staging folder of a step; returns their entries."""
+    folder = store.prepare_staging(root, step, attempt)
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return [FileEntry.of(folder, name) for name in files]
+
+
+def commit(
+    root: Path,
+    step: int,
+    files: Mapping[str, str] | None = None,
+    *,
+    kind: Kind = FULL,
+    attempt: int = 0,
+    partial: bool = False,
+    created: float = 0.0,
+    metrics: Mapping[str, float] | None = None,
+    reported: bool = True,
+) -> Manifest:
+    """Stage and commit a step."""
+    entries = stage(root, step, {"actor/model.pt": f"weights {step}"} if files is None else files, attempt=attempt)
+    draft = Manifest(
+        step=step,
+        attempt=attempt,
+        kind=kind,
+        created=created,
+        metrics=metrics or {},
+        files=tuple(entries) if reported else (),
+    )
+    return store.commit_folder(root, draft, partial=partial)
+
+
+def names(folder: Path) -> set[str]:
+    """All files below a folder, relative."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}

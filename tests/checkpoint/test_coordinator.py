@@ -1,0 +1,356 @@
+"""Saves through the coordinator, against the real monitor actor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.checkpoint.helpers import names
+from trinity_sync.checkpoint import CheckpointCoordinator, store
+from trinity_sync.checkpoint.layout import FileEntry, staging_dir, step_dir
+from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+
+LIMIT = 30.0
+
+
+def call(monitor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    return ray.get(getattr(monitor, method).remote(*args, **kwargs), timeout=LIMIT)
+
+
+@pytest.fixture
+def coordinator(monitor: Any) -> CheckpointCoordinator:
+    return CheckpointCoordinator(monitor, timeout_s=LIMIT)
+
+
+def writer(folder: Path, name: str) -> Callable[[], list[Path]]:
+    def write() -> list[Path]:
+        (folder / name).write_text(name)
+        return [folder / name]
+
+    return write
+
+
+def boom() -> None:
+    raise ValueError("disk full")
+
+
+def monitor_step(coordinator: CheckpointCoordinator, step: int, *args: Any) -> None:
+    asyncio.run(coordinator.register_and_monitor(step, *args))
+
+
+# ---- saving
+
+
+def test_a_background_save_is_committed_with_digests(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    folder = Path(call(monitor, "begin", 20, 0, FULL, ["r0"]))
+    coordinator.save_async("full", writer(folder, "model.pt"), 20, part="r0")
+    coordinator.wait_all()
+    result = call(monitor, "wait_committed", 20, 0, LIMIT)
+    report = store.verify(Path(result["path"]))
+    assert (report.ok, report.files, report.unlisted) == (True, 1, ())
+
+
+@pytest.mark.parametrize("given", ["absolute", "relative", "entry", "nothing"])
+def test_what_was_written_can_be_named_in_several_ways(
+    monitor: Any, coordinator: CheckpointCoordinator, given: str
+) -> None:
+    folder = Path(call(monitor, "begin", 20, 0, FULL, ["r0"]))
+
+    def save() -> list[Any] | None:
+        (folder / "model.pt").write_text("w")
+        entry = FileEntry.of(folder, "model.pt")
+        return {"absolute": [folder / "model.pt"], "relative": ["model.pt"], "entry": [entry], "nothing": None}[given]
+
+    coordinator.save_sync(save, 20, part="r0")
+    result = call(monitor, "wait_committed", 20, 0, LIMIT)
+    report = store.verify(Path(result["path"]))
+    assert (report.ok, report.files) == (True, 1)
+
+
+def test_a_file_outside_the_step_cannot_be_part_of_it(
+    monitor: Any, coordinator: CheckpointCoordinator, tmp_path: Path
+) -> None:
+    call(monitor, "begin", 20, 0, FULL, ["r0"])
+    with pytest.raises(RunError, match="outside the step's staging folder"):
+        coordinator.save_sync(writer(tmp_path, "elsewhere.pt"), 20, part="r0")
+    assert call(monitor, "status", 20)["state"] == "failed"
+
+
+def test_the_caller_goes_on_while_a_save_runs(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    go = threading.Event()
+    call(monitor, "begin", 20, 0, FULL, ["r0"])
+    coordinator.save_async("full", lambda: go.wait(LIMIT) and None, 20, part="r0")
+    assert call(monitor, "status", 20)["state"] == "open"
+    go.set()
+    coordinator.wait_all()
+    assert call(monitor, "wait_committed", 20, 0, LIMIT)["kind"] == FULL
+
+
+def test_saves_of_one_name_never_overlap(coordinator: CheckpointCoordinator) -> None:
+    running, overlaps = threading.Semaphore(1), []
+
+    def save() -> None:
+        free = running.acquire(blocking=False)
+        overlaps.append(not free)
+        if free:
+            running.release()
+
+    for step in range(5):
+        coordinator.save_async("model", save, step)
+    coordinator.wait_all()
+    assert overlaps == [False] * 5
+
+
+def test_saves_of_different_names_run_side_by_side(coordinator: CheckpointCoordinator) -> None:
+    meeting = threading.Barrier(2, timeout=LIMIT)
+    for name in ("model", "optim"):
+        coordinator.save_async(name, lambda: meeting.wait() and None, 1)
+    coordinator.wait_all()
+
+
+def test_counted_saves_move_the_trackers(monitor: Any, coordinator: CheckpointCoordinator, root: Path) -> None:
+    call(monitor, "register_thread_count", 7, state_dict_thread_count=1, checkpoint_thread_count=1)
+    coordinator.save_async("optim", lambda: None, 7)
+    coordinator.save_async("model", lambda: None, 7, True)
+    monitor_step(coordinator, 7)
+    coordinator.wait_all()
+    call(monitor, "wait_committed", 7, None, LIMIT)
+    assert read_tracker(root, FULL).step == 7
+    assert read_tracker(root, STATE_DICT).step == 7
+
+
+def test_counts_given_with_the_mark_are_added(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    call(monitor, "register_thread_count", 7, state_dict_thread_count=1)
+    monitor_step(coordinator, 7, True, 1, 0)
+    coordinator.save_sync(lambda: None, 7, True)
+    assert call(monitor, "status", 7)["missing"] == ["1 of 2 counted weights parts"]
+    coordinator.save_sync(lambda: None, 7, True)
+    assert call(monitor, "wait_committed", 7, None, LIMIT)["kind"] == STATE_DICT
+
+
+def test_marking_a_step_does_not_wait_for_its_parts(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    monitor_step(coordinator, 7, False, 0, 1)
+    assert call(monitor, "status", 7)["state"] == "open"
+
+
+def test_verls_own_place_is_understood(monitor: Any, coordinator: CheckpointCoordinator, root: Path) -> None:
+    folder = step_dir(root, 5) / "actor"
+    folder.mkdir(parents=True)
+    monitor_step(coordinator, 5, False, 0, 1)
+    coordinator.save_sync(writer(folder, "model.pt"), 5)
+    call(monitor, "wait_committed", 5, None, LIMIT)
+    assert store.verify(step_dir(root, 5)).ok
+
+
+# ---- errors
+
+
+def test_a_save_that_raises_is_told_by_wait_all_and_fails_the_step(
+    monitor: Any, coordinator: CheckpointCoordinator, root: Path
+) -> None:
+    call(monitor, "begin", 20, 0, FULL, ["r0"])
+    coordinator.save_async("full", boom, 20, part="r0")
+    with pytest.raises(ValueError, match="disk full"):
+        coordinator.wait_all()
+    with pytest.raises(RunError, match=r"part 'r0' failed: ValueError: disk full"):
+        call(monitor, "wait_committed", 20, 0, LIMIT)
+    assert store.scan(root) == []
+    coordinator.wait_all()
+
+
+def test_a_save_that_raises_is_told_by_the_next_of_its_name_too(
+    monitor: Any, coordinator: CheckpointCoordinator
+) -> None:
+    coordinator.save_async("full", boom, 20, part="r0")
+    call(monitor, "begin", 30, 0, FULL, ["r0"])
+    with pytest.raises(ValueError, match="disk full"):
+        coordinator.save_async("full", lambda: None, 30, part="r0")
+    with pytest.raises(ValueError, match="disk full"):
+        coordinator.wait_all()
+    assert "was not started" in call(monitor, "status", 30)["error"]
+
+
+def test_after_an_error_was_told_saving_goes_on(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    coordinator.save_async("full", boom, 20, part="r0")
+    with pytest.raises(ValueError, match="disk full"):
+        coordinator.wait_all()
+    folder = Path(call(monitor, "begin", 30, 0, FULL, ["r0"]))
+    coordinator.save_async("full", writer(folder, "model.pt"), 30, part="r0")
+    coordinator.wait_all()
+    assert call(monitor, "wait_committed", 30, 0, LIMIT)["step"] == 30
+
+
+def test_all_errors_are_told_at_once(coordinator: CheckpointCoordinator) -> None:
+    for name in ("model", "optim"):
+        coordinator.save_async(name, boom, 20, part=name)
+    with pytest.raises((ValueError, RunError)) as caught:
+        coordinator.wait_all()
+    assert any("another background save failed" in note for note in caught.value.__notes__)
+
+
+def test_a_synchronous_save_raises_at_once(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    call(monitor, "begin", 20, 0, FULL, ["r0"])
+    with pytest.raises(ValueError, match="disk full"):
+        coordinator.save_sync(boom, 20, part="r0")
+    assert call(monitor, "status", 20)["state"] == "failed"
+    coordinator.wait_all()
+
+
+def test_one_failed_rank_reaches_the_others_before_they_write(monitor: Any, coordinator: CheckpointCoordinator) -> None:
+    call(monitor, "begin", 20, 0, FULL, ["r0", "r1"])
+    call(monitor, "notify_failed", 20, "r0", "disk full")
+    written: list[int] = []
+    coordinator.save_async("full", lambda: written.append(1), 20, part="r1")
+    with pytest.raises(RunError, match="disk full"):
+        coordinator.wait_all()
+    assert written == []
+
+
+def test_an_earlier_save_that_hangs_is_a_timeout(monitor: Any) -> None:
+    coordinator = CheckpointCoordinator(monitor, timeout_s=0.2)
+    go = threading.Event()
+    coordinator.save_async("full", lambda: go.wait(LIMIT) and None, 20)
+    with pytest.raises(WaitTimeout, match=r"save 'full' did not finish writing step 20 within 0\.2 s"):
+        coordinator.save_async("full", lambda: None, 30)
+    with pytest.raises(WaitTimeout, match="step 20"):
+        coordinator.wait_all()
+    go.set()
+
+
+def test_a_turn_that_does_not_come_is_a_timeout(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor("single_thread")
+    call(monitor, "notify_started", "node", "somebody else")
+    coordinator = CheckpointCoordinator(monitor, timeout_s=0.2)
+    coordinator.save_async("full", lambda: None, 20)
+    for thread in threading.enumerate():
+        if thread.name == "save-full-20":
+            thread.join(LIMIT)
+    with pytest.raises(WaitTimeout, match="turn"):
+        coordinator.wait_all()
+
+
+def test_a_monitor_that_is_gone_is_an_error_and_no_hang(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor()
+    coordinator = CheckpointCoordinator(monitor, timeout_s=LIMIT)
+    ray.kill(monitor)
+    with pytest.raises(RunError, match="monitor is gone"):
+        coordinator.save_sync(lambda: None, 20)
+    with pytest.raises(RunError, match="monitor is gone"):
+        monitor_step(coordinator, 20)
+
+
+# ---- who may write
+
+
+def test_under_single_thread_nobody_writes_beside_another(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor("single_thread")
+    coordinators = [CheckpointCoordinator(monitor, job_id=f"p{i}", timeout_s=LIMIT) for i in range(3)]
+    writing, most, lock = 0, 0, threading.Lock()
+
+    def save() -> None:
+        nonlocal writing, most
+        with lock:
+            writing += 1
+            most = max(most, writing)
+        call(monitor, "describe")
+        with lock:
+            writing -= 1
+
+    for coordinator in coordinators:
+        for name in ("model", "optim"):
+            coordinator.save_async(name, save, 20)
+    for coordinator in coordinators:
+        coordinator.wait_all()
+    assert most == 1
+
+
+def test_saves_that_meet_in_a_barrier_do_not_wait_for_their_turn(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor("single_thread")
+    meeting = threading.Barrier(2, timeout=LIMIT)
+
+    def rank(number: int) -> None:
+        coordinator = CheckpointCoordinator(monitor, job_id=f"p{number}", timeout_s=LIMIT)
+        coordinator.save_sync(lambda: meeting.wait() and None, 20, part=f"r{number}")
+
+    call(monitor, "begin", 20, 0, FULL, ["r0", "r1"])
+    ranks = [threading.Thread(target=rank, args=(number,)) for number in (0, 1)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(LIMIT)
+    assert call(monitor, "wait_committed", 20, 0, LIMIT)["step"] == 20
+
+
+# ---- deaths
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A trainer rank whose save never ends."""
+
+    def __init__(self, monitor: Any, name: str) -> None:
+        self.coordinator = CheckpointCoordinator(monitor, job_id=name, timeout_s=LIMIT)
+        self.started = threading.Event()
+
+    def save(self, step: int, part: str, folder: str) -> int:
+        def write() -> None:
+            (Path(folder) / "half.pt").write_text("half")
+            self.started.set()
+            threading.Event().wait()
+
+        self.coordinator.save_async("full", write, step, part=part)
+        self.started.wait(LIMIT)
+        return os.getpid()
+
+
+@pytest.mark.parametrize("monitor_restarts", [False, True])
+def test_a_rank_that_dies_while_writing_is_noticed(monitor: Any, root: Path, monitor_restarts: bool) -> None:
+    folder = call(monitor, "begin", 20, 0, FULL, ["r0", "r1"])
+    rank = Rank.remote(monitor, "rank-0")
+    pid = ray.get(rank.save.remote(20, "r0", folder), timeout=LIMIT)
+    if monitor_restarts:
+        ray.kill(monitor, no_restart=False)
+        assert call(monitor, "status", 20)["state"] == "open"
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=r"part 'r0' failed: the writer rank-0 on node \w+ was lost"):
+        call(monitor, "wait_committed", 20, 0, LIMIT)
+    call(monitor, "wait_idle", LIMIT)
+    assert not staging_dir(root, 20, 0).exists()
+    assert names(root) == {".staging/failed-0.json"}
+    folder = call(monitor, "begin", 30, 0, FULL, ["r0"])
+    call(monitor, "notify_finished", 30, part="r0")
+    assert call(monitor, "wait_committed", 30, 0, LIMIT)["step"] == 30
+
+
+def test_a_rank_that_ends_after_its_saves_fails_nothing(monitor: Any) -> None:
+    @ray.remote(num_cpus=0)
+    def rank(monitor: Any) -> None:
+        CheckpointCoordinator(monitor, timeout_s=LIMIT).save_sync(lambda: None, 20, part="r0")
+
+    call(monitor, "begin", 20, 0, FULL, ["r0", "r1"])
+    ray.get(rank.remote(monitor), timeout=LIMIT)
+    call(monitor, "notify_finished", 20, part="r1")
+    assert call(monitor, "wait_committed", 20, 0, LIMIT)["step"] == 20
+
+
+def test_a_save_under_way_when_the_monitor_is_killed_is_still_committed(
+    monitor: Any, coordinator: CheckpointCoordinator
+) -> None:
+    go = threading.Event()
+    folder = Path(call(monitor, "begin", 20, 0, FULL, ["r0"]))
+    write = writer(folder, "model.pt")
+    coordinator.save_async("full", lambda: write() if go.wait(LIMIT) else None, 20, part="r0")
+    ray.kill(monitor, no_restart=False)
+    go.set()
+    coordinator.wait_all()
+    assert call(monitor, "wait_committed", 20, 0, LIMIT)["bytes"] == len("model.pt")

@@ -1,0 +1,390 @@
+"""The monitor actor, as a driver and writers of the seed see it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.checkpoint.helpers import commit, names
+from trinity_sync.checkpoint import CheckpointMonitor, store
+from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+
+LIMIT = 30.0
+
+
+def call(monitor: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+    return ray.get(getattr(monitor, method).remote(*args, **kwargs), timeout=LIMIT)
+
+
+def begin(monitor: Any, step: int, parts: list[str], kind: str = FULL, **meta: Any) -> Path:
+    return Path(call(monitor, "begin", step, None, kind, parts, meta))
+
+
+def write_part(monitor: Any, step: int, folder: Path, part: str, **options: Any) -> None:
+    (folder / f"{part}.pt").write_text(f"{part} of {step}")
+    call(monitor, "notify_finished", step, part=part, files=[FileEntry.of(folder, f"{part}.pt")], **options)
+
+
+def save(monitor: Any, step: int, parts: tuple[str, ...] = ("a",), kind: str = FULL, **meta: Any) -> dict[str, Any]:
+    folder = begin(monitor, step, list(parts), kind, **meta)
+    for part in parts:
+        write_part(monitor, step, folder, part)
+    return call(monitor, "wait_committed", step, None, LIMIT)
+
+
+def tracked(root: Path) -> tuple[int | None, int | None]:
+    return read_tracker(root, FULL).step, read_tracker(root, STATE_DICT).step
+
+
+def faults(monitor: Any) -> list[str]:
+    return [event["error"] for event in call(monitor, "drain_events") if event["event"] == "fault"]
+
+
+# ---- a save from begin to commit
+
+
+def test_a_save_from_begin_to_commit(monitor: Any, root: Path) -> None:
+    folder = begin(monitor, 20, ["r0", "r1", "digest"], backend="fsdp", world_size=2, metrics={"reward/mean": 0.5})
+    assert folder == staging_dir(root, 20, 0)
+    for part in ("r0", "r1"):
+        write_part(monitor, 20, folder, part)
+    call(monitor, "notify_finished", 20, part="digest", digest="ab")
+    result = call(monitor, "wait_committed", 20, 0, LIMIT)
+    assert result.pop("total_s") >= 0
+    assert result == {
+        **{"step": 20, "attempt": 0, "kind": FULL, "digest": "ab", "bytes": 16},
+        **{"path": str(step_dir(root, 20)), "pruned": []},
+    }
+    manifest = read_manifest(step_dir(root, 20))
+    assert (manifest.backend, manifest.world_size, manifest.metrics) == ("fsdp", 2, {"reward/mean": 0.5})
+    assert store.verify(step_dir(root, 20)).ok
+    assert tracked(root) == (20, 20)
+    assert names(root / ".staging") == set()
+
+
+def test_what_happened_is_told_once(monitor: Any) -> None:
+    save(monitor, 20)
+    events = call(monitor, "drain_events")
+    assert [(event["event"], event["step"], event["attempt"]) for event in events] == [("commit", 20, 0)]
+    assert set(events[0]) >= {"time", "kind", "digest", "bytes", "total_s"}
+    assert call(monitor, "drain_events") == []
+
+
+def test_weights_and_full_checkpoint_of_one_step(monitor: Any, root: Path) -> None:
+    result = save(monitor, 20, ("weights",), STATE_DICT)
+    assert (result["kind"], tracked(root)) == (STATE_DICT, (None, 20))
+    result = save(monitor, 20, ("optim",))
+    assert (result["kind"], tracked(root)) == (FULL, (20, 20))
+    assert names(step_dir(root, 20)) == {"weights.pt", "optim.pt", "manifest.json"}
+    assert store.verify(step_dir(root, 20)).ok
+
+
+def test_weights_are_visible_while_the_optimizer_is_still_being_written(monitor: Any, root: Path) -> None:
+    folder = begin(monitor, 20, ["optim"])
+    begin(monitor, 20, ["weights"], STATE_DICT)
+    (folder / "half.pt").write_text("being written")
+    write_part(monitor, 20, folder, "weights")
+    assert call(monitor, "wait_committed", 20, None, LIMIT, kind=STATE_DICT)["kind"] == STATE_DICT
+    assert names(step_dir(root, 20)) == {"weights.pt", "manifest.json"}
+    assert tracked(root) == (None, 20)
+    write_part(monitor, 20, folder, "optim")
+    assert call(monitor, "wait_committed", 20, None, LIMIT)["kind"] == FULL
+    assert names(step_dir(root, 20)) == {"weights.pt", "optim.pt", "half.pt", "manifest.json"}
+
+
+def test_a_wait_that_is_too_long_names_what_is_missing(monitor: Any) -> None:
+    begin(monitor, 20, ["r0", "r1"])
+    call(monitor, "notify_finished", 20, part="r0")
+    with pytest.raises(WaitTimeout, match=r"step 20 .*part 'r1'.*within 0.1 s") as caught:
+        call(monitor, "wait_committed", 20, 0, 0.1)
+    assert "'r0'" not in str(caught.value.cause)
+
+
+def test_silence_fails_a_step(make_monitor: Callable[..., Any], root: Path) -> None:
+    monitor = make_monitor(timeout_s=0.2)
+    begin(monitor, 20, ["r0"])
+    with pytest.raises(RunError, match="nothing was heard of it"):
+        call(monitor, "wait_committed", 20, 0, LIMIT)
+    call(monitor, "wait_idle", LIMIT)
+    assert names(root) == {".staging/failed-0.json"}
+
+
+def test_a_call_for_another_attempt_is_refused(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor(attempt=1)
+    with pytest.raises(RunError, match="attempt 0"):
+        call(monitor, "notify_finished", 20, part="a", attempt=0)
+
+
+# ---- failures
+
+
+def test_a_failed_part_fails_the_step_and_cleans_up(monitor: Any, root: Path) -> None:
+    folder = begin(monitor, 20, ["r0", "r1"])
+    write_part(monitor, 20, folder, "r0")
+    call(monitor, "notify_failed", 20, "r1", "disk full")
+    with pytest.raises(RunError, match="disk full"):
+        call(monitor, "wait_committed", 20, 0, LIMIT)
+    call(monitor, "notify_finished", 20, part="r1")
+    call(monitor, "wait_idle", LIMIT)
+    assert store.scan(root) == []
+    assert not folder.exists()
+    assert tracked(root) == (None, None)
+    assert faults(monitor) == ["part 'r1' failed: disk full"]
+    assert save(monitor, 30)["step"] == 30
+
+
+def test_a_commit_whose_files_are_not_as_reported_fails_the_step(monitor: Any, root: Path) -> None:
+    begin(monitor, 20, ["a"])
+    call(monitor, "notify_finished", 20, part="a", files=[("a.pt", 5, "00")])
+    with pytest.raises(RunError, match=r"a\.pt was reported with 5 bytes"):
+        call(monitor, "wait_committed", 20, 0, LIMIT)
+    assert tracked(root) == (None, None)
+
+
+def test_saving_without_a_folder_is_refused(make_monitor: Callable[..., Any]) -> None:
+    with pytest.raises(RunError, match="without a checkpoint folder"):
+        begin(make_monitor(folder=None), 20, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "policies", "named"),
+    [("all_at_once", {}, "save_strategy"), (None, {"keep_last": {"n": 0}}, r"keep_last\.n")],
+)
+def test_wrong_settings_are_told_before_anything_starts(
+    make_monitor: Callable[..., Any], strategy: str | None, policies: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make_monitor(strategy, policies=policies)
+
+
+# ---- retention
+
+
+def test_old_checkpoints_go_after_the_new_one_is_committed(make_monitor: Callable[..., Any], root: Path) -> None:
+    monitor = make_monitor(policies={"keep_last": {"n": 1}})
+    save(monitor, 10)
+    begin(monitor, 20, ["a"])
+    assert [info.step for info in store.scan(root)] == [10]
+    write_part(monitor, 20, staging_dir(root, 20, 0), "a")
+    result = call(monitor, "wait_committed", 20, 0, LIMIT)
+    assert [(gone["step"], gone["freed_bytes"]) for gone in result["pruned"]] == [(10, 7)]
+    assert [info.step for info in store.scan(root)] == [20]
+    assert [event["event"] for event in call(monitor, "drain_events")] == ["commit", "commit", "prune"]
+
+
+def test_saving_a_step_again_with_a_limit_of_one_does_not_delete_it(
+    make_monitor: Callable[..., Any], root: Path
+) -> None:
+    monitor = make_monitor(policies={"keep_last": {"n": 1}})
+    save(monitor, 10)
+    with pytest.raises(RunError, match="already committed"):
+        begin(monitor, 10, ["a"])
+    assert store.verify(step_dir(root, 10)).ok
+
+
+def test_a_step_that_failed_deletes_nothing(make_monitor: Callable[..., Any], root: Path) -> None:
+    monitor = make_monitor(policies={"keep_last": {"n": 1}})
+    save(monitor, 10)
+    begin(monitor, 20, ["a"])
+    call(monitor, "notify_failed", 20, "a", "boom")
+    call(monitor, "wait_idle", LIMIT)
+    assert [info.step for info in store.scan(root)] == [10]
+
+
+def test_a_budget_that_cannot_be_met_is_told_once(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor(policies={"keep_within_budget": {"bytes": 1}})
+    for step in (10, 20):
+        save(monitor, step)
+    assert len(faults(monitor)) == 1
+
+
+# ---- the seed's calls
+
+
+def test_counted_parts_move_the_two_trackers(monitor: Any, root: Path) -> None:
+    call(monitor, "register_thread_count", 7, state_dict_thread_count=1, checkpoint_thread_count=1)
+    call(monitor, "monitor_step", 7, True)
+    call(monitor, "notify_finished", 7, True)
+    call(monitor, "wait_committed", 7, None, LIMIT, kind=STATE_DICT)
+    assert tracked(root) == (None, 7)
+    call(monitor, "monitor_step", 7)
+    call(monitor, "notify_finished", 7)
+    call(monitor, "wait_committed", 7, None, LIMIT)
+    assert tracked(root) == (7, 7)
+
+
+def test_steps_that_finish_out_of_order_leave_the_newest_in_the_trackers(monitor: Any, root: Path) -> None:
+    for step in (1, 2):
+        call(monitor, "register_thread_count", step, checkpoint_thread_count=1)
+        call(monitor, "monitor_step", step)
+    for step in (2, 1):
+        call(monitor, "notify_started", "node", "job")
+        call(monitor, "notify_finished", step)
+        call(monitor, "wait_committed", step, None, LIMIT)
+    assert tracked(root) == (2, 2)
+
+
+def test_files_in_verls_own_place_are_committed_there(monitor: Any, root: Path) -> None:
+    (root / "global_step_5/actor").mkdir(parents=True)
+    (root / "global_step_5/actor/model_world_size_1_rank_0.pt").write_text("w")
+    call(monitor, "register_thread_count", 5, checkpoint_thread_count=1)
+    call(monitor, "notify_finished", 5)
+    call(monitor, "monitor_step", 5)
+    call(monitor, "wait_committed", 5, None, LIMIT)
+    report = store.verify(step_dir(root, 5))
+    assert (report.ok, report.files) == (True, 1)
+
+
+def test_without_a_folder_parts_are_counted_and_nothing_is_written(
+    make_monitor: Callable[..., Any], root: Path
+) -> None:
+    monitor = make_monitor(folder=None)
+    call(monitor, "register_thread_count", 5, checkpoint_thread_count=1)
+    call(monitor, "monitor_step", 5)
+    call(monitor, "notify_finished", 5)
+    assert call(monitor, "wait_committed", 5, None, LIMIT)["kind"] == FULL
+    assert not root.exists()
+
+
+def test_one_thread_writes_at_a_time_if_so_wished(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor("single_thread")
+    call(monitor, "notify_started", "node", "first")
+    second = monitor.notify_started.remote("node", "second")
+    assert ray.wait([second], timeout=0.2)[0] == []
+    call(monitor, "notify_finished", 1)
+    ray.get(second, timeout=LIMIT)
+
+
+def test_a_turn_that_does_not_come_is_a_timeout_and_is_forgotten(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor("single_thread")
+    call(monitor, "notify_started", "node", "first")
+    with pytest.raises(WaitTimeout, match=r"second.*turn"):
+        call(monitor, "notify_started", "node", "second", timeout_s=0.1)
+    third = monitor.notify_started.remote("node", "third")
+    call(monitor, "notify_finished", 1)
+    ray.get(third, timeout=LIMIT)
+
+
+# ---- starts and restarts
+
+
+def test_the_actor_of_a_run_is_there_once(make_monitor: Callable[..., Any], cluster: None, root: Path) -> None:
+    first = CheckpointMonitor.get_actor("same", default_local_dir=str(root))
+    assert CheckpointMonitor.get_actor("same")._actor_id == first._actor_id
+    assert CheckpointMonitor.get_actor("other")._actor_id != first._actor_id
+
+
+def test_an_actor_that_is_killed_goes_on_where_it_was(monitor: Any, root: Path) -> None:
+    save(monitor, 10)
+    folder = begin(monitor, 20, ["r0", "r1"], world_size=2)
+    write_part(monitor, 20, folder, "r0")
+    waiting = monitor.wait_committed.remote(20, 0, LIMIT)
+    ray.kill(monitor, no_restart=False)
+    write_part(monitor, 20, folder, "r1")
+    assert ray.get(waiting, timeout=LIMIT)["bytes"] == 16
+    assert read_manifest(step_dir(root, 20)).world_size == 2
+    assert tracked(root) == (20, 20)
+    assert call(monitor, "wait_committed", 10, 0, LIMIT)["path"] == str(step_dir(root, 10))
+
+
+def test_a_step_that_failed_stays_failed_after_a_restart(monitor: Any) -> None:
+    begin(monitor, 20, ["r0", "r1"])
+    call(monitor, "notify_failed", 20, "r0", "disk full")
+    call(monitor, "wait_idle", LIMIT)
+    ray.kill(monitor, no_restart=False)
+    with pytest.raises(RunError, match="disk full"):
+        call(monitor, "wait_committed", 20, 0, LIMIT)
+    with pytest.raises(RunError, match="disk full"):
+        begin(monitor, 20, ["r0", "r1"])
+
+
+def test_a_killed_actor_forgets_no_turn(make_monitor: Callable[..., Any]) -> None:
+    monitor = make_monitor("single_thread")
+    begin(monitor, 20, ["a", "b"])
+    call(monitor, "notify_started", "node", "first", step=20, part="a", ticket="t1")
+    second = monitor.notify_started.remote("node", "second", step=20, part="b", ticket="t2")
+    ray.kill(monitor, no_restart=False)
+    assert call(monitor, "status", 20)["state"] == "open"
+    assert ray.wait([second], timeout=0.2)[0] == []
+    call(monitor, "notify_finished", 20, part="a", ticket="t1")
+    ray.get(second, timeout=LIMIT)
+
+
+def test_a_start_repairs_trackers_and_says_what_was_wrong(make_monitor: Callable[..., Any], root: Path) -> None:
+    commit(root, 20)
+    tracker_path(root, FULL).write_text("")
+    write_tracker(root, STATE_DICT, 99)
+    monitor = make_monitor(attempt=1)
+    call(monitor, "describe")
+    assert tracked(root) == (20, 20)
+    assert len(faults(monitor)) == 1
+
+
+def test_a_start_leaves_the_checkpoints_of_another_program_alone(make_monitor: Callable[..., Any], root: Path) -> None:
+    step_dir(root, 20).mkdir(parents=True)
+    write_tracker(root, FULL, 20)
+    call(make_monitor(), "describe")
+    assert read_tracker(root, FULL).step == 20
+
+
+def test_a_new_attempt_clears_what_the_last_had_staged(make_monitor: Callable[..., Any], root: Path) -> None:
+    begin(make_monitor(), 20, ["a"])
+    call(make_monitor(attempt=1), "describe")
+    assert names(root) == set()
+    assert not staging_dir(root, 20, 0).exists()
+
+
+# ---- weight and place
+
+
+def test_the_actor_is_light(monitor: Any) -> None:
+    save(monitor, 10)
+    loaded = ray.get(
+        monitor.__ray_call__.remote(lambda _: [name for name, module in sys.modules.items() if module is not None]),
+        timeout=LIMIT,
+    )
+    assert not {"torch", "verl", "transformers", "pyarrow"} & set(loaded)
+    assert call(monitor, "memory")["peak_rss"] < 120e6
+
+
+def test_importing_the_package_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, trinity_sync.checkpoint; assert not {'torch', 'ray'} & set(sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def test_a_copy_that_fails_is_told_and_takes_nothing_back(make_monitor: Callable[..., Any], root: Path) -> None:
+    monitor = make_monitor(default_hdfs_dir="/dev/null/nowhere")
+    save(monitor, 10)
+    call(monitor, "wait_idle", LIMIT)
+    assert [event["where"] for event in call(monitor, "drain_events") if event["event"] == "fault"] == [
+        "copy of step 10 to /dev/null/nowhere"
+    ]
+    assert tracked(root) == (10, 10)
+
+
+def test_committed_checkpoints_are_copied_on(make_monitor: Callable[..., Any], tmp_path: Path) -> None:
+    monitor = make_monitor(default_hdfs_dir=str(tmp_path / "far"))
+    save(monitor, 10)
+    call(monitor, "wait_idle", LIMIT)
+    assert store.verify(step_dir(tmp_path / "far", 10)).ok
+
+
+def test_a_copy_that_hangs_holds_nothing_up(make_monitor: Callable[..., Any], root: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        place = f"s3://key:secret@bucket/far?endpoint_override=127.0.0.1:{port}&scheme=http&region=here"
+        monitor = make_monitor(default_hdfs_dir=place, policies={"keep_last": {"n": 1}}, mirror_timeout_s=60.0)
+        save(monitor, 10)
+        assert save(monitor, 20)["step"] == 20
+        assert 10 in [info.step for info in store.scan(root)], "what is being copied was deleted"
+        assert faults(monitor) == []

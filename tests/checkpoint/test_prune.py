@@ -1,0 +1,168 @@
+"""Retention on disk, pins and leases."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.helpers import commit, stage
+from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
+from trinity_sync.checkpoint.layout import ManifestError, step_dir
+from trinity_sync.checkpoint.prune import prune, prune_plan, remove_checkpoint
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import STATE_DICT
+from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(root: Path, *policies: Policy, now: float = 100.0) -> list[int]:
+    return [gone.step for gone in prune(root, prune_plan(root, policies, now=now), now=now)]
+
+
+def steps(root: Path) -> list[int]:
+    return [info.step for info in store.scan(root)]
+
+
+def test_a_plan_deletes_nothing(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
+    assert [(row.step, row.keep) for row in plan] == [(10, False), (20, True)]
+    assert all(row.reasons for row in plan)
+    assert steps(tmp_path) == [10, 20]
+
+
+def test_pruning_removes_the_whole_step_folder_and_says_what_it_freed(tmp_path: Path) -> None:
+    commit(tmp_path, 10, {"a": "12345"})
+    commit(tmp_path, 20)
+    (gone,) = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)
+    assert (gone.step, gone.freed_bytes) == (10, 5)
+    assert "keep_last" in gone.reason
+    assert [path.name for path in tmp_path.iterdir()] == [".staging", "global_step_20"]
+
+
+def test_the_limit_is_known_from_the_disk_so_it_survives_a_restart(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        commit(tmp_path, step, created=float(step), metrics={"m": -step})
+    assert run(tmp_path, KeepFor(75.0)) == [10, 20]
+    assert run(tmp_path, KeepBest("m", 1)) == []
+
+
+def test_a_folder_that_is_not_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    step_dir(tmp_path, 5).mkdir()
+    commit(tmp_path, 10)
+    commit(tmp_path, 20)
+    assert run(tmp_path, KeepLast(1)) == [10]
+    assert steps(tmp_path) == [5, 20]
+
+
+def test_weights_on_the_way_to_a_full_checkpoint_stay(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        commit(tmp_path, step, kind=STATE_DICT)
+    stage(tmp_path, 10, {"optim": "o"})
+    assert run(tmp_path, KeepLast(1)) == [20]
+
+
+def test_sync_folders_that_nobody_reads_go(tmp_path: Path) -> None:
+    for step in range(1, 8):
+        commit(tmp_path, step, kind=STATE_DICT)
+    assert run(tmp_path, KeepLast(1)) == [1, 2, 3, 4, 5]
+
+
+def test_a_pin_holds_until_it_is_taken_away(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    pin(tmp_path, 10, note="paper")
+    assert run(tmp_path, KeepLast(1)) == []
+    assert unpin(tmp_path, 10)
+    assert run(tmp_path, KeepLast(1)) == [10]
+
+
+def test_taking_away_a_pin_that_is_not_there_is_told(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    assert not unpin(tmp_path, 10)
+
+
+def test_only_a_checkpoint_can_be_pinned(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError):
+        pin(tmp_path, 10)
+
+
+def test_a_pin_does_not_hold_the_same_step_of_another_attempt(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    pin(tmp_path, 10)
+    commit(tmp_path, 10, {"new": "1"}, attempt=1)
+    commit(tmp_path, 20, attempt=1)
+    assert run(tmp_path, KeepLast(1)) == [10]
+
+
+def test_a_folder_that_is_being_read_stays_until_the_reader_is_done(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    clock = Clock()
+    with lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=clock) as lease:
+        assert lease.path == step_dir(tmp_path, 10)
+        assert run(tmp_path, KeepLast(1), now=clock.now) == []
+    assert run(tmp_path, KeepLast(1), now=clock.now) == [10]
+
+
+def test_a_reader_that_died_holds_nothing_up_for_long(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    clock = Clock()
+    lease = lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=clock)
+    clock.now += 50
+    lease.renew(60)
+    assert run(tmp_path, KeepLast(1), now=clock.now + 59) == []
+    assert run(tmp_path, KeepLast(1), now=clock.now + 61) == [10]
+    assert list((tmp_path / ".leases").iterdir()) == []
+
+
+def test_a_lease_that_was_taken_after_the_plan_is_honoured(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
+    lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+    assert prune(tmp_path, plan, now=100.0) == []
+    assert store.verify(step_dir(tmp_path, 10)).ok
+
+
+def test_a_lease_on_what_is_deleted_at_the_same_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 10)
+    real = holds.write_atomic
+
+    def deleted_first(path: Path, text: str, **options: bool) -> None:
+        assert remove_checkpoint(tmp_path, step_dir(tmp_path, 10), 10, 0, now=100.0)
+        real(path, text, **options)
+
+    monkeypatch.setattr(holds, "write_atomic", deleted_first)
+    with pytest.raises(RunError, match="was deleted while explorer-0"):
+        lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+    assert list((tmp_path / ".leases").iterdir()) == []
+
+
+def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    (tmp_path / ".leases").mkdir()
+    (tmp_path / ".leases/10-0-dead.json").write_text("")
+    assert run(tmp_path, KeepLast(1), now=1e12) == [10]
+
+
+def test_deleting_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
+    assert run(tmp_path, KeepLast(1)) == [10]
+    assert prune(tmp_path, plan, now=100.0) == []

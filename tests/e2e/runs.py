@@ -1,0 +1,130 @@
+"""Running `launch.py` as a user does, and reading what it leaves. Shared by the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+# Small enough that a step costs next to nothing; the start-up of the processes is what these tests pay for.
+SMALL = [
+    "live=line",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=4",
+    "trainer.steps=3",
+    "checkpoint.interval=2",
+]
+LIMIT_S = 240
+
+
+@dataclass
+class Run:
+    """A finished run: its folder, exit code and output."""
+
+    folder: Path
+    code: int
+    output: str
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return json.loads((self.folder / "run.json").read_text())
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "summary.json").read_text())
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines("events.jsonl") if event["event"] == name]
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Published digest by step."""
+        return {event["version"]: event["digest"] for event in self.events("publish")}
+
+    @property
+    def manifests(self) -> dict[int, dict[str, Any]]:
+        """Manifest by step of what is in the checkpoint folder."""
+        found = [json.loads(path.read_text()) for path in self.folder.glob("checkpoints/global_step_*/manifest.json")]
+        return {manifest["step"]: manifest for manifest in found}
+
+
+@dataclass
+class Started:
+    """A run that is under way."""
+
+    folder: Path
+    process: subprocess.Popen[str]
+    _seen: list[str] = field(default_factory=list)
+
+    def wait_for_line(self, text: str, limit_s: float = LIMIT_S) -> None:
+        """Block until the run prints a line with this text."""
+        timer = threading.Timer(limit_s, self.process.kill)
+        timer.start()
+        try:
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                self._seen.append(line)
+                if text in line:
+                    return
+        finally:
+            timer.cancel()
+        raise AssertionError(f"the run ended without printing {text!r}:\n{''.join(self._seen)}")
+
+    def finish(self, limit_s: float = LIMIT_S) -> Run:
+        rest, _ = self.process.communicate(timeout=limit_s)
+        return Run(self.folder, self.process.returncode, "".join(self._seen) + rest)
+
+    def pid_of(self, name: str) -> int:
+        """Process id of the actor that logs to logs/<name>.log."""
+        log = str(self.folder / "logs" / f"{name}.log")
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                if str((entry / "fd" / "1").readlink()) == log:
+                    return int(entry.name)
+            except OSError:
+                continue
+        raise AssertionError(f"no process logs to {log}")
+
+
+def start(folder: Path, *overrides: str, small: bool = True, command: list[str] | None = None) -> Started:
+    """Start `launch.py` (or another command) with overrides."""
+    program = command or [str(ROOT / "launch.py")]
+    arguments = [*(SMALL if small else ["live=line"]), *overrides, f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(
+        [sys.executable, *program, *(arguments if command is None else overrides)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        start_new_session=True,
+    )
+    return Started(folder, process)
+
+
+def launch(folder: Path, *overrides: str, small: bool = True) -> Run:
+    """Run `launch.py` to its end."""
+    return start(folder, *overrides, small=small).finish()
+
+
+def resume(folder: Path, *overrides: str) -> Run:
+    """Run `trinity-sync resume` to its end."""
+    return start(folder, "resume", str(folder), *overrides, command=["-m", "trinity_sync.cli"]).finish()
+
+
+def kill_at(started: Started, text: str, victim: Callable[[Started], int], signum: int = signal.SIGKILL) -> None:
+    """Send a signal to a process of the run once the run has printed a line with this text."""
+    started.wait_for_line(text)
+    os.kill(victim(started), signum)

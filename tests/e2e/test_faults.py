@@ -1,0 +1,160 @@
+"""What ends a run ends it with a clear word, resumable, and with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run, kill_at, launch, resume, start
+
+LONG = ("trainer.steps=400", "checkpoint.interval=5")
+
+
+def leftovers(run_pid: int) -> list[str]:
+    """Shared memory, Ray folders and processes that a run of this driver process left."""
+    found = [str(path) for path in Path("/dev/shm").glob(f"trinity-sync/{run_pid}-*")]
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (entry / "environ").read_bytes().decode(errors="replace")
+            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+        except OSError:
+            continue
+        if f"TRINITY_SYNC_DRIVER={run_pid}\0" in environment and int(entry.name) != run_pid and state != "Z":
+            found.append(f"process {entry.name}: {(entry / 'cmdline').read_text()[:80]}")
+    return found
+
+
+def assert_ended_clean(run: Run, pid: int) -> None:
+    assert leftovers(pid) == []
+    trackers = run.folder / "checkpoints/latest_checkpointed_iteration.txt"
+    if trackers.exists():
+        step = int(trackers.read_text())
+        assert run.manifests[step]["kind"] == "full"
+    assert list((run.folder / "checkpoints").glob(".staging/*")) == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+def test_ctrl_c_ends_a_run_cleanly_and_it_can_be_resumed(folder: Path) -> None:
+    started = start(folder, *LONG)
+    kill_at(started, "step 40/400", lambda run: run.process.pid, signal.SIGINT)
+    run = started.finish()
+    assert run.code == 130, run.output
+    assert run.record["status"] == "interrupted"
+    assert leftovers(started.process.pid) == []
+
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    again = resume(folder, f"trainer.steps={last + 3}")
+    assert again.code == 0, again.output
+    assert sorted(again.digests)[-1] == last + 3
+
+
+def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> None:
+    started = start(folder, *LONG)
+    kill_at(started, "step 40/400", lambda run: run.pid_of("trainer-rank-1"))
+    run = started.finish(limit_s=60)
+    assert run.code == 1
+    assert "trainer rank 1 died while it was to" in run.output
+    assert run.record["status"] == "failed"
+    assert "trainer rank 1 died" in run.record["error"]
+    assert_ended_clean(run, started.process.pid)
+
+
+def test_an_explorer_that_dies_ends_the_run_and_says_how_to_have_it_restarted(folder: Path) -> None:
+    started = start(folder, *LONG)
+    kill_at(started, "step 40/400", lambda run: run.pid_of("explorer-0"))
+    run = started.finish(limit_s=60)
+    assert run.code == 1
+    assert "explorer-0 died while it was to" in run.output
+    assert "explorer.max_restarts" in run.output
+    assert_ended_clean(run, started.process.pid)
+
+
+@pytest.mark.all
+def test_a_restarted_explorer_changes_nothing_in_the_run(folder: Path) -> None:
+    settings = ("trainer.steps=40", "checkpoint.interval=0", "explorer.max_restarts=1")
+    undisturbed = launch(folder.with_name("undisturbed"), *settings)
+    started = start(folder, *settings)
+    kill_at(started, "step 8/40", lambda run: run.pid_of("explorer-0"))
+    run = started.finish()
+    assert run.code == 0, run.output
+    assert [event["where"] for event in run.events("fault")] == ["explorer-0"]
+    assert run.digests == undisturbed.digests
+
+
+def test_a_full_disk_fails_the_save_and_keeps_the_run_folder_readable(folder: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("a small file system can only be mounted by root")
+    try:
+        run = launch(folder, f"checkpoint.dir={disk}")
+        assert run.code == 1
+        assert "No space left on device" in run.output
+        assert run.record["status"] == "failed"
+        assert [event["where"] for event in run.events("fault")] == ["save of step 2"]
+        assert not list(disk.glob("global_step_*"))
+        assert not list(disk.glob(".staging/*"))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.all
+def test_a_reward_that_is_not_a_number_ends_the_run_with_its_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_rewards.py").write_text("def broken(prompt, response):\n    return float('nan')\n")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": f"{i}"}) + "\n" for i in range(10)))
+    os.environ["PYTHONPATH"] = str(tmp_path)
+    try:
+        run = launch(
+            folder,
+            "task=jsonl",
+            f"task.path={prompts}",
+            "task.reward._target_=my_rewards.broken",
+            "task.response_length=3",
+        )
+    finally:
+        del os.environ["PYTHONPATH"]
+    assert run.code == 1
+    assert "my_rewards.broken" in run.output
+    assert "prompt 0 of step 1" in run.output
+
+
+@pytest.mark.all
+def test_a_run_folder_in_use_is_refused(folder: Path) -> None:
+    started = start(folder, *LONG)
+    started.wait_for_line("step 1/400")
+    second = resume(folder)
+    os.kill(started.process.pid, signal.SIGTERM)
+    first = started.finish()
+    assert second.code == 2
+    assert f"pid {started.process.pid}" in second.output or str(started.process.pid) in second.output
+    assert first.code == 130
+
+
+def test_supervised_training_learns_from_pairs_without_explorers(folder: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": f"{i:02d}=", "response": f"{i:02d}"}) + "\n" for i in range(64)))
+    run = launch(
+        folder,
+        "algorithm=sft",
+        "task=pairs",
+        f"task.path={pairs}",
+        "algorithm.batch_size=32",
+        "trainer.steps=30",
+        small=False,
+    )
+    assert run.code == 0, run.output
+    losses = [line["loss"] for line in run.lines("metrics.jsonl")]
+    assert losses[-1] < losses[0] / 2
+    assert not run.events("load")
+    assert not (folder / "logs" / "explorer-0.log").exists()

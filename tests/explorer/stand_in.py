@@ -1,0 +1,73 @@
+"""An explorer without a model, for the tests of the pool. Apart from them, so that its process starts in a second."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.record import Prompt, Sample
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.base import LoadReport
+
+
+class StandIn:
+    """Samples that depend on step, prompt and version only, as an explorer's do.
+
+    It dies in the method whose name stands first in ``<spec.log_dir>/<name>``, a name a line; its successor finds
+    the rest.
+    """
+
+    def __init__(self, spec: ExplorerSpec, synchronizer: Synchronizer) -> None:
+        self._spec = spec
+        self._order = Path(str(spec.log_dir)) / spec.name
+        self._held: Version | None = None
+
+    def _die_if_told_to(self, method: str) -> None:
+        orders = self._order.read_text().split() if self._order.exists() else []
+        if orders[:1] == [method]:
+            self._order.write_text("\n".join(orders[1:]))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def warm_up(self) -> None:
+        pass
+
+    def start(self) -> None:
+        self._die_if_told_to("start")
+
+    def attach(self, agents: dict[str, Any]) -> None:
+        self._agents = agents
+
+    def load(self, version: Version, ticket: Any = None) -> LoadReport:
+        self._die_if_told_to("load")
+        assert self._agents == {"node": "agent"}
+        self._held = version
+        return LoadReport(
+            explorer=self._spec.name, version=version, digest=None, bytes_moved=1, total_s=0, paused_s=0, peak_rss=1
+        )
+
+    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
+        self._die_if_told_to("generate")
+        assert self._held is not None
+        return SampleBatch.of(
+            Sample(
+                step=step,
+                prompt=prompt.index,
+                sample=number,
+                prompt_ids=(1, prompt.index),
+                response_ids=(step, prompt.index, number),
+                log_probs=(-1.0, -2.0, -3.0),
+                version=self._held,
+                reward=float(number),
+                exact=None,
+                text=prompt.text,
+                finished=True,
+            )
+            for prompt in reversed(prompts)
+            for number in range(samples_per_prompt)
+        )

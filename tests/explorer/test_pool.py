@@ -1,0 +1,216 @@
+"""The pool: who generates what, and what becomes of a run when an explorer dies.
+
+Explorers are stand-ins without a model: `Explorer` itself needs a trainer and seconds per process, and is tested as a
+whole in tests/e2e. Deaths are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests import local_ray
+from tests.explorer.stand_in import StandIn
+from trinity_sync.errors import RunError
+from trinity_sync.explorer import pool as pool_module
+from trinity_sync.explorer.actor import Explorer
+from trinity_sync.explorer.pool import ExplorerPool
+from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.record import Prompt
+from trinity_sync.sync import Synchronizer, SynchronizerConfig
+from trinity_sync.sync.base import Delivery
+from trinity_sync.sync.remote import MemberDied, resolve
+
+LIMIT = 60.0
+PROMPTS = [Prompt(index=index, text=str(index)) for index in range(5)]
+FIRST, SECOND = Version(0, 0), Version(0, 1)
+
+cluster = local_ray.cluster
+
+
+def deliver(explorers: dict[str, Any], version: Version) -> Delivery:
+    """As modes do in which a death ends the delivery."""
+    calls = {name: explorer.load.remote(version) for name, explorer in explorers.items()}
+    return Delivery(reports=list(resolve(calls, f"load version {version}", LIMIT).values()))
+
+
+def deliver_to_the_living(explorers: dict[str, Any], version: Version) -> Delivery:
+    """As rounds do, which go on without the dead."""
+    delivery = Delivery()
+    for name, explorer in explorers.items():
+        try:
+            delivery.reports += deliver({name: explorer}, version).reports
+        except MemberDied as death:
+            delivery.lost[name] = death
+    return delivery
+
+
+@pytest.fixture(scope="module")
+def synchronizer(cluster: None) -> Synchronizer:
+    return Synchronizer.get_actor(SynchronizerConfig(slots=2, lease_s=600.0, timeout_s=LIMIT), namespace="pool")
+
+
+class Pools:
+    """Makes pools of stand-ins, attached, and tells their explorers to die."""
+
+    def __init__(self, synchronizer: Synchronizer, folder: Path) -> None:
+        self._synchronizer = synchronizer
+        self._folder = folder
+        self.faults: list[tuple[str, str]] = []
+        self.made: list[ExplorerPool] = []
+
+    def make(self, *, replicas: int, max_restarts: int) -> ExplorerPool:
+        fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "mode": "memory", "verify": "full"}
+        spec = ExplorerSpec(name="", wire_dtype="BF16", timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
+        pool = ExplorerPool(
+            spec,
+            replicas=replicas,
+            synchronizer=self._synchronizer,
+            num_gpus=0.0,
+            max_restarts=max_restarts,
+            start_timeout_s=LIMIT,
+            timeout_s=LIMIT,
+            on_fault=lambda where, error: self.faults.append((where, error)),
+        )
+        self.made.append(pool)
+        pool.start()
+        pool.attach({"node": "agent"})
+        return pool
+
+    def tell_to_die(self, name: str, *methods: str) -> None:
+        """In its next call of the first method, and its successors in theirs of the others."""
+        (self._folder / name).write_text("\n".join(methods))
+
+
+@pytest.fixture(scope="module")
+def all_pools(synchronizer: Synchronizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pools]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool_module, "Explorer", StandIn)
+        pools = Pools(synchronizer, tmp_path_factory.mktemp("orders"))
+        yield pools
+        for pool in pools.made:
+            for handle in pool.handles.values():
+                ray.kill(handle)
+
+
+@pytest.fixture
+def pools(all_pools: Pools) -> Pools:
+    all_pools.faults.clear()
+    return all_pools
+
+
+@pytest.fixture(scope="module")
+def pool(all_pools: Pools) -> ExplorerPool:
+    """Two explorers that are restarted as often as they die."""
+    return all_pools.make(replicas=2, max_restarts=100)
+
+
+def test_all_prompts_are_answered_once_by_the_version_that_was_loaded_and_in_order(pool: ExplorerPool) -> None:
+    for version in (FIRST, SECOND):
+        reports = pool.load(version, deliver)
+        assert [(report.explorer, report.version) for report in reports] == [
+            ("explorer-0", version),
+            ("explorer-1", version),
+        ]
+        batch = pool.generate(7, PROMPTS, 2, deliver)
+        assert [(item.step, item.prompt, item.sample) for item in batch] == [
+            (7, prompt, number) for prompt in range(5) for number in range(2)
+        ]
+        assert {item.version for item in batch} == {version}
+
+
+def test_an_explorer_without_a_prompt_is_not_asked(pool: ExplorerPool, pools: Pools) -> None:
+    pool.load(FIRST, deliver)
+    pools.tell_to_die("explorer-1", "generate")
+    assert [item.prompt for item in pool.generate(1, PROMPTS[:1], 1, deliver)] == [0]
+    pools.tell_to_die("explorer-1")
+
+
+def test_a_death_while_generating_changes_no_sample_where_restarts_are_allowed(
+    pool: ExplorerPool, pools: Pools
+) -> None:
+    pool.load(FIRST, deliver)
+    undisturbed = list(pool.generate(7, PROMPTS, 2, deliver))
+    pools.tell_to_die("explorer-1", "generate")
+    loaded: list[str] = []
+
+    def watched(explorers: dict[str, Any], version: Version) -> Delivery:
+        loaded.extend(explorers)
+        return deliver(explorers, version)
+
+    assert list(pool.generate(7, PROMPTS, 2, watched)) == undisturbed
+    assert pools.faults == [("explorer-1", "explorer-1 died while it was to generate for step 7")]
+    # The other one holds the version, and may still be busy with what it was asked for.
+    assert loaded == ["explorer-1"]
+
+
+@pytest.mark.parametrize("how", [deliver, deliver_to_the_living], ids=["each by itself", "in rounds"])
+def test_a_death_while_loading_is_made_good_and_all_have_the_version(
+    pool: ExplorerPool, pools: Pools, how: Any
+) -> None:
+    pool.load(FIRST, deliver)
+    pools.tell_to_die("explorer-0", "load")
+    reports = pool.load(SECOND, how)
+    assert [report.explorer for report in reports] == ["explorer-0", "explorer-1"]
+    assert {item.version for item in pool.generate(7, PROMPTS, 1, deliver)} == {SECOND}
+    assert pools.faults == [("explorer-0", f"explorer-0 died while it was to load version {SECOND}")]
+
+
+def test_the_leases_of_a_dead_explorer_end(pool: ExplorerPool, pools: Pools, synchronizer: Synchronizer) -> None:
+    parts = ["rank-00000"]
+    for version in (FIRST, SECOND):
+        synchronizer.call("begin", version, parts, LIMIT)
+        synchronizer.call("staged", version, dict.fromkeys(parts))
+        synchronizer.call("digested", version, None)
+        synchronizer.call("commit", version)
+        synchronizer.call("lease", "explorer-0", version)
+    pool.load(FIRST, deliver)
+    pools.tell_to_die("explorer-0", "generate")
+    pool.generate(7, PROMPTS, 1, deliver)
+    # Both slots were held by leases of the dead; the older one's is free again.
+    assert synchronizer.call("begin", Version(0, 2), parts, LIMIT) == 0
+
+
+def test_a_death_ends_the_run_where_no_restart_is_left_and_says_what_would_allow_one(pools: Pools) -> None:
+    pool = pools.make(replicas=1, max_restarts=0)
+    pool.load(FIRST, deliver)
+    pools.tell_to_die("explorer-0", "generate")
+    expected = (
+        r"^explorer-0 died while it was to generate for step 3\. See logs/explorer-0\.log\..*explorer\.max_restarts"
+    )
+    with pytest.raises(RunError, match=expected):
+        pool.generate(3, PROMPTS, 1, deliver)
+    assert pools.faults == []
+
+
+def test_an_explorer_that_dies_again_while_it_starts_ends_the_run_with_its_name(pools: Pools) -> None:
+    pool = pools.make(replicas=1, max_restarts=1)
+    pool.load(FIRST, deliver)
+    pools.tell_to_die("explorer-0", "generate", "start")
+    with pytest.raises(RunError, match=r"^explorer-0 died while it was to start$"):
+        pool.generate(3, PROMPTS, 1, deliver)
+    assert [where for where, _ in pools.faults] == ["explorer-0"]
+
+
+def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools) -> None:
+    def refuse(explorers: dict[str, Any], version: Version) -> Delivery:
+        raise RunError("explorer-1 cannot load version 1: bucket 3 arrived damaged")
+
+    with pytest.raises(RunError, match="bucket 3 arrived damaged"):
+        pool.load(SECOND, refuse)
+    with pytest.raises(MemberDied, match="trainer rank 0"):
+        pool.load(SECOND, lambda *_: (_ for _ in ()).throw(MemberDied("trainer rank 0", "send")))
+    assert pools.faults == []
+
+
+def test_an_explorer_that_holds_no_version_refuses_to_generate() -> None:
+    """The real one, before its first load."""
+    fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "mode": "memory", "verify": "full"}
+    spec = ExplorerSpec(name="explorer-0", wire_dtype="BF16", timeout_s=LIMIT, log_dir=None, **fixed)
+    with pytest.raises(RunError, match=r"^explorer-0 holds no version, so it cannot generate for step 3$"):
+        Explorer(spec, None).generate(3, PROMPTS, 1)  # type: ignore[arg-type]

@@ -1,0 +1,33 @@
+"""Ray for tests that need real actors: ``cluster = local_ray.cluster`` in a module or a conftest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import ray
+
+
+@contextmanager
+def running() -> Iterator[None]:
+    """Ray for the length of the block."""
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        # Processes start when a test needs one; idle ones would compete with it for the machine.
+        _system_config={"prestart_worker_first_driver": False},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray for the length of a module."""
+    with running():
+        yield

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.tracking import synthetic
+from tests.tracking.synthetic import Clock
+from trinity_sync.errors import ConfigError
+from trinity_sync.report import render_table, write_report
+from trinity_sync.report.data import Run, load, smooth, steps_to
+from trinity_sync.report.run_charts import step_parts
+
+VOID = {"meta"}
+
+
+class Page(HTMLParser):
+    """A page taken apart: its text, its links, its elements; fails where they do not close in order."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.elements: list[str] = []
+        self.addresses: list[str] = []
+        self.feed(path.read_text())
+        self.close()
+        assert self.open == []
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+        self.addresses += [value or "" for name, value in attrs if name in ("href", "src", "srcset", "data", "action")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style",):
+            self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic.whole_run(tmp_path_factory.mktemp("outputs") / "run")
+
+
+@pytest.fixture
+def troubled(tmp_path: Path) -> Path:
+    """A run that lost an explorer, was resumed, loaded wrong weights once and failed; its texts try to be markup."""
+    clock = Clock()
+    synthetic.hydra(tmp_path, ["sync=memory", "name='<b>x</b>'"], name='"<b>x</b>"')
+    with synthetic.recording(tmp_path, clock) as recorder:
+        synthetic.steps(recorder, clock, 1, 25)
+        recorder.fault("explorer-1", "<script>alert(1)</script>")
+        recorder.finish("interrupted")
+    with synthetic.recording(tmp_path, clock, resumed_from=20) as recorder:
+        recorder.event("load", **synthetic.load(20, "explorer-0", digest="deadbeef" * 4))
+        synthetic.steps(recorder, clock, 21, 30)
+        recorder.finish("failed", "rank 1 & its <memory>")
+    return tmp_path
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    folder = tmp_path / "multirun" / "lr" / "2026-02-01_10-00"
+    for job, (lr, total) in enumerate([("1e-3", 60), ("3e-3", 12)]):
+        overrides = [f"trainer.lr={lr}", "sync=memory"]
+        synthetic.whole_run(folder / str(job), total=total, overrides=overrides, report=write_report)
+    synthetic.hydra(folder / "10", ["trainer.lr=9", "sync=memory"])
+    return folder
+
+
+def test_the_page_needs_nothing_from_elsewhere(finished: Path) -> None:
+    page = Page(write_report(finished))
+    assert not {"script", "link", "img", "iframe"} & set(page.elements)
+    assert page.addresses == []
+    assert "http" not in (finished / "report.html").read_text()
+    assert "url(" not in (finished / "report.html").read_text()
+
+
+def test_the_page_lies_in_the_folder_and_is_returned(finished: Path) -> None:
+    assert write_report(finished) == finished / "report.html"
+
+
+def test_the_page_says_what_was_run_and_how_it_went(finished: Path) -> None:
+    text = Page(write_report(finished)).text
+    for words in (
+        "copy_digits",
+        "✓ completed",
+        "backend fsdp2 on 2 ranks",
+        "sync memory",
+        "seed 7",
+        "wall 2 min 30 s",
+        "Steps 60 of 60",
+        "0.9 at step 48",
+        "Versions 61",
+        "120 loads by 2 explorers",
+        "Digests all match",
+        "Peak, trainer 9.4 GB",
+        "pruned: keep_last n=2: two newer ones (3.7 GB freed)",
+        "✓ explorer-0",
+        "No fault was reported.",
+        "python launch.py sync=memory",
+        "again: 60",
+    ):
+        assert words in text
+
+
+def test_every_chart_is_drawn(finished: Path) -> None:
+    labels = re.findall(r'role="img" aria-label="([^"]*)"', write_report(finished).read_text())
+    assert labels == [
+        "Mean reward by step",
+        "Loss by step",
+        "Seconds of each part of a step",
+        "Mean staleness of the samples by step",
+        "Seconds of each publish and load by version",
+        "Bytes of each version",
+        "Seconds of each checkpoint by step",
+    ]
+
+
+def test_the_texts_of_a_run_are_never_markup(troubled: Path) -> None:
+    page = Page(write_report(troubled))
+    assert not {"script", "memory"} & set(page.elements)
+    assert "<script>alert(1)</script>" in page.text
+    assert "rank 1 & its <memory>" in page.text
+    assert "<b>x</b>" in page.text
+
+
+def test_a_failed_run_says_why_and_shows_its_attempts(troubled: Path) -> None:
+    text = Page(write_report(troubled)).text
+    assert "✕ failed" in text
+    assert "Why it ended rank 1 & its <memory>" in text
+    assert re.search(r"Attempts .* 0 ❚❚ interrupted the beginning .* 1 ✕ failed step 20", text)
+    assert "resumed" in text
+
+
+def test_weights_that_are_not_the_published_ones_stand_at_the_top_and_in_the_table(troubled: Path) -> None:
+    text = Page(write_report(troubled)).text
+    assert "explorer-0 loaded version 20: deadbeefdeadbeef" in text
+    assert "✕ explorer-0" in text
+    assert "Digests 1 wrong" in text
+
+
+def test_loads_of_one_version_may_lack_a_time_and_a_digest(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.event("publish", **synthetic.publish(1))
+        recorder.event("load", **synthetic.load(1, "explorer-0", paused_s=None, digest=None))
+        recorder.event("load", **synthetic.load(1, "explorer-1"))
+        recorder.event("load", **synthetic.load(0, "explorer-1"))
+    assert re.search(r"explorer-0 \S+ ms \(not checked\), ✓ explorer-1", Page(write_report(tmp_path)).text)
+
+
+def test_totals_of_a_step_are_no_part_of_it(finished: Path) -> None:
+    run = load(finished)
+    assert isinstance(run, Run)
+    steps, parts = step_parts(run)
+    assert list(parts) == ["generate", "update", "publish", "save"]
+    assert len(steps) == len(parts["save"]) == 60
+
+
+def test_the_smallest_of_many_parts_are_one() -> None:
+    run = Run(path=Path("x"), metrics=[{"step": 1, **{f"timing/{n}": float(n) for n in range(1, 12)}}])
+    _, parts = step_parts(run)
+    assert list(parts) == ["11", "10", "9", "8", "7", "6", "5", "4 others"]
+    assert parts["4 others"] == [1.0 + 2.0 + 3.0 + 4.0]
+
+
+def test_smoothing_is_the_mean_of_the_last_values() -> None:
+    assert smooth([(1.0, 2.0), (2.0, None), (3.0, 4.0), (4.0, 6.0)], window=2) == [
+        (1.0, 2.0),
+        (2.0, 2.0),
+        (3.0, 3.0),
+        (4.0, 5.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"), [([1.0] * 12, 10), ([1.0] * 9, None), ([0.0] * 10 + [1.0] * 10, 19), ([], None)]
+)
+def test_a_target_is_reached_by_the_mean_of_ten_steps(rewards: list[float], expected: int | None) -> None:
+    metrics = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    assert steps_to(Run(path=Path("x"), metrics=metrics)) == expected
+
+
+def test_a_run_that_still_goes_on_is_running_and_one_that_nobody_holds_is_not(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        synthetic.steps(recorder, Clock(), 1, 3)
+        assert "▶ running" in Page(write_report(tmp_path)).text
+        killed = (tmp_path / "run.json").read_text()
+    (tmp_path / "run.json").write_text(killed)
+    text = Page(write_report(tmp_path)).text
+    assert "❚❚ interrupted" in text
+    assert "no process holds the folder" in text
+
+
+def test_a_run_that_never_started_has_a_page(tmp_path: Path) -> None:
+    synthetic.hydra(tmp_path, ["sync=memory"])
+    text = Page(write_report(tmp_path)).text
+    for words in ("○ not started", "There is no run.json", "No step has recorded a reward.", "Overrides: sync=memory"):
+        assert words in text
+
+
+def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path):
+        text = Page(write_report(tmp_path)).text
+    for words in ("No version has been published.", "No checkpoint has been committed.", "Digests not checked"):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.jsonl", "nonsense\n{}\n"),
+        ("events.jsonl", "nonsense\n{}\n"),
+        ("events.jsonl", '{"event": "publish"}\n{"event": "load", "version": 1}\n{"event": "dance"}\n{"no": 1}\n'),
+        ("metrics.jsonl", '{"loss": 1}\n{"step": 1, "reward/mean": "high", "timing/a": null}\n'),
+        ("run.json", "[]"),
+        ("run.json", '{"attempt": 0, "attempts": null, "packages": null, "git": null}'),
+        ("summary.json", "{"),
+        (".hydra/config.yaml", "a: ${oc.nothing:x}\nb: ${missing}\n"),
+        (".hydra/config.yaml", "a: [\n"),
+        (".hydra/config.yaml", "- 1\n"),
+        (".hydra/overrides.yaml", "a: [\n"),
+    ],
+)
+def test_a_damaged_file_costs_only_its_own_part(tmp_path: Path, name: str, content: str) -> None:
+    synthetic.whole_run(tmp_path, total=12)
+    (tmp_path / name).write_text(content)
+    text = Page(write_report(tmp_path)).text
+    assert "Environment" in text
+    assert render_table(tmp_path, 80)
+
+
+def test_what_could_not_be_read_is_named(tmp_path: Path) -> None:
+    synthetic.whole_run(tmp_path, total=2)
+    (tmp_path / "metrics.jsonl").write_text("nonsense\n{}\n")
+    words = "metrics.jsonl could not be read and is left out"
+    assert words in Page(write_report(tmp_path)).text
+    assert words in " ".join(render_table(tmp_path, 80).split())
+
+
+def test_thousands_of_versions_make_a_page_of_bearable_size(tmp_path: Path) -> None:
+    clock = Clock()
+    with synthetic.recording(tmp_path, clock) as recorder:
+        for version in range(3000):
+            recorder.event("publish", **synthetic.publish(version))
+    page = write_report(tmp_path)
+    assert page.stat().st_size < 1_500_000
+    assert "The 2600 older ones are in events.jsonl." in Page(page).text
+
+
+@pytest.mark.parametrize("inside", ["", "file.txt"])
+def test_a_folder_without_a_run_is_a_configuration_error(tmp_path: Path, inside: str) -> None:
+    if inside:
+        (tmp_path / inside).write_text("")
+    for function in (write_report, render_table):
+        with pytest.raises(ConfigError, match="neither a run"):
+            function(tmp_path)
+
+
+def test_what_is_no_folder_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        write_report(tmp_path / "none")
+
+
+def test_a_sweep_compares_its_runs_by_what_differs(sweep: Path) -> None:
+    page = Page(write_report(sweep))
+    text = page.text
+    assert "the same in all: sync=memory" in text
+    assert "Runs 3 2 completed" in text
+    assert re.search(r"0 trainer\.lr=1e-3 ✓ completed 60/60 0\.956 48 2 min 30 s", text)
+    assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 \S+ - 30 s", text)
+    assert re.search(r"10 trainer\.lr=9 ○ not started 0/60", text)
+    assert "10: There is no run.json" in text
+
+
+def test_a_sweep_links_the_pages_that_there_are(sweep: Path) -> None:
+    assert Page(write_report(sweep)).addresses == ["0/report.html", "1/report.html"]
+
+
+def test_a_sweep_lays_the_reward_curves_over_each_other(sweep: Path) -> None:
+    page = write_report(sweep).read_text()
+    assert page.count("<polyline") == 2
+    assert "0: trainer.lr=1e-3" in page
+
+
+def test_the_table_of_a_run_is_plain_text(finished: Path) -> None:
+    text = render_table(finished, 80)
+    assert all(line.isprintable() for line in text.splitlines())
+    for words in ("completed, 60 of 60 steps", "0.083 -> 0.956", "steps 50, 60 kept", "peak, trainer"):
+        assert words in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_table_of_a_sweep_keeps_to_the_width_and_to_its_main_columns(sweep: Path, width: int) -> None:
+    lines = render_table(sweep, width).splitlines()
+    assert max(len(line) for line in lines) <= max(width, 71)
+    assert lines[0].split()[:5] == ["Job", "Overrides", "Status", "Steps", "Reward"]
+    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "10"]
+
+
+def test_a_wide_table_has_every_column(sweep: Path) -> None:
+    assert render_table(sweep, 200).splitlines()[0].split()[-4:] == ["Load", "p95", "Moved", "Faults"]
+
+
+def test_the_summary_on_disk_and_the_page_agree(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    run = load(finished)
+    assert isinstance(run, Run)
+    assert run.summary == summary

@@ -1,0 +1,73 @@
+"""One Ray for the room, as its start would take longer than the tests, and in it for each module a synchronizer, agents
+and a trainer that only stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests import local_ray
+from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent
+from trinity_sync.sync import Synchronizer, SynchronizerConfig
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="package")
+def cluster() -> Iterator[None]:
+    with local_ray.running():
+        yield
+
+
+@pytest.fixture(scope="module")
+def make_synchronizer(cluster: None) -> Iterator[Callable[..., Synchronizer]]:
+    """Make the synchronizer of a run of its own: ``make_synchronizer(slots=..., lease_s=...)``."""
+    made = []
+
+    def make(**config: Any) -> Synchronizer:
+        settings = SynchronizerConfig(**{"slots": 2, "lease_s": 600.0, "timeout_s": LIMIT, **config})
+        made.append(Synchronizer.get_actor(settings, namespace=f"run-{next(_numbers)}"))
+        return made[-1]
+
+    yield make
+    for synchronizer in made:
+        ray.kill(synchronizer.actor)
+
+
+@pytest.fixture(scope="module")
+def make_agent(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+    """Start a node agent whose slots lie in a folder of the test: ``make_agent(synchronizer, verify=...)``."""
+    made = []
+    root = tmp_path_factory.mktemp("shm")
+
+    def make(synchronizer: Synchronizer, *, lead: Any = None, node: str | None = None, **config: Any) -> Any:
+        settings = {"run_key": f"run-{next(_numbers)}", "root": str(root), "fallback": str(root / "fallback"), **config}
+        made.append(remote_agent(synchronizer, lead, node, settings))
+        return made[-1]
+
+    yield make
+    for agent in made:
+        ray.kill(agent)
+
+
+@pytest.fixture(scope="module")
+def synchronizer(make_synchronizer: Callable[..., Synchronizer]) -> Synchronizer:
+    return make_synchronizer()
+
+
+@pytest.fixture(scope="module")
+def trainer(synchronizer: Synchronizer, make_agent: Callable[..., Any]) -> PretendTrainer:
+    """A trainer of two ranks on this node."""
+    return PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer)})
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a version may be written."""
+    return tmp_path / "version"

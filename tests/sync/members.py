@@ -1,0 +1,68 @@
+"""The members of a round, without engines. Apart from the tests, so that their processes start sooner."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync import Synchronizer, nccl
+from trinity_sync.sync.base import LoadReport
+from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.loading import WeightLoader
+from trinity_sync.sync.nccl import NcclTransport
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.slots import map_segment
+
+LIMIT = 60.0
+
+
+class Sender:
+    """A trainer rank's half of a round, as `TrinityWorker` has it."""
+
+    def __init__(self, layout: dict[str, Any], paths: dict[int, str]) -> None:
+        self._layout = PartLayout.from_json(layout)
+        self._segments = {slot: map_segment(path, self._layout.nbytes, writable=True) for slot, path in paths.items()}
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def send_round(self, invitation: nccl.Round) -> int:
+        return nccl.send(invitation, self._layout.part, self._layout, self._segments[invitation.slot])
+
+
+class Misbehaving(NcclTransport):
+    """Sends its own process a signal once it has received the first bucket, where one is set."""
+
+    signum: int | None = None
+
+    def _receive(self, group: Any, bucket: Any, ticket: nccl.Round) -> None:
+        super()._receive(group, bucket, ticket)
+        if self.signum is not None:
+            signum, self.signum = self.signum, None
+            os.kill(os.getpid(), signum)
+
+
+class Receiver:
+    """An explorer without an engine: it loads into `tensors`."""
+
+    def __init__(
+        self, name: str, synchronizer: Synchronizer, agents: dict[str, Any], tensors: dict[str, torch.Tensor]
+    ) -> None:
+        layouts = LayoutCache(agents, LIMIT)
+        self._transport = Misbehaving(name, layouts)
+        self._loader = WeightLoader(name, tensors, synchronizer, self._transport, layouts, "full", "BF16")
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def signal_itself(self, signum: int) -> None:
+        self._transport.signum = signum
+
+    def load(self, version: tuple[int, int], ticket: Any = None) -> LoadReport:
+        return self._loader.load(Version(*version), ticket)
+
+    def held(self) -> Version | None:
+        return self._loader.held

@@ -1,0 +1,214 @@
+"""The node agent: what it makes of staged parts, hands out, and gives back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
+from tests.weights.helpers import reference_digest
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.parts import PartInfo
+from trinity_sync.sync.remote import MemberDied, resolve_one
+from trinity_sync.weights.digests import bucket_digests
+from trinity_sync.weights.shard_file import open_shard_file
+
+MakeAgent = Callable[..., Any]
+
+
+def ask(agent: Any, method: str, *args: Any) -> Any:
+    return ray.get(getattr(agent, method).remote(*args), timeout=LIMIT)
+
+
+# ---- a version put together
+
+
+def test_a_sealed_version_says_of_each_part_what_a_reader_needs(trainer: PretendTrainer) -> None:
+    weights = random_weights(1)
+    sealed = trainer.seal(weights)
+    assert sealed.digest == reference_digest(weights, "BF16")
+    assert list(sealed.parts) == list(trainer.layouts)
+    for part, layout in trainer.layouts.items():
+        buckets = bucket_digests(trainer.segment(sealed.slot, part), layout)
+        path = trainer.paths[sealed.slot, part]
+        expected = PartInfo(
+            part=part, node=node_id(), path=path, nbytes=layout.nbytes, layout=layout.digest, buckets=buckets
+        )
+        assert sealed.parts[part] == expected
+        assert len(buckets) > 1
+    trainer.synchronizer.call("discard", sealed.version)
+
+
+def test_the_digest_follows_the_weights(trainer: PretendTrainer) -> None:
+    digests = [trainer.publish(random_weights(seed)).digest for seed in (1, 2, 1)]
+    assert digests[0] == digests[2] != digests[1]
+
+
+@pytest.mark.parametrize(("verify", "has_buckets"), [("bucket", True), ("off", False)])
+def test_what_is_not_asked_for_is_not_computed(
+    synchronizer: Synchronizer, make_agent: MakeAgent, verify: str, has_buckets: bool
+) -> None:
+    trainer = PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer, verify=verify)})
+    sealed = trainer.publish(random_weights(1))
+    assert sealed.digest is None
+    assert [info.buckets is not None for info in sealed.parts.values()] == [has_buckets] * 2
+
+
+def test_a_part_reported_twice_does_not_stand_for_another_one(trainer: PretendTrainer) -> None:
+    weights = random_weights(3)
+    version, slot = trainer.open()
+    for _ in range(2):
+        trainer.stage_part(version, slot, "rank-00000", weights)
+    with pytest.raises(RunError, match="did not seal"):
+        trainer.synchronizer.call("wait_sealed", version, 0.1)
+    trainer.stage_part(version, slot, "rank-00001", weights)
+    assert trainer.synchronizer.call("wait_sealed", version, LIMIT).digest == reference_digest(weights, "BF16")
+    trainer.synchronizer.call("discard", version)
+
+
+def test_what_goes_wrong_in_the_agent_is_told_to_who_waits_for_the_version(trainer: PretendTrainer) -> None:
+    version, _ = trainer.open()
+    for part in trainer.layouts:
+        ask(trainer.agents[node_id()], "part_staged", version, 99, part)
+    with pytest.raises(RunError, match=rf"^version {version} could not be staged: .*99"):
+        trainer.synchronizer.call("wait_sealed", version, LIMIT)
+    assert trainer.publish(random_weights(4)).digest == reference_digest(random_weights(4), "BF16")
+
+
+@pytest.fixture(scope="module")
+def two_nodes(synchronizer: Synchronizer, make_agent: MakeAgent) -> PretendTrainer:
+    """Three ranks: two on this node, whose agent leads, and one on a node that is not there."""
+    lead = make_agent(synchronizer, nodes=2)
+    other = make_agent(synchronizer, nodes=2, lead=lead, node="far-away")
+    return PretendTrainer(synchronizer, {node_id(): lead, "far-away": other}, ranks=3)
+
+
+def test_agents_of_two_nodes_put_one_digest_together(two_nodes: PretendTrainer) -> None:
+    for seed in (1, 2):
+        weights = random_weights(seed)
+        sealed = two_nodes.publish(weights)
+        assert {info.node for info in sealed.parts.values()} == {node_id(), "far-away"}
+        assert sealed.digest == reference_digest(weights, "BF16")
+
+
+def test_an_explorer_of_another_node_gets_copies_that_the_agent_hands_out(two_nodes: PretendTrainer) -> None:
+    weights = random_weights(5)
+    sealed = two_nodes.publish(weights)
+    part = next(part for part, info in sealed.parts.items() if info.node == "far-away")
+    handed_out = ask(two_nodes.agents["far-away"], "read", sealed.slot, part)
+    assert bytes(handed_out) == bytes(two_nodes.segment(sealed.slot, part))
+    report = make_loader(two_nodes, empty(weights)).load(None)
+    assert report.digest == reference_digest(weights, "BF16")
+    assert report.bytes_moved == sum(layout.nbytes for layout in two_nodes.layouts.values())
+
+
+# ---- files
+
+
+def test_a_slot_is_written_as_files_that_are_the_segments(trainer: PretendTrainer, folder: Path) -> None:
+    sealed = trainer.seal(random_weights(6))
+    written = ask(trainer.agents[node_id()], "write", sealed.slot, str(folder), {"step": "6"}, False)
+    assert [path for path, _, _ in written] == [f"actor/weights_{part}.safetensors" for part in trainer.layouts]
+    for path, nbytes, _ in written:
+        layout, data = open_shard_file(folder / path)
+        assert layout == trainer.layouts[layout.part]
+        assert data == bytes(trainer.segment(sealed.slot, layout.part))
+        assert (folder / path).stat().st_size == nbytes
+    trainer.synchronizer.call("discard", sealed.version)
+
+
+# ---- layouts
+
+
+def test_a_layout_is_asked_for_once(trainer: PretendTrainer) -> None:
+    asked = []
+
+    class Agents(dict[str, Any]):
+        def __getitem__(self, node: str) -> Any:
+            asked.append(node)
+            return super().__getitem__(node)
+
+    cache = LayoutCache(Agents(trainer.agents), LIMIT)
+    for seed in (7, 8):
+        parts = trainer.publish(random_weights(seed)).parts
+        assert {part: cache.get(info) for part, info in parts.items()} == trainer.layouts
+    assert asked == [node_id()] * 2
+
+
+def test_a_layout_that_is_not_the_published_one_is_refused(trainer: PretendTrainer) -> None:
+    first, second = trainer.publish(random_weights(8)).parts.values()
+    mixed = PartInfo(**{**vars(first), "part": second.part})
+    with pytest.raises(RunError, match=rf"describes {second.part} by layout {second.layout}.*staged in {first.layout}"):
+        LayoutCache(trainer.agents, LIMIT).get(mixed)
+
+
+# ---- its life
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def register(agent: Any, trainer: PretendTrainer) -> tuple[set[Path], list[str]]:
+    """Have an agent make slots as `trainer`'s: their files, and its notes."""
+    answer = ask(agent, "register", {part: layout.to_json() for part, layout in trainer.layouts.items()})
+    return {Path(path) for parts in answer["paths"].values() for path in parts.values()}, answer["notes"]
+
+
+def test_it_gives_the_shared_memory_back_when_it_is_closed(
+    trainer: PretendTrainer, synchronizer: Synchronizer, make_agent: MakeAgent, tmp_path: Path
+) -> None:
+    agent = make_agent(synchronizer, root=str(tmp_path))
+    files, notes = register(agent, trainer)
+    assert files <= set(files_in(tmp_path))
+    assert notes == []
+    for _ in range(2):
+        ask(agent, "close")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_agent_is_named_at_once_and_what_it_left_is_removed_by_the_next_one(
+    trainer: PretendTrainer, make_synchronizer: Callable[..., Synchronizer], make_agent: MakeAgent, tmp_path: Path
+) -> None:
+    synchronizer = make_synchronizer()
+    agent = make_agent(synchronizer, root=str(tmp_path))
+    abandoned, _ = register(agent, trainer)
+    version, parts = Version(0, 0), list(trainer.layouts)
+    synchronizer.call("begin", version, parts, LIMIT)
+    sealed = synchronizer.actor.wait_sealed.remote(version, LIMIT * 10)
+    os.kill(ask(agent, "memory")["pid"], signal.SIGKILL)
+    with pytest.raises(MemberDied, match=rf"^the agent of node {node_id()} died while it was to seal version 0$"):
+        resolve_one(sealed, "the synchronizer", "seal version 0", LIMIT)
+    with pytest.raises(MemberDied, match="died while it was to take version 1"):
+        synchronizer.call("begin", Version(0, 1), parts, LIMIT)
+
+    assert abandoned <= set(files_in(tmp_path))
+    files, _ = register(make_agent(trainer.synchronizer, root=str(tmp_path)), trainer)
+    assert files <= set(files_in(tmp_path))
+    assert abandoned.isdisjoint(files_in(tmp_path))
+
+
+def test_a_node_without_shared_memory_is_told_and_files_are_used(
+    trainer: PretendTrainer, synchronizer: Synchronizer, make_agent: MakeAgent, tmp_path: Path
+) -> None:
+    root, fallback = tmp_path / "no-such-place", tmp_path / "fallback"
+    files, notes = register(make_agent(synchronizer, root=str(root), fallback=str(fallback)), trainer)
+    assert "no-such-place cannot hold the 2 slots" in notes[0]
+    assert files <= set(files_in(fallback))
+
+
+def test_it_loads_no_torch() -> None:
+    program = "import sys, trinity_sync.sync.agent; print(sorted({'torch', 'transformers', 'verl'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"

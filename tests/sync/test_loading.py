@@ -1,0 +1,342 @@
+"""An explorer's load: what it holds afterwards is what was published, or it holds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, random_weights
+from tests.weights.helpers import reference_digest
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.base import TrainerSide
+from trinity_sync.sync.checkpoint import CheckpointMode, CheckpointTransport
+from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.loading import WeightLoader
+from trinity_sync.sync.memory import MemoryMode, MemoryTransport
+from trinity_sync.weights.shard_file import ShardFileError
+
+PART, BYTE = "rank-00001", 300
+"""A byte of the second bucket of the second part."""
+
+
+class FolderStore:
+    """Weights-only saves that are committed as soon as they are asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.files: list[tuple[str, int, str]] = []
+        self.failed: list[str] = []
+
+    def begin(self, version: Version, nodes: list[str]) -> Path:
+        return self._root / f"version-{version.step}"
+
+    def part_written(self, version: Version, node: str, files: list[tuple[str, int, str]]) -> None:
+        self.files += files
+
+    def commit(self, version: Version, digest: str | None) -> Path:
+        return self._root / f"version-{version.step}"
+
+    def fail(self, version: Version, error: str) -> None:
+        self.failed.append(error)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderStore:
+    return FolderStore(tmp_path)
+
+
+def side_of(trainer: PretendTrainer) -> TrainerSide:
+    return TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks={}, timeout_s=LIMIT)
+
+
+def assert_all_leases_have_ended(trainer: PretendTrainer) -> None:
+    """Two slots serve two more versions only if nobody holds an older one."""
+    for seed in (101, 102):
+        trainer.publish(random_weights(seed))
+
+
+class Altered:
+    """Memory transport whose bytes are damaged on the way, as often as asked, with or without transfer digests."""
+
+    def __init__(self, trainer: PretendTrainer, times: int, digests: bool = True) -> None:
+        self._source = MemoryTransport(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
+        self._times = times
+        self._digests = digests
+
+    def parts(self, lease: Any, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+        self._times -= 1
+        for layout, buffer, buckets in self._source.parts(lease, ticket):
+            copy = bytearray(layout.view(buffer))
+            if self._times >= 0 and layout.part == PART:
+                copy[BYTE] ^= 0xFF
+            yield layout, copy, buckets if self._digests else None
+
+
+# ---- what arrives
+
+
+@pytest.mark.parametrize("mode", ["memory", "checkpoint"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_explorer_holds_what_the_trainer_published(
+    trainer: PretendTrainer, store: FolderStore, mode: str, dtype: torch.dtype
+) -> None:
+    weights = random_weights(11)
+    here = {name: torch.zeros_like(t, dtype=dtype if t.is_floating_point() else t.dtype) for name, t in weights.items()}
+    sealed = trainer.seal(weights)
+    if mode == "memory":
+        MemoryMode(side_of(trainer)).publish(sealed)
+        loader = make_loader(trainer, here)
+    else:
+        CheckpointMode(side_of(trainer), store, durable=False).publish(sealed)
+        loader = make_loader(trainer, here, transport=CheckpointTransport())
+    report = loader.load(sealed.version)
+    assert report.digest == sealed.digest == reference_digest(weights, "BF16")
+    assert report.version == loader.held == sealed.version
+    assert report.bytes_moved == sum(info.nbytes for info in sealed.parts.values())
+    assert report.total_s >= report.paused_s > 0
+    for name, tensor in weights.items():
+        expected = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+        assert torch.equal(here[name], expected.to(here[name].dtype))
+
+
+@pytest.mark.parametrize("verify", ["bucket", "off"])
+def test_without_full_verification_no_digest_is_claimed(trainer: PretendTrainer, verify: str) -> None:
+    weights = random_weights(12)
+    here = empty(weights)
+    sealed = trainer.publish(weights)
+    report = make_loader(trainer, here, verify=verify).load(None)
+    assert (report.digest, report.version) == (None, sealed.version)
+    assert reference_digest(here, "BF16") == sealed.digest
+
+
+def test_the_newest_version_is_loaded_unless_one_is_named(trainer: PretendTrainer) -> None:
+    older, newest = trainer.publish(random_weights(13)), trainer.publish(random_weights(14))
+    loader = make_loader(trainer, empty(random_weights(0)))
+    assert (loader.load(None).version, loader.held) == (newest.version, newest.version)
+    assert (loader.load(older.version).digest, loader.held) == (older.digest, older.version)
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("verify", ["full", "bucket"])
+def test_damaged_bytes_are_told_with_part_and_bucket_and_the_next_version_loads(
+    trainer: PretendTrainer, verify: str
+) -> None:
+    loader = make_loader(trainer, empty(random_weights(0)), verify=verify)
+    trainer.publish(random_weights(21))
+    loader.load(None)
+    sealed = trainer.publish(random_weights(22))
+    trainer.damage(sealed, PART, BYTE)
+    expected = rf"^explorer-0 cannot load version {sealed.version}: bucket 1 of part {PART} .*arrived damaged"
+    with pytest.raises(RunError, match=expected):
+        loader.load(sealed.version)
+    assert loader.held is None
+    assert_all_leases_have_ended(trainer)
+    assert loader.load(None).version == loader.held
+
+
+def test_bytes_that_were_damaged_on_the_way_only_are_taken_once_more(trainer: PretendTrainer) -> None:
+    weights = random_weights(23)
+    sealed = trainer.publish(weights)
+    loader = make_loader(trainer, empty(weights), transport=Altered(trainer, times=1))
+    assert loader.load(None).digest == sealed.digest
+    assert loader.held == sealed.version
+
+
+def test_bytes_that_no_bucket_speaks_for_are_found_by_the_version_digest(trainer: PretendTrainer) -> None:
+    weights = random_weights(24)
+    sealed = trainer.publish(weights)
+    here = empty(weights)
+    loader = make_loader(trainer, here, transport=Altered(trainer, times=9, digests=False))
+    with pytest.raises(RunError) as caught:
+        loader.load(None)
+    held = reference_digest(here, "BF16")
+    assert held != sealed.digest
+    for told in ("explorer-0", f"version {sealed.version}", f"holds {held}", f"trainer published {sealed.digest}"):
+        assert told in str(caught.value)
+    assert loader.held is None
+    assert_all_leases_have_ended(trainer)
+
+
+def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version(trainer: PretendTrainer) -> None:
+    """The reader's lease ended while it read, and nothing but the lease could have told it."""
+    weights = random_weights(25)
+    sealed = trainer.publish(weights)
+
+    class Slow(MemoryTransport):
+        def parts(self, lease: Any, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+            trainer.synchronizer.call("drop_reader", "explorer-0")
+            for seed in (26, 27):
+                trainer.publish(random_weights(seed))
+            yield from super().parts(lease, ticket)
+
+    slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
+    loader = make_loader(trainer, empty(weights), transport=slow, verify="off")
+    with pytest.raises(RunError, match=rf"^explorer-0 .*lease .*version {sealed.version}.*sync\.lease_s"):
+        loader.load(sealed.version)
+    assert loader.held is None
+
+
+# ---- what does not fit
+
+
+def test_names_and_shapes_that_differ_are_listed_and_nothing_is_applied(trainer: PretendTrainer) -> None:
+    here = empty(random_weights(0))
+    del here["layers.0.norm.weight"]
+    here["lm_head.weight"] = torch.zeros(33, 16)
+    here["embed.weight"] = torch.zeros(32, 16)
+    here["steps"] = torch.zeros(3)
+    sealed = trainer.publish(random_weights(31))
+    loader = make_loader(trainer, here)
+    with pytest.raises(RunError) as caught:
+        loader.load(None)
+    text = str(caught.value)
+    assert text.startswith(f"explorer-0 cannot load version {sealed.version}: ")
+    for difference in (
+        "1 missing (lm_head.weight)",
+        "1 unexpected (layers.0.norm.weight)",
+        "1 of another shape (embed.weight: 33x16 published, 32x16 here)",
+        "1 of another dtype (steps: I64 published, F32 here)",
+    ):
+        assert difference in text
+    assert loader.held is None
+    assert all(not tensor.any() for tensor in here.values())
+    assert_all_leases_have_ended(trainer)
+
+
+@pytest.mark.parametrize("which", ["reused", "never published"])
+def test_a_version_that_is_not_there_is_told_with_the_newest(trainer: PretendTrainer, which: str) -> None:
+    first, *_, newest = [trainer.publish(random_weights(seed)).version for seed in (32, 33, 34)]
+    wanted = first if which == "reused" else Version(0, 10_000)
+    loader = make_loader(trainer, empty(random_weights(0)))
+    loader.load(None)
+    expected = rf"^explorer-0 cannot load: version {wanted} is not available \(newest: {newest}\)$"
+    with pytest.raises(RunError, match=expected):
+        loader.load(wanted)
+    assert loader.held == newest
+
+
+def test_a_version_whose_parts_are_gone_is_told(trainer: PretendTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer.publish(random_weights(35))
+    loader = make_loader(trainer, empty(random_weights(0)))
+    monkeypatch.setattr("trinity_sync.sync.memory.map_segment", refuse)
+    with pytest.raises(RunError, match="the node agent that owned it has ended"):
+        loader.load(None)
+    assert loader.held is None
+    monkeypatch.undo()
+    assert_all_leases_have_ended(trainer)
+
+
+def refuse(path: str, nbytes: int) -> None:
+    from trinity_sync.weights.slots import map_segment
+
+    map_segment(f"{path}-gone", nbytes)
+
+
+# ---- through files
+
+
+@pytest.fixture
+def mode(trainer: PretendTrainer, store: FolderStore) -> CheckpointMode:
+    return CheckpointMode(side_of(trainer), store, durable=False)
+
+
+@pytest.fixture
+def reader(trainer: PretendTrainer) -> WeightLoader:
+    return make_loader(trainer, empty(random_weights(0)), transport=CheckpointTransport())
+
+
+def test_files_are_handed_to_the_store_with_their_digests(
+    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore
+) -> None:
+    sealed = trainer.seal(random_weights(41))
+    mode.publish(sealed)
+    assert [path for path, _, _ in store.files] == [f"actor/weights_{part}.safetensors" for part in trainer.layouts]
+    assert store.failed == []
+    assert trainer.synchronizer.call("newest_location") == str(store.begin(sealed.version, []))
+
+
+def test_a_write_that_fails_is_told_and_the_version_before_stays_the_newest(
+    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore
+) -> None:
+    mode.publish(before := trainer.seal(random_weights(42)))
+    sealed = trainer.seal(random_weights(43))
+    store.begin(sealed.version, []).write_text("in the way")
+    with pytest.raises(RunError, match=rf"^the agent of node .* could not write version {sealed.version}: "):
+        mode.publish(sealed)
+    assert len(store.failed) == 1
+    assert trainer.synchronizer.call("newest") == before.version
+    trainer.synchronizer.call("discard", sealed.version)
+
+
+def published_file(mode: CheckpointMode, trainer: PretendTrainer, store: FolderStore, seed: int) -> Path:
+    sealed = trainer.seal(random_weights(seed))
+    mode.publish(sealed)
+    return store.begin(sealed.version, []) / "actor" / f"weights_{PART}.safetensors"
+
+
+def test_a_damaged_file_is_told_with_part_and_bucket(
+    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader
+) -> None:
+    path = published_file(mode, trainer, store, 44)
+    with path.open("r+b") as file:
+        file.seek(BYTE - trainer.layouts[PART].nbytes, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 0xFF]))
+    with pytest.raises(RunError, match=f"bucket 1 of part {PART} .*arrived damaged"):
+        reader.load(None)
+    assert reader.held is None
+
+
+@pytest.mark.parametrize("harm", ["torn", "missing"])
+def test_a_file_that_is_not_all_there_is_told(
+    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader, harm: str
+) -> None:
+    path = published_file(mode, trainer, store, 45)
+    if harm == "torn":
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size - 1)
+    else:
+        path.unlink()
+    with pytest.raises(ShardFileError, match=rf"weights_{PART}.safetensors is {harm}"):
+        reader.load(None)
+    assert reader.held is None
+    assert_all_leases_have_ended(trainer)
+
+
+def test_a_file_of_another_layout_is_refused(
+    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader
+) -> None:
+    path = published_file(mode, trainer, store, 46)
+    path.write_bytes((path.parent / "weights_rank-00000.safetensors").read_bytes())
+    with pytest.raises(RunError, match=rf"{path.name} is laid out as .*, the version was staged as"):
+        reader.load(None)
+
+
+def test_a_version_without_a_folder_is_refused(trainer: PretendTrainer, reader: WeightLoader) -> None:
+    version = trainer.publish(random_weights(47)).version
+    with pytest.raises(RunError, match=rf"^version {version} has no folder, though the sync mode is checkpoint$"):
+        reader.load(None)
+
+
+# ---- many at a time
+
+
+def test_all_explorers_load_side_by_side_and_are_reported_in_order(trainer: PretendTrainer) -> None:
+    def explorer(name: str) -> Any:
+        load = SimpleNamespace(remote=lambda version: ray.put((name, version)))
+        return SimpleNamespace(load=load)
+
+    explorers = {name: explorer(name) for name in ("explorer-1", "explorer-0")}
+    delivery = MemoryMode(side_of(trainer)).deliver(explorers, Version(0, 5))
+    assert delivery.reports == [("explorer-1", Version(0, 5)), ("explorer-0", Version(0, 5))]
+    assert delivery.lost == {}

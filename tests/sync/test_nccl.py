@@ -1,0 +1,164 @@
+"""Rounds over gloo between processes: who gets the version when somebody dies, hangs or comes late."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from tests.sync.helpers import LIMIT, PretendTrainer, empty, random_weights
+from tests.sync.members import Receiver, Sender
+from trinity_sync.errors import RunError
+from trinity_sync.sync.base import TrainerSide
+from trinity_sync.sync.nccl import NcclMode
+from trinity_sync.weights.layout import PartLayout
+
+
+def ask(actor: Any, method: str, *args: Any) -> Any:
+    return ray.get(getattr(actor, method).remote(*args), timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def ranks(trainer: PretendTrainer) -> dict[str, Any]:
+    """Two senders by name."""
+
+    def start(part: str, layout: PartLayout) -> Any:
+        paths = {slot: path for (slot, name), path in trainer.paths.items() if name == part}
+        return ray.remote(Sender).options(num_cpus=0).remote(layout.to_json(), paths)
+
+    return {f"trainer rank {rank}": start(part, layout) for rank, (part, layout) in enumerate(trainer.layouts.items())}
+
+
+@pytest.fixture(scope="module")
+def explorers(trainer: PretendTrainer, ranks: dict[str, Any]) -> dict[str, Any]:
+    """Two; the last test kills one of them."""
+
+    def start(name: str) -> Any:
+        arguments = (name, trainer.synchronizer, trainer.agents, empty(random_weights(0)))
+        return ray.remote(Receiver).options(num_cpus=0).remote(*arguments)
+
+    found = {name: start(name) for name in ("explorer-0", "explorer-1")}
+    ray.get([actor.pid.remote() for actor in (*ranks.values(), *found.values())], timeout=LIMIT)
+    return found
+
+
+@pytest.fixture
+def stopped(explorers: dict[str, Any]) -> Iterator[int]:
+    """The process of explorer-1, which a test may stop; it goes on afterwards."""
+    pid = ask(explorers["explorer-1"], "pid")
+    yield pid
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def mode(trainer: PretendTrainer, ranks: dict[str, Any]) -> NcclMode:
+    return mode_of(trainer, ranks)
+
+
+def mode_of(trainer: PretendTrainer, ranks: dict[str, Any], timeout_s: float = LIMIT) -> NcclMode:
+    side = TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks=ranks, timeout_s=timeout_s)
+    return NcclMode(side, "gloo")
+
+
+def test_every_explorer_gets_every_ranks_part(
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+) -> None:
+    for seed in (1, 2):
+        sealed = trainer.seal(random_weights(seed))
+        mode.publish(sealed)
+        delivery = mode.deliver(explorers, sealed.version)
+        assert delivery.lost == {}
+        assert [report.explorer for report in delivery.reports] == list(explorers)
+        for report in delivery.reports:
+            assert (report.version, report.digest) == (sealed.version, sealed.digest)
+            assert report.bytes_moved == sum(info.nbytes for info in sealed.parts.values())
+
+
+def test_who_comes_late_gets_a_round_of_its_own(
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+) -> None:
+    sealed = trainer.seal(random_weights(3))
+    mode.publish(sealed)
+    for name, explorer in explorers.items():
+        (report,) = mode.deliver({name: explorer}, sealed.version).reports
+        assert (report.explorer, report.digest) == (name, sealed.digest)
+
+
+@pytest.mark.parametrize("when", ["before the round", "in the round"])
+def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the_limit(
+    trainer: PretendTrainer,
+    ranks: dict[str, Any],
+    explorers: dict[str, Any],
+    stopped: int,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trinity_sync.sync.remote._GRACE_S", 0.5)
+    mode = mode_of(trainer, ranks, timeout_s=2.0)
+    sealed = trainer.seal(random_weights(7))
+    mode.publish(sealed)
+    if when == "before the round":
+        os.kill(stopped, signal.SIGSTOP)
+    else:
+        ask(explorers["explorer-1"], "signal_itself", signal.SIGSTOP)
+    with pytest.raises(RunError, match=rf"exchange version {sealed.version}") as caught:
+        mode.deliver(explorers, sealed.version)
+    assert "explorer-1" in str(caught.value)
+
+    os.kill(stopped, signal.SIGCONT)
+    again = mode_of(trainer, ranks)
+    again.publish(sealed := trainer.seal(random_weights(8)))
+    reports = again.deliver(explorers, sealed.version).reports
+    assert [report.digest for report in reports] == [sealed.digest] * 2
+
+
+def test_a_slot_that_was_damaged_is_told_with_part_and_bucket_and_the_next_version_arrives(
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+) -> None:
+    sealed = trainer.seal(random_weights(9))
+    trainer.damage(sealed, "rank-00001", 300)
+    mode.publish(sealed)
+    with pytest.raises(RunError, match=r"^explorer-\d cannot load .*: bucket 1 of part rank-00001 .*arrived damaged"):
+        mode.deliver(explorers, sealed.version)
+    assert [ask(explorer, "held") for explorer in explorers.values()] == [None, None]
+    mode.publish(sealed := trainer.seal(random_weights(10)))
+    assert [report.digest for report in mode.deliver(explorers, sealed.version).reports] == [sealed.digest] * 2
+
+
+def test_a_round_is_led_for_the_version_that_the_ranks_have_staged_only(
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+) -> None:
+    older, newer = trainer.seal(random_weights(11)), None
+    mode.publish(older)
+    newer = trainer.seal(random_weights(12))
+    mode.publish(newer)
+    with pytest.raises(RunError, match=rf"^version {older.version} was not published last"):
+        mode.deliver(explorers, older.version)
+
+
+def test_a_load_without_an_invitation_is_refused(trainer: PretendTrainer, explorers: dict[str, Any]) -> None:
+    version = trainer.publish(random_weights(13)).version
+    with pytest.raises(RunError, match=rf"explorer-0 was to load version {version} without an invitation to a round$"):
+        ask(explorers["explorer-0"], "load", version)
+
+
+def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version(
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+) -> None:
+    ask(explorers["explorer-1"], "signal_itself", signal.SIGKILL)
+    sealed = trainer.seal(random_weights(14))
+    mode.publish(sealed)
+    delivery = mode.deliver(explorers, sealed.version)
+    assert {name: death.who for name, death in delivery.lost.items()} == {"explorer-1": "explorer-1"}
+    assert [(report.explorer, report.digest) for report in delivery.reports] == [("explorer-0", sealed.digest)]
+
+    # One that was dead before the round keeps nobody in it: neither the ranks nor the slots.
+    assert list(mode.deliver({"explorer-1": explorers["explorer-1"]}, sealed.version).lost) == ["explorer-1"]
+    for seed in (15, 16):
+        mode.publish(sealed := trainer.seal(random_weights(seed)))
+    (report,) = mode.deliver({"explorer-0": explorers["explorer-0"]}, sealed.version).reports
+    assert report.digest == sealed.digest

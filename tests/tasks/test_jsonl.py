@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import pickle
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import score
+from trinity_sync.tasks.jsonl import JsonlTask
+from trinity_sync.tasks.rewards import exact_match
+
+
+def shout(prompt: Prompt, response: str, *, volume: float) -> float:
+    return volume * response.isupper()
+
+
+def broken(prompt: Prompt, response: str) -> float:
+    raise ZeroDivisionError("nothing to divide by")
+
+
+def task_of(folder: Path, rows: list[dict[str, Any]], reward: Any = exact_match, **keys: Any) -> JsonlTask:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings: dict[str, Any] = {"prompt_key": "question", "answer_key": "answer", "shuffle": False, "seed": 0} | keys
+    return JsonlTask(path, reward=reward, **settings)
+
+
+ROWS = [{"question": "1+1=", "answer": "2", "level": 1}, {"question": "2+3=", "answer": 5, "level": 2}]
+
+
+def test_rows_become_prompts_with_their_answers_and_further_fields(tmp_path: Path) -> None:
+    assert task_of(tmp_path, ROWS).prompts(1, 2) == [
+        Prompt(index=0, text="1+1=", answer="2", fields={"level": 1}),
+        Prompt(index=1, text="2+3=", answer=5, fields={"level": 2}),
+    ]
+
+
+def test_prompts_are_numbered_within_the_step(tmp_path: Path) -> None:
+    prompts = task_of(tmp_path, ROWS).prompts(2, 3)
+    assert [(prompt.index, prompt.text) for prompt in prompts] == [(0, "2+3="), (1, "1+1="), (2, "2+3=")]
+
+
+def test_a_chat_is_kept_whole_and_its_last_message_is_the_text(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    (prompt,) = task_of(tmp_path, [{"question": chat, "answer": "2"}]).prompts(1, 1)
+    assert prompt.text == "1+1?"
+    assert prompt.messages == tuple(chat)
+
+
+@pytest.mark.parametrize("row", [{"question": "1+1="}, {"answer": "2"}, {"question": "1+1=", "answer": None}])
+def test_a_row_that_lacks_something_is_refused_at_once(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"data\.jsonl:3: "):
+        task_of(tmp_path, [*ROWS, row])
+
+
+def test_shuffling_changes_the_order_only(tmp_path: Path) -> None:
+    rows = [{"question": str(number), "answer": number} for number in range(30)]
+    shuffled = [prompt.answer for prompt in task_of(tmp_path, rows, shuffle=True).prompts(1, 30)]
+    assert shuffled != list(range(30))
+    assert sorted(shuffled) == list(range(30))
+
+
+def test_the_reward_function_judges(tmp_path: Path) -> None:
+    task = task_of(tmp_path, ROWS, reward=partial(shout, volume=2.0))
+    (prompt,) = task.prompts(1, 1)
+    assert score(task, prompt, "LOUD", False, step=1) == (2.0, None)
+
+
+@pytest.mark.parametrize("reward", [broken, partial(partial(broken))])
+def test_an_error_names_the_users_function(tmp_path: Path, reward: Any) -> None:
+    task = task_of(tmp_path, ROWS, reward=reward)
+    with pytest.raises(
+        RunError, match=r"the reward function tests\.tasks\.test_jsonl\.broken, called for prompt 1 of step 4"
+    ):
+        score(task, task.prompts(4, 2)[1], "2", True, step=4)
+
+
+def test_a_task_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    task = task_of(tmp_path, ROWS, shuffle=True)
+    assert pickle.loads(pickle.dumps(task)).prompts(3, 5) == task.prompts(3, 5)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.tasks.rows import RowFile
+
+
+def rows_of(path: Path, *, seed: int = 0, shuffle: bool = False) -> RowFile:
+    return RowFile(path, seed=seed, shuffle=shuffle)
+
+
+def written(folder: Path, content: str | bytes, name: str = "data.jsonl") -> Path:
+    path = folder / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def numbered(folder: Path, count: int) -> Path:
+    return written(folder, "".join(json.dumps({"n": number}) + "\n" for number in range(count)))
+
+
+def numbers(file: RowFile, step: int, count: int) -> list[int]:
+    return [row.values["n"] for row in file.of_step(step, count)]
+
+
+# reading
+
+
+def test_blank_lines_and_a_byte_order_mark_are_passed_over_and_lines_counted_with_them(tmp_path: Path) -> None:
+    file = rows_of(written(tmp_path, b'\xef\xbb\xbf{"n": 0}\n\n  \r\n{"n": 1}'))
+    assert [(row.number, row.values) for row in file.rows] == [(1, {"n": 0}), (4, {"n": 1})]
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        (b'{"n": 1', "not JSON: "),
+        (b"{'n': 1}", "not JSON: Expecting property name"),
+        (b"[1, 2]", "a list; each line must be a JSON object"),
+        (b'"n"', "a text; each line must be a JSON object"),
+        (b"null", "NoneType; each line must be a JSON object"),
+        (b'{"n": "\xff"}', "not UTF-8 (byte 7 of the line)"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, wrong: str) -> None:
+    path = written(tmp_path, b'{"n": 0}\n\n' + line + b"\n")
+    with pytest.raises(ConfigError) as caught:
+        rows_of(path)
+    assert str(caught.value).startswith(f"{path}:3: ")
+    assert wrong in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.jsonl is empty; it must have one object per line"):
+        rows_of(written(tmp_path, content))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none.jsonl cannot be read: No such file"):
+        rows_of(tmp_path / "none.jsonl")
+
+
+def test_the_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbered(tmp_path, 2)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert numbers(rows_of(Path("~/data.jsonl")), 1, 2) == [0, 1]
+
+
+def test_parquet_rows_are_objects_too(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"q": ["a", "b"], "chat": [[{"role": "user", "content": "x"}], None]}), path)
+    file = rows_of(path)
+    assert [row.values["q"] for row in file.rows] == ["a", "b"]
+    assert file.text_or_messages(file.rows[0], "chat") == ({"role": "user", "content": "x"},)
+    with pytest.raises(ConfigError, match=r"data.parquet: row 2: the field 'chat' is null"):
+        file.value(file.rows[1], "chat")
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    parquet.write_table(pyarrow.table({"n": pyarrow.array([], pyarrow.int64())}), path)
+    with pytest.raises(ConfigError, match="one object per row"):
+        rows_of(path)
+
+
+def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.parquet is not a Parquet file"):
+        rows_of(written(tmp_path, '{"n": 0}', "data.parquet"))
+
+
+# fields
+
+
+def refused(folder: Path, value: Any, getter: str, key: str = "q") -> str:
+    file = rows_of(written(folder, json.dumps({"q": value})))
+    with pytest.raises(ConfigError) as caught:
+        getattr(file, getter)(file.rows[0], key)
+    return str(caught.value).removeprefix(f"{file.path}:1: ")
+
+
+def test_a_missing_field_is_named_with_those_that_are_there(tmp_path: Path) -> None:
+    assert refused(tmp_path, 1, "value", "answer") == "there is no field 'answer'; there is: 'q'"
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [(None, "is null"), (3, "is a number; it must be a text"), ([], "is a list;"), ("", "is an empty text")],
+)
+def test_what_is_no_text_is_refused_as_a_text(tmp_path: Path, value: Any, wrong: str) -> None:
+    assert wrong in refused(tmp_path, value, "text")
+
+
+@pytest.mark.parametrize(
+    ("value", "wrong"),
+    [
+        (3, "is a number; it must be a text or a list of chat messages"),
+        ("", "is an empty text"),
+        ([], "is an empty list"),
+        (["hello"], "message 1 of the field 'q' must be an object"),
+        ([{"role": "user", "content": "x"}, {"role": "user"}], "message 2 of the field 'q'"),
+        ([{"role": "user", "content": 3}], "message 1 of the field 'q'"),
+    ],
+)
+def test_what_is_neither_text_nor_chat_is_refused_as_a_prompt(tmp_path: Path, value: Any, wrong: str) -> None:
+    assert wrong in refused(tmp_path, value, "text_or_messages")
+
+
+# order
+
+
+def test_without_shuffling_steps_go_through_the_file_and_begin_again(tmp_path: Path) -> None:
+    file = rows_of(numbered(tmp_path, 5))
+    assert [numbers(file, step, 3) for step in (1, 2, 3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+@given(size=st.integers(1, 12), count=st.integers(1, 30), seed=st.integers(0, 2**32 - 1))
+def test_each_epoch_has_every_row_once(
+    tmp_path_factory: pytest.TempPathFactory, size: int, count: int, seed: int
+) -> None:
+    file = rows_of(numbered(tmp_path_factory.mktemp("rows"), size), seed=seed, shuffle=True)
+    steps = -(-3 * size // count)
+    drawn = [number for step in range(1, steps + 1) for number in numbers(file, step, count)]
+    for epoch in range(3):
+        assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_the_order_is_a_function_of_seed_and_step(tmp_path: Path) -> None:
+    path = numbered(tmp_path, 20)
+    in_order, one_only = rows_of(path, seed=4, shuffle=True), rows_of(path, seed=4, shuffle=True)
+    drawn = [numbers(in_order, step, 8) for step in range(1, 9)]
+    assert numbers(one_only, 8, 8) == drawn[7]
+    assert numbers(in_order, 2, 8) == drawn[1]
+
+
+def test_epochs_and_seeds_have_orders_of_their_own(tmp_path: Path) -> None:
+    path = numbered(tmp_path, 50)
+    first, other = rows_of(path, seed=0, shuffle=True), rows_of(path, seed=1, shuffle=True)
+    orders = [numbers(first, 1, 50), numbers(first, 2, 50), numbers(other, 1, 50), list(range(50))]
+    assert len(set(map(tuple, orders))) == 4

@@ -1,0 +1,217 @@
+"""`trinity-sync ckpt`: what it prints, as text and as JSON, what it deletes, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from trinity_sync import cli, config
+from trinity_sync.checkpoint.layout import Manifest, step_dir
+from trinity_sync.checkpoint.store import commit_folder, prepare_staging
+
+Capture = pytest.CaptureFixture[str]
+
+
+def commit(root: Path, step: int, **more: Any) -> Path:
+    folder = prepare_staging(root, step, 0)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "model.pt").write_bytes(bytes([step]) * 100)
+    commit_folder(root, Manifest(**({"step": step, "attempt": 0, "kind": "full", "digest": f"{step:032x}"} | more)))
+    return step_dir(root, step)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run that keeps its last two checkpoints and has three."""
+    folder = tmp_path / "run"
+    (folder / ".hydra").mkdir(parents=True)
+    OmegaConf.save(config.compose(), folder / ".hydra" / "config.yaml")
+    OmegaConf.save({"hydra": {"runtime": {"cwd": str(tmp_path)}}}, folder / ".hydra" / "hydra.yaml")
+    for step in (10, 20, 30):
+        commit(folder / "checkpoints", step, metrics={"reward/mean": -step})
+    return folder
+
+
+def steps(run: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("_")[2]) for path in (run / "checkpoints").glob("global_step_*"))
+
+
+def answer(capsys: Capture, *arguments: object) -> Any:
+    code = cli.main(["ckpt", *map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+# list and inspect
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints"])
+def test_the_checkpoints_of_a_run_are_listed_oldest_first(run: Path, capsys: Capture, where: str) -> None:
+    code, rows = answer(capsys, "list", run / where)
+    assert code == 0
+    assert [(row["step"], row["kind"], row["bytes"], row["digest"]) for row in rows] == [
+        (step, "full", 100, f"{step:032x}") for step in (10, 20, 30)
+    ]
+
+
+def test_a_step_folder_lists_itself(run: Path, capsys: Capture) -> None:
+    assert [row["step"] for row in answer(capsys, "list", run / "checkpoints" / "global_step_20")[1]] == [20]
+
+
+def test_the_list_is_a_table_for_people(run: Path, capsys: Capture) -> None:
+    cli.main(["ckpt", "pin", str(run), "20"])
+    capsys.readouterr()
+    assert cli.main(["ckpt", "list", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["step", "kind", "size", "written", "digest"]
+    assert ["pinned" in line for line in lines[1:]] == [False, True, False]
+
+
+def test_a_folder_without_a_manifest_is_listed_with_what_is_wrong(run: Path, capsys: Capture) -> None:
+    (run / "checkpoints" / "global_step_20" / "manifest.json").unlink()
+    row = answer(capsys, "list", run, "20")[1][0]
+    assert row["kind"] is None
+    assert "has no manifest.json" in row["problems"][0]
+
+
+def test_inspect_shows_the_newest_checkpoint_with_its_files(run: Path, capsys: Capture) -> None:
+    code, shown = answer(capsys, "inspect", run)
+    assert (code, shown["step"], shown["metrics"]) == (0, 30, {"reward/mean": -30})
+    assert [entry["path"] for entry in shown["files"]] == ["actor/model.pt"]
+    assert cli.main(["ckpt", "inspect", str(run), "10"]) == 0
+    assert "actor/model.pt" in capsys.readouterr().out
+
+
+def test_a_run_that_keeps_its_checkpoints_elsewhere_is_followed(run: Path, capsys: Capture) -> None:
+    OmegaConf.save(config.compose(["checkpoint.dir=store/here"]), run / ".hydra" / "config.yaml")
+    commit(run.parent / "store" / "here", 40)
+    assert [row["step"] for row in answer(capsys, "list", run)[1]] == [40]
+
+
+# verify
+
+
+def test_whole_checkpoints_verify(run: Path, capsys: Capture) -> None:
+    code, reports = answer(capsys, "verify", run)
+    assert code == 0
+    assert [(report["step"], report["ok"], report["bytes"]) for report in reports] == [
+        (10, True, 100),
+        (20, True, 100),
+        (30, True, 100),
+    ]
+
+
+def test_a_changed_file_is_found_and_the_exit_code_says_so(run: Path, capsys: Capture) -> None:
+    (run / "checkpoints" / "global_step_20" / "actor" / "model.pt").write_bytes(b"x" * 100)
+    code, reports = answer(capsys, "verify", run)
+    assert code == 1
+    assert [report["ok"] for report in reports] == [True, False, True]
+    assert "actor/model.pt" in reports[1]["problems"][0]
+    assert cli.main(["ckpt", "verify", str(run), "20"]) == 1
+    assert capsys.readouterr().out.startswith("step 20: BAD")
+    assert cli.main(["ckpt", "verify", str(run), "30"]) == 0
+
+
+# prune
+
+
+def test_prune_follows_the_policies_of_the_run(run: Path, capsys: Capture) -> None:
+    code, done = answer(capsys, "prune", run)
+    assert (code, done["freed_bytes"], steps(run)) == (0, 100, [20, 30])
+    assert [(row["step"], row["keep"], row["deleted"]) for row in done["checkpoints"]] == [
+        (10, False, True),
+        (20, True, False),
+        (30, True, False),
+    ]
+    assert all(row["reasons"] for row in done["checkpoints"])
+
+
+def test_a_dry_run_says_why_and_deletes_nothing(run: Path, capsys: Capture) -> None:
+    assert cli.main(["ckpt", "prune", str(run), "--dry-run"]) == 0
+    assert steps(run) == [10, 20, 30]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "delete step 10 (full, 100 B): not kept by keep_last"
+    assert lines[1].startswith("keep   step 20 (full, 100 B): keep_last")
+    assert lines[-1] == "would delete 1 checkpoint, 100 B"
+
+
+def test_policies_can_be_given_in_place_of_those_of_the_run(run: Path) -> None:
+    assert cli.main(["ckpt", "prune", str(run), "--keep", "keep_last.n=1", "--keep", "keep_best"]) == 0
+    assert steps(run) == [10, 30]
+
+
+@pytest.mark.parametrize("keep", ["keep_most", "keep_last.m=1", "keep_last.n=0", "keep_last.n=many", ""])
+def test_a_policy_that_does_not_exist_is_refused(run: Path, capsys: Capture, keep: str) -> None:
+    assert cli.main(["ckpt", "prune", str(run), "--keep", keep]) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert steps(run) == [10, 20, 30]
+
+
+def test_without_a_run_the_policies_must_be_given(tmp_path: Path, capsys: Capture) -> None:
+    commit(tmp_path / "alone", 10)
+    assert cli.main(["ckpt", "prune", str(tmp_path / "alone")]) == 2
+    assert "--keep keep_last.n=3" in capsys.readouterr().err
+
+
+def test_prune_does_not_take_a_step(run: Path) -> None:
+    assert cli.main(["ckpt", "prune", str(run / "checkpoints" / "global_step_10")]) == 2
+    assert steps(run) == [10, 20, 30]
+
+
+# pins
+
+
+def test_a_pinned_checkpoint_stays_until_it_is_unpinned(run: Path, capsys: Capture) -> None:
+    assert cli.main(["ckpt", "pin", str(run), "10"]) == 0
+    cli.main(["ckpt", "prune", str(run)])
+    assert steps(run) == [10, 20, 30]
+    capsys.readouterr()
+    assert answer(capsys, "unpin", run / "checkpoints" / "global_step_10") == (0, {"step": 10, "pinned": False})
+    cli.main(["ckpt", "prune", str(run)])
+    assert steps(run) == [20, 30]
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["list", "none"], "none is not a folder"),
+        (["list", "empty"], "holds no checkpoints"),
+        (["list", "run", "11"], "there is no checkpoint of step 11 in "),
+        (["inspect", "run", "11"], "there are: 10, 20, 30"),
+        (["verify", "run/checkpoints/global_step_10", "20"], "is step 10, but step 20 is asked for"),
+        (["pin", "run"], "Give its step after run"),
+        (["pin", "run", "11"], "there is no checkpoint of step 11 in "),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], told: str
+) -> None:
+    monkeypatch.chdir(run.parent)
+    (run.parent / "empty").mkdir()
+    assert cli.main(["ckpt", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert told in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["bogus"], ["list"], ["list", ".", "ten"]])
+def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys: Capture) -> None:
+    assert cli.main(["ckpt", *arguments]) == 2
+
+
+def test_the_commands_load_neither_torch_nor_ray(run: Path) -> None:
+    program = (
+        "import sys; from trinity_sync import cli; code = cli.main(['ckpt', 'verify', sys.argv[1]]); "
+        "sys.exit(code or ('torch' in sys.modules or 'ray' in sys.modules))"
+    )
+    root = config.conf_dir().parent
+    assert subprocess.run([sys.executable, "-c", program, str(run)], cwd=root, capture_output=True).returncode == 0

@@ -1,0 +1,204 @@
+"""Ray's life: what `cluster` leaves behind, which is nothing, and what it says when there is no Ray to be had."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from trinity_sync import cluster as module
+from trinity_sync.cluster import Cluster, cluster
+from trinity_sync.errors import ConfigError, RunError
+
+MARK = "TRINITY_TEST_MARK"
+
+
+def settings(**changes: Any) -> Any:
+    return SimpleNamespace(**{"address": None, "num_cpus": None, "object_store_mb": 80, "temp_dir": None, **changes})
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Processes that were started with the mark in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}\0".encode() in (entry / "environ").read_bytes():
+                found.append(psutil.Process(int(entry.name)))
+        except (OSError, psutil.NoSuchProcess):
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def root() -> Iterator[Path]:
+    """A short path: the names of Ray's sockets may have 107 bytes."""
+    folder = Path(tempfile.mkdtemp(prefix="tc-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@dataclass
+class Seen:
+    """What was there while a local cluster was up, and what after it."""
+
+    inside: Cluster
+    cpus: float
+    mark: str
+    mark_of_an_actor: str | None
+    folders: list[Path]
+    processes: list[psutil.Process]
+    surviving: list[psutil.Process]
+    folders_after: list[Path]
+    environment_before: dict[str, str]
+    environment_after: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def seen(root: Path) -> Iterator[Seen]:
+    """One life of a local cluster, where a killed run left a folder and a living one has one."""
+    mark = uuid.uuid4().hex
+    (root / "trinity-ray-killed" / "session").mkdir(parents=True)
+    (root / "trinity-ray-killed" / "owner.lock").touch()
+    (root / "trinity-ray-living").mkdir()
+    with (root / "trinity-ray-living" / "owner.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        before = dict(os.environ)
+        with cluster(settings(temp_dir=str(root)), namespace="run-1", cpus=3, env={MARK: mark}) as inside:
+
+            @ray.remote(num_cpus=0)
+            def look() -> str | None:
+                return os.environ.get(MARK)
+
+            facts: dict[str, Any] = {
+                "inside": inside,
+                "mark": mark,
+                "cpus": ray.cluster_resources()["CPU"],
+                "mark_of_an_actor": ray.get(look.remote(), timeout=60),
+                "folders": sorted(root.iterdir()),
+                "processes": marked(mark),
+            }
+        _, surviving = psutil.wait_procs(facts["processes"], timeout=20)
+        yield Seen(
+            **facts,
+            surviving=surviving,
+            folders_after=sorted(root.iterdir()),
+            environment_before=before,
+            environment_after=dict(os.environ),
+        )
+
+
+def join(address: str) -> str:
+    """Join a cluster from a process of its own; what that process says."""
+    program = f"""
+from types import SimpleNamespace
+import ray
+from trinity_sync.cluster import cluster
+with cluster(SimpleNamespace(address={address!r}), namespace="run-2", cpus=1, env={{"{MARK}": "joined"}}) as joined:
+    task = ray.remote(num_cpus=0)(lambda: __import__("os").environ["{MARK}"])
+    print(joined.namespace, ray.get(task.remote(), timeout=60), ray.get_runtime_context().gcs_address)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    return done.stdout.strip() or done.stderr
+
+
+def test_a_local_cluster_has_the_namespace_and_the_room_that_the_run_needs(seen: Seen) -> None:
+    assert (seen.inside.namespace, seen.inside.gpus) == ("run-1", 0)
+    assert seen.cpus == max(3, os.cpu_count() or 1)
+
+
+def test_processes_of_the_run_have_its_environment(seen: Seen) -> None:
+    assert seen.mark_of_an_actor == seen.mark
+
+
+def test_nothing_of_it_is_left_afterwards(seen: Seen, root: Path) -> None:
+    assert seen.processes
+    assert seen.surviving == []
+    assert not ray.is_initialized()
+    assert len(seen.folders) == 2
+    assert seen.folders_after == [root / "trinity-ray-living"]
+
+
+def test_the_drivers_environment_is_as_it_was(seen: Seen) -> None:
+    assert seen.environment_after == seen.environment_before
+
+
+def test_a_folder_that_a_killed_run_left_is_removed_and_that_of_a_living_one_is_not(seen: Seen, root: Path) -> None:
+    assert root / "trinity-ray-killed" not in seen.folders
+    assert root / "trinity-ray-living" in seen.folders
+
+
+@pytest.mark.all
+def test_a_cluster_that_runs_already_is_joined_and_left_running(root: Path) -> None:
+    with cluster(settings(temp_dir=str(root)), namespace="run-1", cpus=1, env={}):
+        address = ray.get_runtime_context().gcs_address
+        assert join(address).split() == ["run-2", "joined", address]
+        assert ray.cluster_resources()["CPU"] > 0
+
+
+def test_a_folder_that_another_run_took_for_a_stale_one_is_made_again(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making its folder and locking it a run has nothing that shows that it lives."""
+    make = tempfile.mkdtemp
+    made: list[str] = []
+
+    def make_and_lose_the_first(**place: Any) -> str:
+        made.append(make(**place))
+        if len(made) == 1:
+            shutil.rmtree(made[0])
+        return made[-1]
+
+    monkeypatch.setattr(module.tempfile, "mkdtemp", make_and_lose_the_first)
+    with module._own_folder(str(root)) as folder:
+        assert str(folder) == made[1]
+        assert (folder / "owner.lock").exists()
+    assert not folder.exists()
+
+
+def closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    "pattern", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "no-such-host.invalid:{}", "rubbish", "auto"]
+)
+def test_an_address_without_a_cluster_is_a_mistake_in_the_configuration(
+    pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    before = dict(os.environ)
+    address = pattern.format(closed_port())
+    joining = cluster(settings(address=address), namespace="run-3", cpus=1, env={MARK: "x"})
+    with pytest.raises(ConfigError, match=rf"^cluster\.address={address}: "), joining:
+        pass
+    assert not ray.is_initialized()
+    assert dict(os.environ) == before
+
+
+def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path) -> None:
+    deep = root / ("d" * 100)
+    deep.mkdir()
+    before = dict(os.environ)
+    starting = cluster(settings(temp_dir=str(deep)), namespace="run-4", cpus=1, env={MARK: "x"})
+    with pytest.raises(RunError, match=r"^Ray did not start: .*107"), starting:
+        pass
+    assert list(deep.iterdir()) == []
+    assert not ray.is_initialized()
+    assert dict(os.environ) == before

@@ -1,0 +1,481 @@
+"""The checks between fields, the digest, the difference of two configurations, and building what `_target_` names."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_sync import config
+from trinity_sync.config import (
+    build_task,
+    check,
+    check_inputs,
+    compose,
+    config_diff,
+    config_digest,
+    instantiate_target,
+)
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.retention import make_policies
+
+
+class PairsOnly:
+    """A task that knows pairs and no prompts."""
+
+    def __init__(self, seed: int, broken: bool = False) -> None:
+        if broken:
+            raise ConfigError("train.jsonl line 3: no JSON object")
+
+    def pairs(self, step: int, count: int) -> list[tuple[str, str]]:
+        return [("a", "b")] * count
+
+
+class Judged:
+    """A task that is given its reward as a function."""
+
+    def __init__(self, seed: int, reward: Any) -> None:
+        self.reward = reward
+
+    def prompts(self, step: int, count: int) -> list[str]:
+        return ["?"] * count
+
+
+def half(prompt: str = "", weight: float = 0.5) -> float:
+    return weight
+
+
+def fail() -> None:
+    raise RunError("the reward server is gone")
+
+
+_DEFAULT = compose()
+
+
+def with_task(**task: Any) -> DictConfig:
+    """The default configuration with a task of the user's own, which no option file types."""
+    cfg = OmegaConf.merge(_DEFAULT, {"task": None})
+    cfg.task = task
+    return cfg
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(compose(overrides))
+    return str(caught.value)
+
+
+def test_the_default_configuration_passes() -> None:
+    check(compose())
+
+
+@pytest.mark.parametrize(
+    ("override", "right"),
+    [
+        ("backend.ranks=0", "at least 1"),
+        ("backend.fsdp_size=-2", "at least -1"),
+        ("backend.timeout_s=0", "more than 0"),
+        ("seed=-1", "at least 0"),
+        ("trainer.steps=0", "at least 1"),
+        ("trainer.lr=0", "more than 0"),
+        ("trainer.lr=nan", "finite"),
+        ("trainer.clip_grad=inf", "finite"),
+        ("trainer.betas=[0.9,-0.1]", "two numbers, at least 0"),
+        ("trainer.betas=[0.9]", "two numbers"),
+        ("trainer.betas=[0.9,1]", "less than 1"),
+        ("trainer.warmup_steps=141", "140 or less"),
+        ("trainer.lr_scheduler=linear", "constant, cosine"),
+        ("trainer.micro_batch_size=0", "at least 1"),
+        ("sync.interval=0", "at least 1"),
+        ("sync.slots=0", "at least 1"),
+        ("sync.verify=bucketts", "did you mean bucket?"),
+        ("sync.wire_dtype=int8", "bf16, fp32, fp16"),
+        ("sync.transport=ucx", "auto, nccl, gloo"),
+        ("sync.encoding=delta", "full only"),
+        ("checkpoint.format=dcp", "verl only"),
+        ("checkpoint.interval=-1", "at least 0"),
+        ("checkpoint.mirror=s3://bucket/runs", "leave it null"),
+        ("checkpoint.save_strategy=all", "unrestricted, single_node"),
+        ("algorithm.samples_per_prompt=1", "at least 2"),
+        ("algorithm.clip_ratio_high=0", "more than 0"),
+        ("explorer.replicas=33", "32 or less"),
+        ("explorer.top_p=1.5", "at most 1"),
+        ("cluster.num_cpus=0", "at least 1"),
+        ("trainer.schedule=free", "trainer.schedule=lockstep"),
+        ("model.architecture.hidden_size=0", "at least 1"),
+        ("model.architecture.num_key_value_heads=3", "must divide num_attention_heads (4)"),
+        ("model.architecture.model_type=null", "qwen3"),
+        ("live=loud", "auto, panel, line, off"),
+        ("name=a/b", "it becomes a folder"),
+        ("name='..'", "it becomes a folder"),
+        ("+sync.colour=red", "is no setting; sync has mode, interval"),
+        ("+colour=red", "is no setting; the configuration has name, seed"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key_and_what_would_be_right(override: str, right: str) -> None:
+    message = refused(override)
+    assert message.startswith(override.split("=")[0].lstrip("+"))
+    assert right in message
+
+
+def test_all_problems_are_listed_at_once() -> None:
+    message = refused("sync.slots=0", "explorer.replicas=33", "trainer.schedule=free", "checkpoint.format=dcp")
+    assert message.startswith("4 settings are wrong")
+    for key in ("sync.slots", "explorer.replicas", "trainer.schedule", "checkpoint.format"):
+        assert f"\n  {key} is " in message
+
+
+def test_a_wrong_value_does_not_cause_follow_up_problems() -> None:
+    assert refused("algorithm.prompts_per_step=0") == "algorithm.prompts_per_step is 0; must be at least 1"
+
+
+def test_off_without_quotes_in_a_yaml_file_is_explained() -> None:
+    cfg = compose()
+    cfg.sync.verify = False
+    with pytest.raises(ConfigError, match='write "off" with its quotes'):
+        check(cfg)
+
+
+@pytest.mark.parametrize("size", [3, 0])
+def test_fsdp_size_must_divide_the_ranks(size: int) -> None:
+    assert refused("backend.ranks=4", f"backend.fsdp_size={size}").startswith(
+        f"backend.fsdp_size is {size}; must divide"
+    )
+
+
+@pytest.mark.parametrize("size", [-1, 1, 2, 4])
+def test_fsdp2_takes_every_divisor_of_the_ranks(size: int) -> None:
+    check(compose(["backend=fsdp2", "backend.ranks=4", f"backend.fsdp_size={size}"]))
+
+
+def test_fsdp1_with_a_copy_on_each_rank_is_refused() -> None:
+    message = refused("backend=fsdp", "backend.ranks=2", "backend.fsdp_size=1")
+    assert "drift apart" in message
+    assert "backend.fsdp_size=-1" in message
+    assert "backend=fsdp2" in message
+
+
+def test_fsdp1_with_one_rank_may_have_a_size_of_one() -> None:
+    check(compose(["backend=fsdp", "backend.ranks=1", "backend.fsdp_size=1"]))
+
+
+@given(interval=st.integers(1, 9), staleness=st.integers(0, 9))
+def test_staleness_is_at_least_the_interval_less_one(interval: int, staleness: int) -> None:
+    cfg = OmegaConf.merge(_DEFAULT, {"sync": {"interval": interval, "max_staleness": staleness}})
+    if staleness >= interval - 1:
+        check(cfg)
+    else:
+        with pytest.raises(ConfigError, match=f"set sync.max_staleness={interval - 1} or more"):
+            check(cfg)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fits"),
+    [
+        (["algorithm.prompts_per_step=3", "algorithm.samples_per_prompt=2"], True),
+        (["algorithm.prompts_per_step=3", "algorithm.samples_per_prompt=3"], False),
+        (["algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=3", "trainer.mini_batches=3"], True),
+        (["algorithm.prompts_per_step=2", "algorithm.samples_per_prompt=3", "trainer.mini_batches=2"], False),
+    ],
+)
+def test_the_sequences_of_a_step_are_shared_out_evenly(overrides: list[str], fits: bool) -> None:
+    if fits:
+        check(compose(overrides))
+    else:
+        assert "a multiple of backend.ranks x trainer.mini_batches" in refused(*overrides)
+
+
+def test_the_pairs_of_a_step_are_shared_out_evenly(tmp_path: Path) -> None:
+    (tmp_path / "pairs.jsonl").write_text("")
+    sft = ["algorithm=sft", "task=pairs", f"task.path={tmp_path}/pairs.jsonl", "explorer.replicas=40"]
+    check(compose(sft))
+    assert refused(*sft, "algorithm.batch_size=3").startswith("algorithm.batch_size is 3; it must be a multiple")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["task=jsonl"], "task.path has no value and needs one; give task.path=..."),
+        (["model=path"], "model.path has no value and needs one; give model.path=..."),
+        (["cluster=existing"], "cluster.address has no value and needs one; give cluster.address=..."),
+        (
+            ["retention=[]"],
+            "retention names no policy; choose at least one, retention=[keep_all] keeps every checkpoint",
+        ),
+        (["~task"], "task has no value; choose an option of the group, task=..."),
+    ],
+)
+def test_a_missing_value_is_named(overrides: list[str], message: str) -> None:
+    assert refused(*overrides) == message
+
+
+def test_an_interpolation_that_leads_nowhere_is_named() -> None:
+    assert refused("checkpoint.dir=${nowhere}").startswith("checkpoint.dir cannot be resolved")
+
+
+# models
+
+
+def test_a_model_folder_with_a_config_passes_with_and_without_the_group(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    check(compose([f"model.path={tmp_path}"]))
+    check(compose(["model=path", f"model.path={tmp_path}"]))
+
+
+def test_a_hub_id_passes() -> None:
+    check(compose(["model.path=Qwen/Qwen3-0.6B"]))
+
+
+def test_a_model_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    assert "a folder without config.json" in refused(f"model.path={tmp_path}")
+
+
+def test_a_model_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_text("")
+    assert "a file; name a folder" in refused(f"model.path={tmp_path}/model.bin")
+
+
+@pytest.mark.parametrize("path", ["/models/none", "./none", "a/b/c", "~/none"])
+def test_a_model_path_that_leads_nowhere_is_refused(path: str) -> None:
+    assert "which does not exist" in refused(f"model.path='{path}'")
+
+
+def test_a_model_needs_a_path_or_an_architecture() -> None:
+    assert "give one of them" in refused("model.architecture=null")
+
+
+# folders and files
+
+
+def test_checkpoints_may_go_into_a_folder_that_is_still_to_be_made(tmp_path: Path) -> None:
+    check(compose([f"checkpoint.dir={tmp_path}/a/b"]))
+    assert not (tmp_path / "a").exists()
+
+
+def test_checkpoints_cannot_go_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert refused(f"checkpoint.dir={tmp_path}/file/below").startswith("checkpoint.dir is ")
+
+
+def test_checkpoints_cannot_go_where_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # root may write anywhere, so the answer of the system is given here
+    granted = {tmp_path: os.F_OK}
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == granted.get(Path(path)))
+    assert "cannot be written to" in refused(f"checkpoint.dir={tmp_path}/below")
+
+
+def test_a_task_file_must_be_there(tmp_path: Path) -> None:
+    assert refused("task=jsonl", f"task.path={tmp_path}/none.jsonl").startswith("task.path is ")
+
+
+@pytest.mark.parametrize("key", ["checkpoint.dir", "model.path"])
+def test_a_tilde_is_not_taken_for_a_home(key: str) -> None:
+    assert refused(f"{key}='~/folder'").startswith(f"{key} is ~/folder, ")
+
+
+# tasks and targets
+
+
+def test_the_default_task_can_be_built() -> None:
+    check_inputs(compose())
+
+
+def test_a_task_without_prompts_cannot_be_trained_by_grpo() -> None:
+    with pytest.raises(ConfigError, match=r"has no prompts and no reward\(\), but algorithm=grpo needs it"):
+        check_inputs(with_task(_target_=f"{__name__}.PairsOnly"))
+
+
+def test_a_task_without_pairs_cannot_be_trained_by_sft() -> None:
+    with pytest.raises(ConfigError, match="use a task such as task=pairs"):
+        check_inputs(compose(["algorithm=sft"]))
+
+
+def test_an_error_in_the_input_file_keeps_its_words() -> None:
+    with pytest.raises(ConfigError, match=r"^train.jsonl line 3: no JSON object$"):
+        check_inputs(with_task(_target_=f"{__name__}.PairsOnly", broken=True))
+
+
+@pytest.mark.parametrize("task", [{}, {"digits": 2}, {"_target_": 3}])
+def test_a_task_must_name_its_class(task: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="names no class; choose an option such as task=copy_digits"):
+        check(with_task(**task))
+
+
+def judged(**reward: Any) -> DictConfig:
+    return with_task(_target_=f"{__name__}.Judged", reward={"_partial_": True} | reward)
+
+
+def test_a_reward_function_is_built_with_its_settings() -> None:
+    cfg = judged(_target_=f"{__name__}.half", weight=0.25)
+    assert build_task(cfg.task, 0).reward() == 0.25
+
+
+def test_a_task_is_built_from_plain_values() -> None:
+    task = OmegaConf.to_container(compose(["task.digits=4"]).task, resolve=True)
+    assert isinstance(task, dict)
+    assert len(build_task(task, 0).prompts(1, 1)[0].answer) == 4
+
+
+@pytest.mark.parametrize("task", ["jsonl", "pairs"])
+def test_a_task_with_a_file_can_be_built(tmp_path: Path, task: str) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
+    algorithm = "sft" if task == "pairs" else "grpo"
+    check_inputs(compose([f"task={task}", f"task.path={tmp_path}/rows.jsonl", f"algorithm={algorithm}"]))
+
+
+def test_a_line_of_the_task_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt"\n')
+    with pytest.raises(ConfigError, match=r"rows.jsonl.*2"):
+        check_inputs(compose(["task=jsonl", f"task.path={tmp_path}/rows.jsonl"]))
+
+
+@pytest.mark.parametrize("target", ["nowhere.to_be_found", f"{__name__}.no_such_function"])
+def test_a_reward_function_that_cannot_be_imported_is_named_with_its_key(target: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_inputs(judged(_target_=target))
+    assert str(caught.value).startswith(f"task.reward._target_ is {target}, which cannot be used: ")
+
+
+def test_a_class_that_refuses_its_arguments_is_named_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^task._target_ is .*PairsOnly, which cannot be used: .*colour"):
+        check_inputs(with_task(_target_=f"{__name__}.PairsOnly", colour="red"))
+
+
+def test_an_error_of_ours_inside_a_target_comes_out_unchanged() -> None:
+    with pytest.raises(RunError, match=r"^the reward server is gone$"):
+        instantiate_target(OmegaConf.create({"_target_": f"{__name__}.fail"}))
+
+
+# retention
+
+
+@pytest.mark.parametrize(
+    ("policy", "override", "right"),
+    [
+        ("keep_last", "n=0", "at least 1"),
+        ("keep_every", "steps=-1", "at least 1"),
+        ("keep_best", "mode=most", "max or min"),
+        ("keep_for", "seconds=0", "greater than 0"),
+        ("keep_for", "seconds=tomorrow", "12h"),
+        ("keep_for", "seconds=3GB", "12h"),
+        ("keep_for", "seconds=inf", "finite"),
+        ("keep_within_budget", "bytes=7days", "100GB"),
+        ("keep_within_budget", "bytes=0", "greater than 0"),
+    ],
+)
+def test_a_retention_policy_checks_its_own_fields(policy: str, override: str, right: str) -> None:
+    message = refused(f"retention=[{policy}]", f"retention.policies.{policy}.{override}")
+    assert message.startswith(f"retention.policies.{policy}.{override.split('=')[0]} is ")
+    assert right in message
+
+
+def test_a_policy_must_hold_fields() -> None:
+    assert refused("+retention.policies.keep_few=3").startswith(
+        "retention.policies.keep_few is 3; must hold the fields"
+    )
+
+
+def test_a_policy_that_does_not_exist_is_refused() -> None:
+    assert "there are keep_all" in refused("+retention.policies.keep_few={n: 3}")
+
+
+@pytest.mark.parametrize(
+    ("override", "plain"),
+    [
+        ("keep_for.seconds=90", 90),
+        ("keep_for.seconds=90s", 90),
+        ("keep_for.seconds='1.5 h'", 5400),
+        ("keep_for.seconds=7d", 604800),
+        ("keep_within_budget.bytes=1000", 1000),
+        ("keep_within_budget.bytes=500MB", 500_000_000),
+        ("keep_within_budget.bytes=2TiB", 2 * 1024**4),
+    ],
+)
+def test_durations_and_sizes_may_be_given_as_text(override: str, plain: float) -> None:
+    policy, field = override.partition("=")[0].split(".")
+    cfg = compose([f"retention=[{policy}]", f"retention.policies.{override}"])
+    check(cfg)
+    assert config.retention_policies(cfg) == {policy: {field: plain}}
+
+
+def test_retention_policies_come_as_the_policies_take_them() -> None:
+    names = ["keep_all", "keep_last", "keep_every", "keep_best", "keep_for", "keep_within_budget"]
+    fields = config.retention_policies(compose([f"retention=[{','.join(names)}]"]))
+    assert list(fields) == names
+    assert len(make_policies(fields)) == 6
+
+
+# backend.overrides is open
+
+
+def test_any_setting_of_verls_engine_can_be_given() -> None:
+    cfg = compose(["backend.overrides.forward_prefetch=true", "backend.overrides.wrap_policy={min_num_params: 10}"])
+    check(cfg)
+    assert cfg.backend.overrides == {"forward_prefetch": True, "wrap_policy": {"min_num_params": 10}}
+
+
+# digest and difference
+
+
+def test_the_digest_is_the_same_for_the_same_configuration() -> None:
+    assert config_digest(compose()) == config_digest(compose(["trainer.steps=140"]))
+
+
+@pytest.mark.parametrize("override", ["seed=1", "sync=nccl", "retention.policies.keep_last.n=3", "task.digits=3"])
+def test_the_digest_differs_where_a_setting_differs(override: str) -> None:
+    assert config_digest(compose([override])) != config_digest(compose())
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["checkpoint.dir=/elsewhere", "sync.shm_dir=/tmp", "cluster.num_cpus=3", "live=off", "tracker=[tensorboard]"],
+)
+def test_the_digest_does_not_depend_on_where_a_run_lives(override: str) -> None:
+    assert config_digest(compose([override])) == config_digest(compose())
+
+
+def test_the_digest_follows_a_model_that_is_moved_but_not_another_one(tmp_path: Path) -> None:
+    for folder in ("a/one", "b/one", "a/two"):
+        (tmp_path / folder).mkdir(parents=True)
+    here, moved, other = (config_digest(compose([f"model.path={tmp_path}/{p}"])) for p in ("a/one", "b/one", "a/two"))
+    assert here == moved != other
+
+
+def test_the_digest_survives_saving_and_loading(tmp_path: Path) -> None:
+    OmegaConf.save(compose(), tmp_path / "config.yaml")
+    assert config_digest(OmegaConf.load(tmp_path / "config.yaml")) == config_digest(compose())
+
+
+def test_the_digest_leaves_the_configuration_as_it_is() -> None:
+    cfg = compose()
+    config_digest(cfg)
+    assert cfg == compose()
+
+
+def test_a_difference_names_key_old_and_new_value() -> None:
+    changed = config_diff(compose(), compose(["trainer.steps=9", "retention=[keep_every]"]))
+    assert changed == [
+        ("retention.policies.keep_every.steps", config.ABSENT, 100),
+        ("retention.policies.keep_last.n", 2, config.ABSENT),
+        ("trainer.steps", 140, 9),
+    ]
+
+
+def test_a_configuration_does_not_differ_from_what_was_saved_of_it(tmp_path: Path) -> None:
+    OmegaConf.save(compose(["tracker=[wandb]"]), tmp_path / "config.yaml")
+    assert config_diff(OmegaConf.load(tmp_path / "config.yaml"), compose(["tracker=[wandb]"])) == []
+
+
+@given(
+    text=st.text(
+        alphabet=st.characters(exclude_characters="$", exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1
+    )
+)
+def test_a_quoted_value_comes_out_of_hydras_parser_as_it_went_in(text: str) -> None:
+    assert OverridesParser.create().parse_override(f"key={config.quote(text)}").value() == text

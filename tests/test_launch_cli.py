@@ -1,0 +1,488 @@
+"""The entry points as a user calls them: exit codes, errors, sweeps and resume. The run itself is a stand-in."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import hydra
+import pytest
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import launch
+import trinity_sync
+from trinity_sync import __version__, app, cli, config
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.tracking.run_folder import RunFolder
+
+ROOT = Path(launch.__file__).parent
+
+
+@dataclass
+class StandIn:
+    """Takes the place of `trinity_sync.launcher`: notes its calls and leaves the files that others look for."""
+
+    calls: list[SimpleNamespace] = field(default_factory=list)
+    behave: Callable[[Any], int] = lambda cfg: 0
+
+    def run(self, cfg: Any, run_dir: Path, *, resume: bool = False) -> int:
+        self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, command=list(sys.argv)))
+        (run_dir / "run.json").write_text(json.dumps({"status": "running"}))
+        code = self.behave(cfg)
+        (run_dir / "summary.json").write_text(json.dumps({"reward_last": 0.5}))
+        return code
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
+    stand_in = StandIn()
+    monkeypatch.setattr(trinity_sync, "launcher", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "trinity_sync.launcher", stand_in)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    handlers, level = list(logging.root.handlers), logging.root.level
+    yield stand_in
+    for handler in [h for h in logging.root.handlers if h not in handlers]:
+        handler.close()
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+def start(*arguments: str) -> int:
+    return app.run_main(launch.main, arguments)
+
+
+def raising(error: BaseException) -> Callable[[Any], int]:
+    def behave(cfg: Any) -> int:
+        raise error
+
+    return behave
+
+
+def only(paths: Iterator[Path]) -> Path:
+    (path,) = paths
+    return path
+
+
+# one run
+
+
+def test_a_run_gets_its_configuration_and_a_folder_of_its_own(launcher: StandIn, tmp_path: Path) -> None:
+    assert start("sync=nccl", "name=try") == 0
+    (call,) = launcher.calls
+    assert (call.cfg.sync.mode, call.resume) == ("nccl", False)
+    assert re.fullmatch(r"outputs/try/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(call.run_dir.relative_to(tmp_path)))
+    assert OmegaConf.load(call.run_dir / ".hydra" / "overrides.yaml") == ["sync=nccl", "name=try"]
+
+
+def test_the_installed_command_does_the_same(launcher: StandIn) -> None:
+    assert cli.main(["run", "sync=nccl", "name=try"]) == 0
+    assert launcher.calls[0].cfg == config.compose(["sync=nccl", "name=try"])
+
+
+def test_a_run_sees_the_command_line_of_the_user(launcher: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["trinity-sync", "run", "seed=3"])
+    assert cli.main() == 0
+    assert launcher.calls[0].command == ["trinity-sync", "run", "seed=3"]
+    assert sys.argv == ["trinity-sync", "run", "seed=3"]
+
+
+def test_a_run_does_not_change_the_working_directory(launcher: StandIn, tmp_path: Path) -> None:
+    launcher.behave = lambda cfg: 0 if Path.cwd() == tmp_path else 1
+    assert start() == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (RunError("explorer-0 died"), 1, "error: explorer-0 died\n"),
+        (ConfigError("the folder is in use"), 2, "error: the folder is in use\n"),
+        (ZeroDivisionError("oh"), 1, "error: unexpected ZeroDivisionError: oh (traceback in "),
+        (SystemExit(3), 1, "error: unexpected SystemExit: 3 (traceback in "),
+    ],
+)
+def test_an_error_of_the_run_is_one_paragraph_and_an_exit_code(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, told: str
+) -> None:
+    launcher.behave = raising(error)
+    assert start() == code
+    message = capsys.readouterr().err
+    assert message.startswith(told)
+    assert "Traceback" not in message
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 130])
+def test_the_exit_code_of_the_launcher_is_passed_on(launcher: StandIn, code: int) -> None:
+    launcher.behave = lambda cfg: code
+    assert start() == code
+
+
+def test_an_interrupted_run_ends_with_130(launcher: StandIn) -> None:
+    launcher.behave = raising(KeyboardInterrupt())
+    assert start() == 130
+
+
+def test_an_unexpected_error_leaves_its_traceback_in_the_log(launcher: StandIn, tmp_path: Path) -> None:
+    launcher.behave = raising(ZeroDivisionError("oh"))
+    start()
+    assert "ZeroDivisionError: oh" in only(tmp_path.rglob("logs/driver.log")).read_text()
+
+
+def test_the_traceback_is_shown_on_demand(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    launcher.behave = raising(RunError("explorer-0 died"))
+    assert start() == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_log_messages_of_the_driver_go_into_the_log_and_not_to_the_terminal(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher.behave = lambda cfg: logging.getLogger("somewhere").warning("a word") or 0
+    start()
+    assert "WARNING somewhere: a word" in only(tmp_path.rglob("logs/driver.log")).read_text()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_refused_configuration_starts_nothing_and_leaves_no_log(launcher: StandIn, tmp_path: Path) -> None:
+    assert start("trainer.steps=0") == 2
+    assert launcher.calls == []
+    assert list(tmp_path.rglob("logs")) == []
+
+
+def test_a_new_run_does_not_write_over_the_settings_of_an_old_one(launcher: StandIn) -> None:
+    assert start("hydra.run.dir=here", "seed=1") == 0
+    launcher.behave = raising(ConfigError("here already holds a run"))
+    assert start("hydra.run.dir=here", "seed=2") == 2
+    assert OmegaConf.load("here/.hydra/overrides.yaml") == ["seed=1"]
+
+
+# composition errors
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("trainer.stepz=3", r"trainer.stepz is no setting; trainer has steps, .* \(did you mean steps\?\)"),
+        ("bckend=fsdp", r"bckend is no setting; the configuration has .* \(did you mean backend\?\)"),
+        ("backend=megatron", "backend=megatron is no option; backend has fsdp, fsdp2"),
+        ("experiment=qick", r"experiment=qick is no option; experiment has quick \(did you mean quick\?\)"),
+        ("retention=[keep_lst]", r"retention=keep_lst is no option; .* \(did you mean keep_last\?\)"),
+        ("trainer.steps=many", "trainer.steps is many; must be a whole number"),
+        ("trainer.steps=1.5", "trainer.steps is 1.5; must be a whole number"),
+        ("trainer.steps=null", "trainer.steps is null; it needs a value"),
+        ("trainer.lr=fast", "trainer.lr is fast; must be a number"),
+        ("sync.durable=perhaps", "sync.durable is perhaps; must be true or false"),
+        (
+            "model.architecture.hidden_sise=3",
+            r".*did you mean hidden_size\?\); to add a key of your own, write \+model",
+        ),
+        ("trainer", "Error parsing override 'trainer' .* write key=value"),
+        ("trainer.steps=1,2", "Ambiguous value .* add --multirun"),
+        ("model=null", "a group cannot be null; choose one of its options"),
+        ("--config-name=nope", "there is no configuration nope.yaml in "),
+        ("--info=all --cfg=job", "Only one of "),
+        ("hydra.run.dir=/proc/none", "/proc/none: .*; choose a folder that can be written"),
+        ("hydra.run.dir=${oops}", "Interpolation key 'oops' not found"),
+    ],
+)
+def test_what_hydra_cannot_compose_is_one_paragraph_and_exit_code_2(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str], argument: str, told: str
+) -> None:
+    assert start(*argument.split()) == 2
+    message = capsys.readouterr().err
+    assert re.match(f"error: {told}", message)
+    assert message.count("\n") == 1
+    assert launcher.calls == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("sync:\n  intervall: 1\n", "experiment/mine.yaml: sync.intervall is no setting; .*did you mean interval"),
+        ("sync:\n  interval: x\n", "experiment/mine.yaml: sync.interval is x; must be a whole number"),
+        ("sync:\n  interval: [1\n", '.*mine.yaml", line 3'),
+    ],
+)
+def test_an_error_in_an_option_file_names_the_file(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, told: str
+) -> None:
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    (tmp_path / "more" / "experiment" / "mine.yaml").write_text("# @package _global_\n" + text)
+    assert start(f"--config-dir={tmp_path}/more", "experiment=mine") == 2
+    assert re.match(f"error: {told}", capsys.readouterr().err)
+
+
+# sweeps
+
+
+def test_a_sweep_runs_every_job_though_one_fails(launcher: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    def behave(cfg: Any) -> int:
+        if cfg.sync.mode == "memory":
+            raise RunError("no memory")
+        return 0
+
+    launcher.behave = behave
+    assert start("-m", "sync=checkpoint,memory,nccl") == 1
+    assert [call.cfg.sync.mode for call in launcher.calls] == ["checkpoint", "memory", "nccl"]
+    assert [call.run_dir.name for call in launcher.calls] == ["0", "1", "2"]
+    message = capsys.readouterr().err
+    assert "error: job 1: no memory\n" in message
+    assert "error: 1 of 3 jobs did not end well: 1 in multirun/copy-digits/" in message
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [("140,150", 0), ("140,0", 1), ("0,-1", 2)],
+)
+def test_the_exit_code_of_a_sweep_is_made_of_those_of_its_jobs(launcher: StandIn, values: str, code: int) -> None:
+    assert start("-m", f"trainer.steps={values}") == code
+
+
+def test_a_sweep_over_an_unknown_option_starts_nothing(launcher: StandIn) -> None:
+    assert start("-m", "sync=memory,carrier-pigeon") == 2
+    assert launcher.calls == []
+
+
+@pytest.mark.parametrize("how", ["code", "exception"])
+def test_an_interrupt_ends_the_whole_sweep(launcher: StandIn, how: str) -> None:
+    launcher.behave = raising(KeyboardInterrupt()) if how == "exception" else lambda cfg: 130
+    assert start("-m", "seed=1,2,3") == 130
+    assert len(launcher.calls) == 1
+
+
+def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Path) -> None:
+    for number, status in enumerate(["completed", "failed", None]):
+        (tmp_path / str(number) / ".hydra").mkdir(parents=True)
+        if status:
+            (tmp_path / str(number) / "run.json").write_text(json.dumps({"status": status}))
+    assert list(app._codes_on_disk(tmp_path).values()) == [0, 1, 2]
+
+
+def test_a_job_returns_its_reward_to_a_sweeper_that_looks_for_the_best(launcher: StandIn) -> None:
+    returned: list[float] = []
+
+    def body(cfg: Any) -> float:
+        returned.append(app.job(cfg))
+        return returned[-1]
+
+    entry = hydra.main(version_base="1.3", config_path=str(config.conf_dir()), config_name="config")(body)
+    app.run_main(entry, ["seed=1", "hydra.run.dir=good"])
+    launcher.behave = raising(RunError("early"))
+    app.run_main(entry, ["seed=2", "hydra.run.dir=bad"])
+    assert returned[0] == 0.5
+    assert returned[1] != returned[1]
+
+
+# resume
+
+
+def first_run(*arguments: str, folder: str = "run") -> Path:
+    assert start(*arguments, f"hydra.run.dir={config.quote(folder)}") == 0
+    return Path(folder).absolute()
+
+
+def saved(folder: Path) -> list[str]:
+    return list(OmegaConf.load(folder / ".hydra" / "overrides.yaml"))
+
+
+def test_a_resume_goes_on_in_place_with_the_settings_of_the_run(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = first_run("sync=nccl", "trainer.steps=10")
+    assert cli.main(["resume", str(folder)]) == 0
+    assert launcher.calls[1].resume
+    assert launcher.calls[1].run_dir == folder
+    assert launcher.calls[1].cfg == launcher.calls[0].cfg
+    assert capsys.readouterr().err == ""
+
+
+def test_a_resume_takes_new_settings_and_shows_what_they_change(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = first_run("sync=nccl", "trainer.steps=10")
+    assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 0
+    assert launcher.calls[1].cfg == config.compose(["sync=nccl", "trainer.steps=20"])
+    assert capsys.readouterr().err == "changed: trainer.steps: 10 -> 20\n"
+
+
+def test_a_later_resume_replays_the_settings_of_an_earlier_one_and_they_do_not_pile_up(launcher: StandIn) -> None:
+    folder = first_run("sync=nccl", "trainer.steps=10")
+    cli.main(["resume", str(folder), "trainer.steps=20"])
+    cli.main(["resume", str(folder), "trainer.steps=30", "sync=memory"])
+    cli.main(["resume", str(folder), "seed=4"])
+    assert saved(folder) == ["trainer.steps=30", "sync=memory", "seed=4"]
+    assert launcher.calls[3].cfg == config.compose(["sync=memory", "trainer.steps=30", "seed=4"])
+
+
+@pytest.mark.parametrize("mistake", ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=megatron"])
+def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str], mistake: str
+) -> None:
+    folder = first_run("trainer.steps=10")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert cli.main(["resume", str(folder), mistake]) == 2
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert len(launcher.calls) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_a_run_in_use_is_not_resumed(launcher: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = first_run("trainer.steps=10")
+    with RunFolder.open(folder, resume=True):
+        assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    assert saved(folder) == ["trainer.steps=10"]
+
+
+@pytest.mark.parametrize("name", ["with blank", "a,b=[c]", "it's {here}", "back\\slash"])
+def test_a_run_in_a_folder_with_special_characters_is_resumed(launcher: StandIn, name: str) -> None:
+    folder = first_run(folder=name)
+    assert cli.main(["resume", name]) == 0
+    assert launcher.calls[1].run_dir == folder
+
+
+def test_a_job_of_a_sweep_is_resumed_as_one_run(launcher: StandIn) -> None:
+    assert start("-m", "hydra.sweep.dir=sweep", "seed=1,2", "trainer.steps=10") == 0
+    assert cli.main(["resume", "sweep/1"]) == 0
+    assert launcher.calls[2].cfg == launcher.calls[1].cfg
+    assert launcher.calls[2].run_dir == Path("sweep/1").absolute()
+
+
+def test_a_resume_finds_the_option_files_that_the_run_was_given(launcher: StandIn, tmp_path: Path) -> None:
+    for folder in ("more", "further"):
+        (tmp_path / folder / "experiment").mkdir(parents=True)
+        (tmp_path / folder / "experiment" / f"{folder}.yaml").write_text("# @package _global_\nseed: 11\n")
+    folder = first_run(
+        f"--config-dir={tmp_path}/more", f"hydra.searchpath=[file://{tmp_path}/further]", "experiment=more"
+    )
+    assert cli.main(["resume", str(folder)]) == 0
+    assert cli.main(["resume", str(folder), "experiment=further"]) == 0
+    assert [call.cfg.seed for call in launcher.calls] == [11, 11, 11]
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "sweep", "garbled"])
+def test_what_is_no_run_cannot_be_resumed(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    folder = tmp_path / "folder"
+    if what != "nothing":
+        folder.mkdir()
+    if what == "sweep":
+        (folder / "multirun.yaml").write_text("")
+    if what == "garbled":
+        first_run(folder="folder")
+        (folder / ".hydra" / "hydra.yaml").write_text("[")
+    calls = len(launcher.calls)
+    assert cli.main(["resume", str(folder)]) == 2
+    assert len(launcher.calls) == calls
+    assert re.search("name (the folder|one of its jobs)", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "merged"),
+    [
+        (["a=1", "b=2"], ["a=3"], ["b=2", "a=3"]),
+        (["sync=nccl", "sync.slots=3"], ["sync=memory"], ["sync.slots=3", "sync=memory"]),
+        (["+a=1"], ["a=2"], ["+a=1", "a=2"]),
+        (["+a=1", "a=2"], ["a=3"], ["+a=1", "a=3"]),
+        (["~tracker"], ["~tracker"], ["~tracker"]),
+    ],
+)
+def test_a_new_override_takes_the_place_of_the_one_it_replaces(
+    old: list[str], new: list[str], merged: list[str]
+) -> None:
+    assert cli.merge_overrides(old, new) == merged
+
+
+# the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["--version"], 0), ([], 2), (["bogus"], 2), (["resume"], 2), (["report", "/none"], 2)],
+)
+def test_exit_codes_of_the_command_line(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(arguments) == code
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main(["--version"])
+    assert capsys.readouterr().out == f"trinity-sync {__version__}\n"
+
+
+def test_every_error_of_hydra_is_explained_in_one_line() -> None:
+    assert "\n" not in app.explain(HydraException("one\ntwo\n\nthree"))
+
+
+def launched(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", str(ROOT / "launch.py"), *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def imported(process: subprocess.CompletedProcess[str]) -> set[str]:
+    return set(re.findall(r"^import time: .*\| +(\S+)$", process.stderr, re.MULTILINE))
+
+
+def told(process: subprocess.CompletedProcess[str]) -> str:
+    return "".join(line for line in process.stderr.splitlines(True) if not line.startswith("import time:"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "out", "err"),
+    [
+        ("--help", 0, "retention   keep_all, keep_last*", ""),
+        ("--cfg=job", 0, "wire_dtype: bf16", ""),
+        ("trainer.steps=0", 2, "", "error: trainer.steps is 0; must be at least 1\n"),
+        ("sync=pigeon", 2, "", "error: sync=pigeon is no option; sync has checkpoint, memory, nccl\n"),
+        ("--bogus", 2, "", "unrecognized arguments: --bogus"),
+    ],
+)
+def test_the_program_answers_before_anything_heavy_is_loaded(
+    tmp_path: Path, argument: str, code: int, out: str, err: str
+) -> None:
+    process = launched(argument, cwd=tmp_path)
+    assert process.returncode == code
+    assert out in process.stdout
+    assert err in told(process)
+    assert "Traceback" not in told(process)
+    assert "hydra" in imported(process)
+    assert not imported(process) & {"torch", "ray", "verl", "transformers", "numpy", "pyarrow"}
+
+
+@pytest.mark.parametrize("arguments", [["run", "--help"], ["run", "--cfg=all"]])
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run(
+        [sys.executable, "-m", "trinity_sync.cli", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=writing,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writing)
+    assert (process.returncode, process.stderr) == (1, b"")
+
+
+def test_the_program_shows_the_traceback_on_demand(tmp_path: Path) -> None:
+    assert "Traceback" in told(launched("sync=pigeon", cwd=tmp_path, HYDRA_FULL_ERROR="1"))

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import json
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trinity_sync.errors import RunError
+from trinity_sync.tracking import jsonl
+
+RECORDS = st.lists(
+    st.dictionaries(st.text(max_size=4), st.one_of(st.integers(), st.text(max_size=6), st.booleans()), max_size=3),
+    max_size=6,
+)
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> None:
+    writer = jsonl.JsonlWriter(path)
+    for record in records:
+        writer.append(record)
+    writer.close()
+
+
+@given(records=RECORDS)
+def test_what_was_appended_is_read_in_order(tmp_path_factory: pytest.TempPathFactory, records: list[dict]) -> None:
+    path = tmp_path_factory.mktemp("log") / "a.jsonl"
+    write(path, records)
+    assert jsonl.read(path) == records
+
+
+@given(records=RECORDS, torn=st.integers(0, 200))
+def test_a_log_cut_anywhere_reads_as_its_whole_lines(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict], torn: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "a.jsonl"
+    write(path, records)
+    data = path.read_bytes()
+    data = data[: len(data) - min(torn, len(data))]
+    path.write_bytes(data)
+    found = jsonl.read(path)
+    assert found == records[: len(found)]
+    assert len(found) >= data.count(b"\n")
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 2', b"\x00\x00\x00", b'{"step": 2, "x": "\xc3'])
+def test_a_writer_goes_on_after_the_last_whole_line(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + tail)
+    write(path, [{"step": 3}])
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+
+
+def test_a_whole_line_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}')
+    write(path, [{"step": 2}])
+    assert jsonl.read(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_torn_line_longer_than_one_block_is_cut_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"x": "' + b"y" * 200_000)
+    write(path, [])
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(RunError, match=r"a\.jsonl, line 2"):
+        jsonl.read(path)
+
+
+def test_a_log_that_does_not_exist_is_empty(tmp_path: Path) -> None:
+    assert jsonl.read(tmp_path / "none.jsonl") == []
+
+
+def test_numbers_that_json_does_not_know_become_null_and_numpy_ones_plain(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path, [{"a": math.nan, "b": math.inf, "c": np.float32(0.5), "d": np.int64(3), "e": tmp_path}])
+    assert json.loads(path.read_text()) == {"a": None, "b": None, "c": 0.5, "d": 3, "e": str(tmp_path)}
+
+
+def test_a_full_disk_is_an_error_that_names_the_file() -> None:
+    writer = jsonl.JsonlWriter(Path("/dev/full"))
+    with pytest.raises(RunError, match="/dev/full cannot be written: No space left"):
+        writer.append({"step": 1})
+
+
+def test_a_line_that_was_half_written_on_a_full_disk_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.jsonl"
+    writer = jsonl.JsonlWriter(path)
+    writer.append({"step": 1})
+    real = jsonl.os.write
+
+    def full(handle: int, data: memoryview) -> int:
+        if len(data) < 8:
+            raise OSError(28, "No space left on device")
+        return real(handle, data[:-4])
+
+    monkeypatch.setattr(jsonl.os, "write", full)
+    with pytest.raises(RunError):
+        writer.append({"step": 2})
+    monkeypatch.undo()
+    writer.append({"step": 3})
+    assert jsonl.read(path) == [{"step": 1}, {"step": 3}]
+
+
+def test_a_closed_writer_refuses(tmp_path: Path) -> None:
+    writer = jsonl.JsonlWriter(tmp_path / "a.jsonl")
+    writer.close()
+    writer.close()
+    with pytest.raises(RunError, match="closed"):
+        writer.append({})
+
+
+def test_lines_of_many_threads_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    writer = jsonl.JsonlWriter(path)
+    threads = [
+        threading.Thread(target=lambda name=name: [writer.append({"from": name, "n": n}) for n in range(50)])
+        for name in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = jsonl.read(path)
+    assert len(found) == 200
+    for name in range(4):
+        assert [record["n"] for record in found if record["from"] == name] == list(range(50))
+
+
+def test_a_resume_cuts_the_metrics_of_later_steps(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, [{"step": step} for step in range(1, 9)])
+    assert jsonl.cut_after(path, 5, key=jsonl.metrics_step) == 3
+    assert [line["step"] for line in jsonl.read(path)] == [1, 2, 3, 4, 5]
+
+
+EVENTS = [
+    {"event": "publish", "version": 0},
+    {"event": "publish", "version": 7},
+    {"event": "load", "version": 5},
+    {"event": "load", "version": 6},
+    {"event": "commit", "step": 5},
+    {"event": "commit", "step": 10},
+    {"event": "prune", "step": 4},
+    {"event": "prune", "step": 8},
+    {"event": "fault", "where": "x", "error": "y", "step": 9},
+]
+
+
+def test_a_resume_cuts_the_events_of_later_versions_and_steps_but_no_fault(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    write(path, EVENTS)
+    jsonl.cut_after(path, 5, key=jsonl.event_step)
+    assert jsonl.read(path) == [EVENTS[index] for index in (0, 2, 4, 6, 8)]
+
+
+def test_cutting_leaves_the_kept_lines_as_they_are_and_removes_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1,  "x": 0.10}\n{"step": 2}\n{"step": 1, "x')
+    jsonl.cut_after(path, 1, key=jsonl.metrics_step)
+    assert path.read_bytes() == b'{"step":1,  "x": 0.10}\n'
+
+
+def test_cutting_a_missing_log_leaves_it_missing(tmp_path: Path) -> None:
+    assert jsonl.cut_after(tmp_path / "a.jsonl", 3, key=jsonl.metrics_step) == 0
+    assert not (tmp_path / "a.jsonl").exists()

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tracking.synthetic import START, Clock
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.record import RunRecord, git_state, read_record
+
+
+def new(path: Path, clock: Clock, **other: Any) -> RunRecord:
+    options: dict[str, Any] = {"command": "python launch.py", "seed": 3, "config_digest": "ab", "threads": 1}
+    return RunRecord.new(path / "run.json", clock=clock, source=path, **{**options, **other})
+
+
+def test_a_fresh_run_is_attempt_0_and_running(tmp_path: Path) -> None:
+    new(tmp_path, Clock()).start()
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert {key: written[key] for key in ("status", "attempt", "seed", "started", "ended", "error")} == {
+        "status": "running",
+        "attempt": 0,
+        "seed": 3,
+        "started": START,
+        "ended": None,
+        "error": None,
+    }
+    promised = {"command", "git", "packages", "host", "threads", "config_digest"}
+    assert promised <= written.keys()
+
+
+def test_nothing_is_written_before_the_start(tmp_path: Path) -> None:
+    new(tmp_path, Clock())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_run_says_how_and_when_it_ended(tmp_path: Path) -> None:
+    clock = Clock()
+    record = new(tmp_path, clock)
+    record.start()
+    clock.pass_(9)
+    record.finish("failed", "rank 1 died")
+    written = read_record(tmp_path / "run.json")
+    assert (written["status"], written["ended"], written["error"]) == ("failed", START + 9, "rank 1 died")
+
+
+def test_a_resume_is_one_attempt_more_and_keeps_the_earlier_ones(tmp_path: Path) -> None:
+    clock = Clock()
+    first = new(tmp_path, clock)
+    first.start()
+    first.finish("failed", "why")
+    new(tmp_path, clock, resumed_from=4).start()
+    third = new(tmp_path, clock, resumed_from=8)
+    third.start()
+    third.finish("completed")
+    written = read_record(tmp_path / "run.json")
+    assert written["attempt"] == 2
+    assert written["status"] == "completed"
+    assert [(item["attempt"], item["status"], item["resumed_from"]) for item in written["attempts"]] == [
+        (0, "failed", None),
+        (1, "interrupted", 4),
+        (2, "completed", 8),
+    ]
+
+
+def test_a_run_cannot_finish_as_running(tmp_path: Path) -> None:
+    record = new(tmp_path, Clock())
+    record.start()
+    with pytest.raises(ValueError, match="completed, failed, interrupted"):
+        record.finish("running")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_a_damaged_record_is_a_configuration_error_that_names_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        new(tmp_path, Clock())
+
+
+def test_a_command_given_in_parts_is_quoted_for_a_shell(tmp_path: Path) -> None:
+    record = new(tmp_path, Clock(), command=["python", "launch.py", "name=a b"])
+    assert record.command == "python launch.py 'name=a b'"
+
+
+def test_git_names_the_commit_and_whether_tracked_files_differ(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *arguments], capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    assert git_state(tmp_path) is None
+    git("init")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-m", "first")
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs" / "new").write_text("untracked")
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (tmp_path / "file").write_text("b")
+    assert git_state(tmp_path) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+
+
+def test_versions_are_known_without_importing_the_packages() -> None:
+    code = (
+        "import sys\nfrom trinity_sync.tracking.record import package_versions\n"
+        "found = package_versions()\nassert {'python', 'torch', 'ray'} <= found.keys()\n"
+        "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

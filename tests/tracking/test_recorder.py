@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tracking import synthetic
+from tests.tracking.synthetic import START, Clock
+from tests.tracking.test_trackers import Fake
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.recorder import EVENT_FIELDS, Recorder
+from trinity_sync.tracking.run_folder import RunFolder
+
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "publish": synthetic.publish(1),
+    "load": synthetic.load(1),
+    "commit": synthetic.commit(1),
+    "prune": {"step": 1, "reason": "keep_last", "freed_bytes": 5},
+    "fault": {"where": "explorer-0", "error": "died"},
+}
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def printed(recorder: Recorder) -> str:
+    file = recorder.view.console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_a_whole_run_leaves_all_its_files(tmp_path: Path) -> None:
+    seen: list[Path] = []
+    synthetic.whole_run(tmp_path, total=20, report=lambda path: seen.append(path))
+    summary = read_json(tmp_path / "summary.json")
+    assert (summary["status"], summary["steps"], summary["wall_s"]) == ("completed", 20, 50.0)
+    assert set(summary["digests"]) == {str(step) for step in range(21)}
+    assert summary["peak_memory"]["trainer"] == 9_400_000_000
+    assert summary["peak_memory"]["driver"] > 1_000_000
+    assert read_json(tmp_path / "run.json")["status"] == "completed"
+    assert seen == [tmp_path]
+
+
+def test_a_line_of_metrics_carries_attempt_step_and_time(tmp_path: Path) -> None:
+    clock = Clock()
+    with synthetic.recording(tmp_path, clock) as recorder:
+        clock.pass_(2)
+        recorder.metrics(1, {"reward/mean": 0.5}, loss=1.5)
+    assert jsonl.read(tmp_path / "metrics.jsonl") == [
+        {"attempt": 0, "step": 1, "time": START + 2, "reward/mean": 0.5, "loss": 1.5}
+    ]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_event_carries_its_name_time_and_attempt(tmp_path: Path, name: str) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.event(name, **EXAMPLES[name])
+    assert jsonl.read(tmp_path / "events.jsonl") == [{"event": name, "time": START, "attempt": 0, **EXAMPLES[name]}]
+
+
+@pytest.mark.parametrize(("name", "field"), [(name, field) for name in EVENT_FIELDS for field in EVENT_FIELDS[name]])
+def test_an_event_without_one_of_its_fields_is_refused(tmp_path: Path, name: str, field: str) -> None:
+    fields = {key: value for key, value in EXAMPLES[name].items() if key != field}
+    with (
+        synthetic.recording(tmp_path) as recorder,
+        pytest.raises(ValueError, match=f"{name} event needs the fields {field}"),
+    ):
+        recorder.event(name, **fields)
+    assert jsonl.read(tmp_path / "events.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("publsh", {}),
+        ("prune", {"step": "3", "reason": "", "freed_bytes": 1}),
+        ("prune", {"step": True, "reason": "", "freed_bytes": 1}),
+        ("prune", {"step": 3, "reason": "", "freed_bytes": 1, "time": 5}),
+    ],
+)
+def test_an_event_that_readers_would_not_understand_is_refused(tmp_path: Path, name: str, fields: Any) -> None:
+    with synthetic.recording(tmp_path) as recorder, pytest.raises(ValueError, match="event"):
+        recorder.event(name, **fields)
+
+
+def test_a_fault_of_an_exception_without_text_names_its_kind(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.fault("explorer-0", TimeoutError())
+    assert jsonl.read(tmp_path / "events.jsonl")[0]["error"] == "TimeoutError"
+
+
+def test_events_of_many_threads_are_all_recorded(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        threads = [
+            threading.Thread(
+                target=lambda n=n: [recorder.event("load", **synthetic.load(v, f"e-{n}")) for v in range(20)]
+            )
+            for n in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(jsonl.read(tmp_path / "events.jsonl")) == 80
+
+
+def test_a_late_event_is_dropped_with_a_log_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.finish("completed")
+        with caplog.at_level(logging.WARNING):
+            recorder.event("load", **synthetic.load(1))
+    assert "came after the end" in caplog.text
+
+
+def resume(tmp_path: Path, clock: Clock, step: int, **other: Any) -> None:
+    with synthetic.recording(tmp_path, clock, resumed_from=step, **other) as recorder:
+        synthetic.steps(recorder, clock, step + 1, step + 5)
+
+
+def test_a_resume_goes_on_in_the_same_files_without_the_abandoned_steps(tmp_path: Path) -> None:
+    clock = Clock()
+    with synthetic.recording(tmp_path, clock) as recorder:
+        synthetic.steps(recorder, clock, 1, 17)
+        recorder.fault("trainer", "died")
+        recorder.finish("failed", "died")
+    resume(tmp_path, clock, 10)
+    lines = jsonl.read(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 16))
+    assert [line["attempt"] for line in lines] == [0] * 10 + [1] * 5
+    events = jsonl.read(tmp_path / "events.jsonl")
+    published = [event["version"] for event in events if event["event"] == "publish"]
+    assert published == list(range(1, 16))
+    assert sum(event["event"] == "fault" for event in events) == 1
+    summary = read_json(tmp_path / "summary.json")
+    assert (summary["status"], summary["steps"]) == ("completed", 15)
+    assert summary["wall_s"] == 17 * 2.5 + 5 * 2.5
+
+
+def test_a_resume_needs_the_step_it_starts_from(tmp_path: Path) -> None:
+    synthetic.whole_run(tmp_path, total=2)
+    with RunFolder.open(tmp_path, resume=True) as folder, pytest.raises(ValueError, match="step it starts from"):
+        synthetic.start(folder, Clock())
+
+
+def test_a_tracker_that_cannot_start_leaves_an_earlier_run_as_it_was(tmp_path: Path) -> None:
+    synthetic.whole_run(tmp_path, total=5)
+    before = {name: (tmp_path / name).read_bytes() for name in ("run.json", "metrics.jsonl", "events.jsonl")}
+    with pytest.raises(ConfigError):
+        resume(tmp_path, Clock(), 3, trackers=[Fake("start")])
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_a_tracker_that_cannot_start_leaves_a_fresh_folder_free_for_the_next_try(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, resume=False) as folder, pytest.raises(ConfigError):
+        synthetic.start(folder, Clock(), trackers=[Fake("start")])
+    synthetic.whole_run(tmp_path, total=1)
+
+
+def test_trackers_get_every_step_and_are_closed(tmp_path: Path) -> None:
+    fake = Fake()
+    with synthetic.recording(tmp_path, trackers=[fake]) as recorder:
+        recorder.metrics(1, {"loss": 0.5})
+    assert fake.calls == [("start",), ("log", 1, {"loss": 0.5}), ("close",)]
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "error"),
+    [
+        (RunError("explorer-0 did not answer"), "failed", "explorer-0 did not answer"),
+        (KeyError("lr"), "failed", "KeyError: 'lr'"),
+        (KeyboardInterrupt(), "interrupted", None),
+    ],
+)
+def test_an_exception_ends_the_record_by_itself(
+    tmp_path: Path, raised: BaseException, status: str, error: str | None
+) -> None:
+    with pytest.raises(type(raised)), synthetic.recording(tmp_path):
+        raise raised
+    record = read_json(tmp_path / "run.json")
+    assert (record["status"], record["error"]) == (status, error)
+    assert read_json(tmp_path / "summary.json")["status"] == status
+
+
+def test_a_second_finish_changes_nothing(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.finish("failed", "why")
+        recorder.finish("completed")
+    assert read_json(tmp_path / "run.json")["status"] == "failed"
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def report(path: Path) -> None:
+        raise ZeroDivisionError("chart")
+
+    synthetic.whole_run(tmp_path, total=1, report=report)
+    assert "report could not be written: chart" in caplog.text
+    assert read_json(tmp_path / "run.json")["status"] == "completed"
+
+
+def test_an_output_that_breaks_does_not_fail_the_run(tmp_path: Path) -> None:
+    console = synthetic.quiet_console()
+    console.file.close()
+    with synthetic.recording(tmp_path, console=console, view="line") as recorder:
+        recorder.metrics(1, {"loss": 0.5})
+    assert read_json(tmp_path / "run.json")["status"] == "completed"
+
+
+def test_a_summary_that_cannot_be_written_is_raised_after_the_status_is_on_disk(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, resume=False) as folder:
+        recorder = synthetic.start(folder, Clock())
+        (tmp_path / "summary.json").mkdir()
+        with pytest.raises(RunError, match=r"summary\.json cannot be written"):
+            recorder.finish("completed")
+    assert read_json(tmp_path / "run.json")["status"] == "completed"
+
+
+def test_the_end_of_a_run_is_told(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path, total=3) as recorder:
+        synthetic.steps(recorder, Clock(), 1, 2)
+        recorder.finish("interrupted")
+    assert printed(recorder).startswith("interrupted: 2 of 3 steps")
+
+
+def test_neither_torch_nor_ray_is_imported() -> None:
+    code = (
+        "import sys\nimport trinity_sync.tracking.recorder, trinity_sync.report\n"
+        "from trinity_sync.tracking.trackers import build_trackers\n"
+        "build_trackers({'tensorboard': {}, 'wandb': {'project': 'p'}})\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'wandb', 'tensorboard'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

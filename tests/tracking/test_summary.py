@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.tracking import synthetic
+from trinity_sync.tracking.summary import (
+    kept_checkpoints,
+    lay_out,
+    mismatches,
+    render_summary,
+    spread,
+    summarise,
+    wall_seconds,
+)
+
+EXAMPLES = {"publish": synthetic.publish, "load": synthetic.load, "commit": synthetic.commit}
+
+
+def event(name: str, **fields: Any) -> dict[str, Any]:
+    example = EXAMPLES[name](1) if name in EXAMPLES else {}
+    return {"event": name, "attempt": 0, "time": 1.0, **example, **fields}
+
+
+def metrics(rewards: list[float | None]) -> list[dict[str, Any]]:
+    return [{"step": step, "attempt": 0, "time": 1.0, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+
+
+def test_first_and_last_reward_are_means_of_ten_steps() -> None:
+    summary = summarise(metrics([float(step) for step in range(1, 31)]), [], "completed", 9.0)
+    assert (summary["reward_first"], summary["reward_last"], summary["steps"]) == (5.5, 25.5, 30)
+
+
+def test_steps_without_a_reward_count_for_none() -> None:
+    summary = summarise(metrics([None, 1.0, None, 3.0]), [], "completed", 9.0)
+    assert (summary["reward_first"], summary["reward_last"]) == (2.0, 2.0)
+
+
+def test_a_run_without_anything_has_a_summary() -> None:
+    summary = summarise([], [], "failed", None)
+    assert (summary["steps"], summary["reward_last"], summary["digests"]) == (0, None, {})
+    assert summary["sync"]["publish"]["blocked_s"] == {"median": None, "p95": None}
+    assert summary["checkpoint"]["latest"] is None
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=40))
+def test_median_and_p95_are_numpys(values: list[float]) -> None:
+    found = spread(values)
+    assert found["median"] == pytest.approx(np.percentile(values, 50))
+    assert found["p95"] == pytest.approx(np.percentile(values, 95))
+
+
+def test_times_and_bytes_are_of_publishes_loads_and_commits() -> None:
+    events = [
+        event("publish", version=1, blocked_s=1.0, total_s=4.0, bytes_full=100, bytes_moved=100),
+        event("publish", version=2, blocked_s=3.0, total_s=6.0, bytes_full=100, bytes_moved=20, encoding="delta"),
+        event("load", version=1, explorer="explorer-1", total_s=2.0, paused_s=0.5),
+        event("load", version=2, explorer="explorer-0", total_s=4.0, paused_s=None),
+        event("commit", step=2, blocked_s=0.1, total_s=7.0, bytes=500),
+    ]
+    summary = summarise([], events, "completed", 1.0)
+    sync = summary["sync"]
+    assert sync["publish"]["blocked_s"]["median"] == 2.0
+    assert sync["publish"]["total_s"]["median"] == 5.0
+    assert sync["load"]["total_s"]["median"] == 3.0
+    assert sync["load"]["paused_s"]["median"] == 0.5
+    assert (sync["bytes_full"], sync["bytes_moved"]) == (100, 60)
+    assert (sync["mode"], sync["encoding"], sync["versions"], sync["loads"]) == ("memory", "delta", 2, 2)
+    assert sync["explorers"] == ["explorer-0", "explorer-1"]
+    assert summary["checkpoint"]["bytes"] == 500
+    assert summary["checkpoint"]["total_s"]["median"] == 7.0
+
+
+def test_digests_are_those_published_else_those_committed() -> None:
+    events = [
+        event("publish", version=10, digest="a"),
+        event("commit", step=10, digest="a"),
+        event("commit", step=9, digest="b"),
+        event("publish", version=8, digest=None),
+    ]
+    assert summarise([], events, "completed", 1.0)["digests"] == {"9": "b", "10": "a"}
+
+
+def test_a_load_of_other_weights_than_the_published_is_found() -> None:
+    wrong = event("load", version=1, digest="other")
+    events = [
+        event("publish", version=1, digest="a"),
+        event("load", version=1, digest="a"),
+        wrong,
+        event("load", version=1, digest=None),
+    ]
+    assert mismatches(events) == [wrong]
+    assert summarise([], events, "completed", 1.0)["sync"]["mismatched"] == 1
+
+
+def test_what_was_pruned_is_not_kept_unless_it_was_saved_again() -> None:
+    events = [
+        event("commit", step=1),
+        event("commit", step=2, kind="state_dict"),
+        event("commit", step=3),
+        event("prune", step=1, reason="r", freed_bytes=1),
+        event("prune", step=3, reason="r", freed_bytes=1),
+        event("commit", step=3),
+    ]
+    assert [item["step"] for item in kept_checkpoints(events)] == [2, 3]
+    checkpoint = summarise([], events, "completed", 1.0)["checkpoint"]
+    assert (checkpoint["kept"], checkpoint["latest"], checkpoint["pruned"]) == ([2, 3], 3, 2)
+
+
+def test_only_a_full_checkpoint_is_one_to_resume_from() -> None:
+    assert summarise([], [event("commit", step=2, kind="state_dict")], "failed", 1.0)["checkpoint"]["latest"] is None
+
+
+def test_wall_time_is_that_of_all_attempts_and_a_killed_one_lasts_until_its_last_line() -> None:
+    record = {
+        "attempts": [
+            {"attempt": 0, "started": 100.0, "ended": 110.0},
+            {"attempt": 1, "started": 200.0, "ended": None},
+            {"attempt": 2, "started": 300.0, "ended": 301.0},
+        ]
+    }
+    assert wall_seconds(record, [{"attempt": 1, "time": 205.0}], [{"attempt": 1, "time": 207.0}]) == 18.0
+
+
+def shown(summary: dict[str, Any], folder: Path, *, width: int = 80, **other: Any) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render_summary(summary, folder, **other), crop=False)
+    return console.file.getvalue()
+
+
+def test_the_closing_text_says_how_it_went_and_what_to_do_next(tmp_path: Path) -> None:
+    events = [event("publish", version=1), event("load", version=1), event("commit", step=1)]
+    text = shown(summarise(metrics([0.25]), events, "completed", 61.0), tmp_path, total_steps=2)
+    assert text.startswith("completed: 1 of 2 steps in 1 min 01 s\n")
+    for words in (
+        "0.250 → 0.250",
+        "1 published (memory), 1 load by 1 explorer",
+        "step 1 kept (1 saved)",
+        str(tmp_path),
+    ):
+        assert words in text
+    assert f"next         trinity-sync ckpt list {tmp_path}\n" in text
+
+
+def test_a_failed_run_that_can_be_resumed_says_the_command_whole_on_one_line(tmp_path: Path) -> None:
+    folder = tmp_path / ("long name " * 12)
+    text = shown(summarise([], [event("commit", step=1)], "failed", 1.0), folder, error="rank 1 died")
+    assert f"trinity-sync resume '{folder}'\n" in text
+    assert "rank 1 died\n" in text
+
+
+def test_a_run_without_a_checkpoint_is_not_told_to_resume(tmp_path: Path) -> None:
+    assert "trinity-sync report" in shown(summarise([], [], "failed", 1.0), tmp_path)
+
+
+def test_a_folder_below_the_working_directory_is_shown_relative_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "folder       outputs/a\n" in shown(summarise([], [], "failed", 1.0), tmp_path / "outputs" / "a")
+
+
+@given(st.text(max_size=200), st.integers(10, 100))
+def test_no_text_puts_control_characters_into_the_layout(text: str, width: int) -> None:
+    lines = lay_out([("name", text), ("folder", text)], width)
+    assert all(piece.isprintable() for line in lines for piece in line)

@@ -1,0 +1,293 @@
+"""Checkpoints as the loop asks for them, against the real monitor, with ranks that write a word each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests import local_ray
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, store
+from trinity_sync.checkpoint.layout import read_manifest
+from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.protocol.versions import Version
+from trinity_sync.trainer.saves import FullSaves, SaveSettings, WeightSaves
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shard_file import write_shard_file
+from trinity_sync.weights.shards import whole
+
+LIMIT = 60.0
+RANKS = ["rank-00000", "rank-00001"]
+META = {"backend": "fsdp2", "world_size": 2, "config_digest": "c0"}
+
+cluster = local_ray.cluster
+_namespaces = itertools.count()
+_steps = itertools.count(1)
+
+
+class Log:
+    """What was reported."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.faults: list[tuple[str, str]] = []
+        self.begun: list[int] = []
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.events.append({"event": name, **fields})
+
+    def fault(self, where: str, error: BaseException | str) -> None:
+        self.faults.append((where, str(error)))
+
+    def saving(self, step: int) -> None:
+        self.begun.append(step)
+
+    def named(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == name]
+
+
+class PretendGroup:
+    """A trainer group of which nothing is real but its coordinators. Parts in `broken` cannot be written."""
+
+    def __init__(self, monitor: Any) -> None:
+        self._coordinators = {
+            part: CheckpointCoordinator(monitor, job_id=part, timeout_s=LIMIT, attempt=0) for part in RANKS
+        }
+        self.broken: set[str] = set()
+        self.silent: set[str] = set()
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def call(self, method: str, *args: Any, what: str, timeout_s: float) -> list[Any]:
+        return getattr(self, method)(*args)
+
+    def save(self, step: int, folder: str) -> list[float]:
+        for part in sorted(self._coordinators.keys() - self.silent):
+            self._coordinators[part].save_async("full", lambda part=part: self._write(folder, part), step, part=part)
+        return [0.25, 0.5]
+
+    def _write(self, folder: str, part: str) -> list[Path]:
+        assert self.may_write.wait(LIMIT)
+        if part in self.broken:
+            raise OSError("No space left on device")
+        path = Path(folder) / f"{part}.pt"
+        path.write_text(part)
+        return [path]
+
+    def finish_saves(self) -> list[None]:
+        return [coordinator.wait_all() for coordinator in self._coordinators.values()]
+
+
+class Run:
+    """A run's saves: of whole checkpoints and of weights."""
+
+    def __init__(self, monitor: Any, root: Path, timeout_s: float = LIMIT) -> None:
+        settings = SaveSettings(attempt=0, seed=7, meta=META, ranks=RANKS, timeout_s=timeout_s)
+        self.root = root
+        self.log = Log()
+        self.group = PretendGroup(monitor)
+        self.saves = FullSaves(monitor, self.group, settings, self.log)  # type: ignore[arg-type]
+        self.weights = WeightSaves(monitor, settings, self.log, durable=False)
+
+    def staged(self, step: int) -> list[Path]:
+        return list((self.root / ".staging").glob(f"{step}-*"))
+
+
+@pytest.fixture(scope="module")
+def start(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., tuple[Any, Path]]]:
+    """A monitor and its folder: ``start(policies=...)``."""
+    made = []
+
+    def make(**config: Any) -> tuple[Any, Path]:
+        root = tmp_path_factory.mktemp("checkpoints")
+        namespace = f"saves-{next(_namespaces)}"
+        made.append(
+            CheckpointMonitor.get_actor(namespace, None, str(root), config=MonitorConfig(timeout_s=LIMIT, **config))
+        )
+        return made[-1], root
+
+    yield make
+    for monitor in made:
+        ray.kill(monitor)
+
+
+@pytest.fixture(scope="module")
+def shared(start: Callable[..., tuple[Any, Path]]) -> tuple[Any, Path]:
+    return start()
+
+
+@pytest.fixture
+def run(shared: tuple[Any, Path]) -> Run:
+    return Run(*shared)
+
+
+@pytest.fixture
+def step() -> int:
+    """One that no test has used."""
+    return next(_steps)
+
+
+# ---- full checkpoints
+
+
+def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, step: int) -> None:
+    run.group.may_write.clear()
+    run.saves.begin(step, "d1", {"reward/mean": 0.5})
+    run.saves.poll()
+    assert (run.log.begun, run.log.events) == ([step], [])
+    run.group.may_write.set()
+    run.saves.finish()
+
+    folder = run.root / f"global_step_{step}"
+    (event,) = run.log.events
+    assert event.pop("total_s") >= 0
+    assert event == {
+        **{"event": "commit", "step": step, "kind": FULL, "digest": "d1", "blocked_s": 0.5},
+        "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"),
+    }
+    assert run.log.faults == []
+    assert store.verify(folder).ok
+    assert read_tracker(run.root, FULL).step == step
+
+
+def test_a_checkpoint_says_what_a_resume_needs(run: Run, step: int) -> None:
+    run.saves.begin(step, "d2", {"reward/mean": 0.5})
+    run.saves.finish()
+    folder = run.root / f"global_step_{step}"
+    manifest = read_manifest(folder)
+    assert (manifest.backend, manifest.world_size, manifest.config_digest) == ("fsdp2", 2, "c0")
+    assert (manifest.digest, manifest.metrics) == ("d2", {"reward/mean": 0.5})
+    state = json.loads((folder / "trainer_state.json").read_text())
+    assert state == {"step": step, "attempt": 0, "seed": 7, "next_data_step": step + 1}
+    assert {entry.path for entry in manifest.files} == {"rank-00000.pt", "rank-00001.pt", "trainer_state.json"}
+
+
+def test_a_part_that_cannot_be_written_is_a_fault_at_once_and_an_error_of_the_next_save(run: Run, step: int) -> None:
+    run.group.broken = {"rank-00001"}
+    run.saves.begin(step, None, {})
+    run.saves.settle(LIMIT)
+    ((where, fault),) = run.log.faults
+    assert where == f"save of step {step}"
+    assert "No space left on device" in fault
+
+    run.group.broken = set()
+    with pytest.raises(RunError, match=r"^a checkpoint could not be saved: .*No space left on device"):
+        run.saves.begin(next(_steps), None, {})
+    assert len(run.log.faults) == 1
+    assert run.log.named("commit") == []
+    assert not (run.root / f"global_step_{step}").exists()
+    assert run.staged(step) == []
+
+
+def test_a_part_that_cannot_be_written_fails_the_end_of_the_run(run: Run, step: int) -> None:
+    run.group.broken = {"rank-00000"}
+    run.saves.begin(step, None, {})
+    with pytest.raises(RunError, match="No space left on device"):
+        run.saves.finish()
+    assert [where for where, _ in run.log.faults] == [f"save of step {step}"]
+
+
+def test_after_a_failure_was_told_saves_go_on(run: Run, step: int) -> None:
+    run.group.broken = {"rank-00001"}
+    run.saves.begin(step, None, {})
+    run.saves.settle(LIMIT)
+    run.group.broken = set()
+    with pytest.raises(RunError):
+        run.saves.begin(next(_steps), None, {})
+    with pytest.raises(OSError, match="No space left"):  # the rank tells too, once
+        run.group.finish_saves()
+    good = next(_steps)
+    run.saves.begin(good, "d3", {})
+    run.saves.finish()
+    assert [event["step"] for event in run.log.named("commit")] == [good]
+
+
+def test_a_part_that_never_comes_is_named(shared: tuple[Any, Path], step: int) -> None:
+    run = Run(*shared, timeout_s=1.0)
+    run.group.silent = {"rank-00001"}
+    run.saves.begin(step, None, {})
+    with pytest.raises(RunError, match=rf"step {step} .*missing: .*'rank-00001'.* within 1 s"):
+        run.saves.finish()
+
+
+def test_a_run_that_ends_early_records_the_saves_that_still_made_it(run: Run, step: int) -> None:
+    run.saves.begin(step, "d4", {})
+    run.saves.settle(LIMIT)
+    assert [event["step"] for event in run.log.named("commit")] == [step]
+    run.saves.settle(LIMIT)
+    assert len(run.log.events) == 1
+
+
+def test_what_retention_removes_is_recorded_with_the_reason(start: Callable[..., tuple[Any, Path]]) -> None:
+    run = Run(*start(policies={"keep_last": {"n": 1}}))
+    for step in (1, 2):
+        run.saves.begin(step, None, {})
+        run.saves.finish()
+    assert [(event["event"], event["step"]) for event in run.log.events] == [
+        ("commit", 1),
+        ("commit", 2),
+        ("prune", 1),
+    ]
+    pruned = run.log.events[-1]
+    assert pruned["reason"]
+    assert pruned["freed_bytes"] > 0
+
+
+# ---- weights only
+
+
+def write_weights(folder: Path, version: Version) -> list[tuple[str, int, str]]:
+    layout = PartLayout.build("rank-00000", [whole("w", "BF16", (2, 2))], 64)
+    (folder / "actor").mkdir(exist_ok=True)
+    path = "actor/weights_rank-00000.safetensors"
+    nbytes, digest = write_shard_file(folder / path, layout, bytes([version.step] * 8), {}, fsync=False)
+    return [(path, nbytes, digest)]
+
+
+def test_weights_of_a_node_are_committed_with_their_digest(run: Run, step: int) -> None:
+    version = Version(0, step)
+    folder = run.weights.begin(version, ["node-a"])
+    run.weights.part_written(version, "node-a", write_weights(folder, version))
+    place = run.weights.commit(version, "d5")
+    assert place == run.root / f"global_step_{step}"
+    (event,) = run.log.events
+    assert (event["event"], event["step"], event["kind"], event["digest"]) == ("commit", step, STATE_DICT, "d5")
+    assert store.verify(place).ok
+    assert read_tracker(run.root, STATE_DICT).step == step
+
+
+def test_weights_that_were_given_up_leave_nothing_and_the_next_version_is_committed(run: Run, step: int) -> None:
+    version, next_version = Version(0, step), Version(0, next(_steps))
+    folder = run.weights.begin(version, ["node-a"])
+    write_weights(folder, version)
+    run.weights.fail(version, "the agent of node-a died")
+    with pytest.raises(RunError, match="the agent of node-a died"):
+        run.weights.commit(version, "d6")
+    folder = run.weights.begin(next_version, ["node-a"])
+    run.weights.part_written(next_version, "node-a", write_weights(folder, next_version))
+    run.weights.commit(next_version, "d7")
+    assert not (run.root / f"global_step_{version.step}").exists()
+    assert [event["step"] for event in run.log.named("commit")] == [next_version.step]
+    assert run.staged(version.step) == []
+
+
+def test_a_full_checkpoint_of_a_step_takes_the_place_of_its_weights(run: Run, step: int) -> None:
+    version = Version(0, step)
+    folder = run.weights.begin(version, ["node-a"])
+    run.weights.part_written(version, "node-a", write_weights(folder, version))
+    run.weights.commit(version, "d8")
+    run.saves.begin(step, "d8", {})
+    run.saves.finish()
+    assert [event["kind"] for event in run.log.named("commit")] == [STATE_DICT, FULL]
+    manifest = read_manifest(run.root / f"global_step_{step}")
+    assert manifest.kind == FULL
+    assert "actor/weights_rank-00000.safetensors" in {entry.path for entry in manifest.files}

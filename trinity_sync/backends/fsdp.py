@@ -1,0 +1,228 @@
+"""verl's FSDP engine, both generations (`backend=fsdp` and `backend=fsdp2`), as Hugging Face shards and verl's own
+checkpoint files.
+
+FSDP2 keeps each parameter as a DTensor cut along dimension 0, so a rank's shard is a slice of rows. FSDP1 flattens
+the parameters of a layer into one vector and cuts that, so a rank's shard of a tensor is a range of its flattened
+elements. With hybrid sharding (`backend.fsdp_size` below the number of ranks) every group of ranks holds the same;
+the first group contributes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
+from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
+
+from trinity_sync.backends.base import Deadline
+from trinity_sync.weights.shards import Shard, flat_range, row_slice, whole
+from trinity_sync.weights.tensors import from_torch, saved_tensors, wire_name
+
+_HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FsdpBackend:
+    """A rank's view of verl's `FSDPEngineWithLMHead`.
+
+    Args:
+        engine: verl's engine, initialised.
+        wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
+    """
+
+    # Optimizer and parameters change at the optimizer's step; FSDP unshards into other storage in between.
+    deadline: Deadline = "optimizer_step"
+
+    def __init__(self, engine: Any, wire_dtype: str) -> None:
+        self._engine = engine
+        self._wire_dtype = wire_dtype
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._pieces = self._find_pieces()
+
+    # -- versions
+
+    def shards(self) -> Sequence[Shard]:
+        return [shard for shard, _ in self._pieces]
+
+    def sources(self) -> Mapping[str, torch.Tensor]:
+        return {shard.name: source() for shard, source in self._pieces}
+
+    def _find_pieces(self) -> list[tuple[Shard, Any]]:
+        names = self._saved_names()
+        pieces = self._flat_pieces(names) if fsdp_version(self._engine.module) == 1 else self._dtensor_pieces(names)
+        buffers = {clean_tensor_name(name): buffer for name, buffer in self._engine.module.named_buffers()}
+        for name in sorted(names & buffers.keys()):
+            if self._rank == 0:
+                shape, dtype = tuple(buffers[name].shape), self._wire(buffers[name].dtype)
+                pieces.append((whole(name, dtype, shape), lambda name=name: dict(self._clean_buffers())[name]))
+        return pieces
+
+    def _clean_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [(clean_tensor_name(name), buffer) for name, buffer in self._engine.module.named_buffers()]
+
+    def _saved_names(self) -> set[str]:
+        """The names that `save_pretrained` would write for this architecture: found on a model without storage."""
+        config = copy.deepcopy(self._engine.model_config.hf_config)
+        from verl.utils.model import get_hf_auto_model_class
+
+        with torch.device("meta"):
+            model = get_hf_auto_model_class(hf_config=config).from_config(
+                config, trust_remote_code=self._engine.model_config.trust_remote_code
+            )
+        return set(saved_tensors(model))
+
+    def _wire(self, dtype: torch.dtype) -> str:
+        return wire_name(from_torch(dtype), self._wire_dtype)
+
+    def _dtensor_pieces(self, names: set[str]) -> list[tuple[Shard, Any]]:
+        pieces: list[tuple[Shard, Any]] = []
+        for name, parameter in self._engine.module.named_parameters():
+            if name not in names:
+                continue
+            shape = tuple(parameter.shape)
+            dtype = self._wire(parameter.dtype)
+            if not isinstance(parameter, DTensor):
+                if self._rank == 0:
+                    pieces.append((whole(name, dtype, shape), lambda parameter=parameter: parameter.detach()))
+                continue
+            coordinate = parameter.device_mesh.get_coordinate()
+            assert coordinate is not None, "every rank is part of the engine's mesh"
+            replicated = [
+                index for index, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)
+            ]
+            if any(coordinate[index] for index in replicated):
+                continue
+            local, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            if not all(size == whole_size for size, whole_size in zip(local[1:], shape[1:], strict=True)):
+                raise NotImplementedError(f"{name}: FSDP2 shards along dimension 0 only, this one is cut elsewhere")
+            if 0 in local:
+                continue
+            shard = (
+                row_slice(name, dtype, shape, offset[0], offset[0] + local[0]) if shape else whole(name, dtype, shape)
+            )
+            pieces.append((shard, lambda parameter=parameter: parameter.to_local().detach()))
+        return pieces
+
+    def _flat_pieces(self, names: set[str]) -> list[tuple[Shard, Any]]:
+        pieces: list[tuple[Shard, Any]] = []
+        root = self._engine.module
+        for prefix, module in root.named_modules():
+            if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
+                continue
+            handle = module._handle
+            if handle._sharding_strategy in _HYBRID and dist.get_rank(module._inter_node_pg):
+                continue
+            if handle._sharding_strategy is HandleShardingStrategy.NO_SHARD and self._rank:
+                continue
+            flat = handle.flat_param
+            infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
+            for fqn, shape, info in infos:
+                name = clean_tensor_name(f"{prefix}.{fqn}" if prefix else fqn)
+                if name not in names:
+                    name = self._shared_name(flat, prefix, fqn, names)
+                if not info.in_shard:
+                    continue
+                dtype = self._wire(flat.dtype)
+                assert info.intra_param_start_idx is not None
+                assert info.intra_param_end_idx is not None
+                shard = flat_range(name, dtype, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1)
+                begin, count = info.offset_in_shard, info.numel_in_shard
+                pieces.append(
+                    (shard, lambda handle=handle, begin=begin, count=count: _local_shard(handle)[begin : begin + count])
+                )
+        return pieces
+
+    @staticmethod
+    def _shared_name(flat: Any, prefix: str, fqn: str, names: set[str]) -> str:
+        """FSDP1 names a tied tensor by its first owner; the name that is saved may be the other one."""
+        for info in flat._shared_param_infos:
+            prime = f"{info.prim_module_name}.{info.prim_param_name}" if info.prim_module_name else info.prim_param_name
+            other = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
+            if prime == fqn:
+                name = clean_tensor_name(f"{prefix}.{other}" if prefix else other)
+                if name in names:
+                    return name
+        raise KeyError(f"FSDP holds {prefix}.{fqn}, which the model would not save under any name")
+
+    # -- full checkpoints
+
+    def state(self) -> Mapping[str, Any]:
+        manager = self._engine.checkpoint_manager
+        suffix = f"world_size_{self._world_size}_rank_{self._rank}.pt"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every save
+            with _sharded(self._engine.module):
+                model = _copied(self._engine.module.state_dict())
+                optimizer = _copied(self._engine.optimizer.state_dict())
+        extra = {"lr_scheduler": copy.deepcopy(self._engine.lr_scheduler.state_dict()), "rng": manager.get_rng_state()}
+        return {f"model_{suffix}": model, f"optim_{suffix}": optimizer, f"extra_state_{suffix}": extra}
+
+    def write_metadata(self, folder: Path) -> list[Path]:
+        module = self._engine.module
+        version = fsdp_version(module)
+        model = module._fsdp_wrapped_module if version == 1 else module
+        hugging_face = folder / "huggingface"
+        hugging_face.mkdir(parents=True, exist_ok=True)
+        model.config.save_pretrained(hugging_face)
+        if self._engine.model_config.generation_config is not None:
+            self._engine.model_config.generation_config.save_pretrained(hugging_face)
+        processing = self._engine.model_config.get_processor()
+        if processing is not None:
+            processing.save_pretrained(hugging_face)
+        config = folder / "fsdp_config.json"
+        config.write_text(json.dumps(asdict(FSDPConfig(FSDP_version=version, world_size=self._world_size)), indent=4))
+        return [config, *sorted(path for path in hugging_face.rglob("*") if path.is_file())]
+
+    def load(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._engine.load_checkpoint(str(folder), del_local_after_load=False)
+
+
+def _local_shard(handle: Any) -> torch.Tensor:
+    """The master copy of what this rank holds of a flat parameter, whatever the forward pass has unsharded."""
+    flat = handle.flat_param
+    return getattr(flat, "_local_shard", flat).detach()
+
+
+def _sharded(module: torch.nn.Module) -> Any:
+    offload = torch.cuda.is_available()
+    return get_fsdp_state_ctx(
+        module,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=offload),
+        ShardedOptimStateDictConfig(offload_to_cpu=offload),
+    )
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy on the CPU of nested containers of tensors: what a background writer may read while training goes
+    on.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone() if value.device.type != "cpu" else value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return copy.deepcopy(value)

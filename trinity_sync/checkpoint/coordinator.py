@@ -1,0 +1,331 @@
+"""`CheckpointCoordinator`: the one object through which a rank saves, in the background or on the calling thread.
+
+Made once per rank, with the handle of the run's `CheckpointMonitor`. For each save it asks the monitor for a turn, runs
+the save, digests and fsyncs what was written while it is in the page cache, and reports the part finished or failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from trinity_sync.checkpoint.layout import FileEntry, digest_file, staging_dir, step_dir
+from trinity_sync.errors import RunError, WaitTimeout
+
+#: Writes the part's files. Returns what it wrote, as entries or as paths (absolute, or relative to the staging folder).
+#: None or anything that is no list: not said, the monitor then takes what it finds in the step's folder.
+SaveFn: TypeAlias = Callable[[], Iterable[str | os.PathLike[str] | FileEntry] | object]
+
+_WHO = "the checkpoint monitor"
+
+
+@dataclass(slots=True)
+class _Save:
+    """One save in the background."""
+
+    step: int
+    thread: threading.Thread
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What the monitor is told of a save."""
+
+    step: int
+    name: str | None
+    is_state_dict: bool
+    ticket: str
+
+
+class CheckpointCoordinator:
+    """Saves of one process.
+
+    Usage::
+
+        coordinator = CheckpointCoordinator(monitor, attempt=0)
+        coordinator.save_async("model", lambda: write(snapshot), step, is_state_dict=True, part="model-rank-00000")
+        ...                                  # training goes on
+        coordinator.wait_all()               # raises what a background save raised
+
+    Args:
+        checkpoint_monitor: handle of the actor, from `CheckpointMonitor.get_actor`.
+        node_id, job_id: name this process to the save strategies; by default Ray's node id and worker id.
+        timeout_s: limit of every wait: for the turn, for the monitor's answers, for an earlier save.
+        attempt: the run's attempt; None: the monitor's.
+        root: the checkpoint folder as this node sees it; None: where the monitor says it is.
+    """
+
+    def __init__(
+        self,
+        checkpoint_monitor: Any,
+        *,
+        node_id: str | None = None,
+        job_id: str | None = None,
+        timeout_s: float = 1800.0,
+        attempt: int | None = None,
+        root: str | os.PathLike[str] | None = None,
+    ) -> None:
+        context = ray.get_runtime_context()
+        self._monitor = checkpoint_monitor
+        self._node_id = node_id or str(context.get_node_id())
+        self._job_id = job_id or str(context.get_worker_id())
+        self._life = _life()
+        self._timeout_s = timeout_s
+        self._attempt = attempt
+        self._root = Path(root) if root is not None else None
+        self._facts: dict[str, Any] | None = None
+        self._watch: tuple[Any, Any] | None = None
+        self._lock = threading.Lock()
+        self._saves: dict[str, _Save] = {}
+        self._untold: list[BaseException] = []
+
+    def save_async(
+        self, name: str, save_fn: SaveFn, global_step: int, is_state_dict: bool = False, *, part: str | None = None
+    ) -> None:
+        """Run `save_fn` in the background. The state that it writes has to be a snapshot already.
+
+        Args:
+            name: saves of one name never overlap: the earlier one is waited for first.
+            is_state_dict: it writes weights.
+            part: the part's name; None: the part is only counted.
+
+        Raises:
+            what the earlier save of this name raised; this one is not started then, and its part is reported failed.
+            WaitTimeout: the earlier save does not end; as above.
+        """
+        saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
+        try:
+            self._finish_earlier(name)
+        except BaseException as error:
+            reason = f"its save was not started, because an earlier one named {name!r} failed: {_describe(error)}"
+            with contextlib.suppress(RunError):
+                self._report_failed(saving, reason)
+            raise
+        save = _Save(global_step, threading.Thread(target=lambda: None))
+
+        def run() -> None:
+            try:
+                self._save(saving, save_fn, collective=False)
+            except BaseException as error:
+                save.error = error
+                with self._lock:
+                    self._untold.append(error)
+
+        save.thread = threading.Thread(target=run, name=f"save-{name}-{global_step}", daemon=True)
+        self._saves[name] = save
+        save.thread.start()
+
+    def save_sync(
+        self, save_fn: SaveFn, global_step: int, is_state_dict: bool = False, *, part: str | None = None
+    ) -> None:
+        """Run `save_fn` on the calling thread, for saves with collective barriers; arguments as for `save_async`.
+
+        It does not queue for its turn, whatever the save strategy: a rank that waited would hold up its peers in the
+        barrier.
+
+        Raises:
+            what `save_fn` raises, at once, after it was reported.
+        """
+        self._save(_Part(global_step, part, is_state_dict, secrets.token_hex(16)), save_fn, collective=True)
+
+    def wait_all(self) -> None:
+        """Return when no background save is running.
+
+        Raises:
+            the first error of the background saves since the last call; the others are added to it as notes.
+            WaitTimeout: a save does not end.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        for name, save in list(self._saves.items()):
+            self._join(name, save, deadline)
+        self._saves = {name: save for name, save in self._saves.items() if save.thread.is_alive()}
+        with self._lock:
+            errors, self._untold = self._untold, []
+        if errors:
+            for other in errors[1:]:
+                errors[0].add_note(f"another background save failed as well: {_describe(other)}")
+            raise errors[0]
+
+    async def register_and_monitor(
+        self,
+        global_step: int,
+        is_state_dict: bool = False,
+        state_dict_thread_count: int = 0,
+        checkpoint_thread_count: int = 0,
+    ) -> None:
+        """Add expected parts to the step and mark it as one to commit. Does not wait for the parts.
+
+        Called once a step by the trainer, after it has sent the save to the workers.
+
+        Args:
+            is_state_dict: commit it as weights only, else as a full checkpoint.
+            state_dict_thread_count, checkpoint_thread_count: parts that only the caller knows of; 0 and 0 adds none.
+        """
+        if state_dict_thread_count or checkpoint_thread_count:
+            await self._answer(
+                self._monitor.register_thread_count.remote(
+                    global_step,
+                    state_dict_thread_count=state_dict_thread_count,
+                    checkpoint_thread_count=checkpoint_thread_count,
+                    attempt=self._attempt,
+                ),
+                f"register the parts of step {global_step}",
+            )
+        await self._answer(
+            self._monitor.monitor_step.remote(global_step, is_state_dict, attempt=self._attempt),
+            f"take step {global_step} as one to commit",
+        )
+
+    # ---- one save
+
+    def _save(self, part: _Part, save_fn: SaveFn, *, collective: bool) -> None:
+        try:
+            self._ask_for_turn(part, collective)
+            files = self._entries(part.step, save_fn())
+        except BaseException as error:
+            with contextlib.suppress(RunError):
+                self._report_failed(part, _describe(error))
+            raise
+        self._ask(
+            "notify_finished",
+            part.step,
+            part.is_state_dict,
+            part=part.name,
+            attempt=self._attempt,
+            files=files,
+            ticket=part.ticket,
+            what=f"take note of a finished part of step {part.step}",
+        )
+
+    def _ask_for_turn(self, part: _Part, collective: bool) -> None:
+        self._let_watch()
+        self._ask(
+            "notify_started",
+            self._node_id,
+            self._job_id,
+            step=part.step,
+            part=part.name,
+            attempt=self._attempt,
+            ticket=part.ticket,
+            life=self._life,
+            collective=collective,
+            timeout_s=self._timeout_s,
+            what=f"give a save of step {part.step} its turn",
+        )
+
+    def _report_failed(self, part: _Part, error: str) -> None:
+        self._ask(
+            "notify_failed",
+            part.step,
+            part.name,
+            error,
+            attempt=self._attempt,
+            ticket=part.ticket,
+            what=f"take note of a failed part of step {part.step}",
+        )
+
+    def _entries(self, step: int, written: object) -> list[FileEntry] | None:
+        if isinstance(written, (str, os.PathLike, FileEntry)):
+            return [self._entry(step, written)]
+        # The seed's save functions return whatever their last call did; what is no list of files says nothing of files.
+        return [self._entry(step, item) for item in written] if isinstance(written, Iterable) else None
+
+    def _entry(self, step: int, written: str | os.PathLike[str] | FileEntry) -> FileEntry:
+        if isinstance(written, FileEntry):
+            return written
+        facts = self._ask_facts()
+        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        if root is None:
+            raise RunError(f"{written} was saved, but the checkpoint monitor has no checkpoint folder")
+        attempt = self._attempt if self._attempt is not None else facts["attempt"]
+        staging = staging_dir(root.absolute(), step, attempt)
+        path = staging / written
+        for folder in (staging, step_dir(root.absolute(), step)):
+            if path.is_relative_to(folder):
+                size, digest = digest_file(path, durable=facts["fsync"])
+                return FileEntry(path.relative_to(folder).as_posix(), size, digest)
+        raise RunError(f"{path} was saved for step {step}, but it lies outside the step's staging folder {staging}")
+
+    # ---- earlier saves
+
+    def _finish_earlier(self, name: str) -> None:
+        save = self._saves.get(name)
+        if save is None:
+            return
+        self._join(name, save, time.monotonic() + self._timeout_s)
+        del self._saves[name]
+        if save.error is not None:
+            raise save.error
+
+    def _join(self, name: str, save: _Save, deadline: float) -> None:
+        save.thread.join(max(0.0, deadline - time.monotonic()))
+        if save.thread.is_alive():
+            raise WaitTimeout(f"the save {name!r}", f"finish writing step {save.step}", self._timeout_s)
+
+    # ---- talking to the monitor
+
+    def _let_watch(self) -> None:
+        """Let the monitor notice this process's death: it holds a reference that only this process can keep alive."""
+        with self._lock:
+            if self._watch is None:
+                held = self._monitor.hold.remote(self._node_id, self._job_id, self._life)
+                watching = self._monitor.watch.remote(self._node_id, self._job_id, self._life, [held])
+                self._watch = (held, watching)
+
+    def _ask_facts(self) -> dict[str, Any]:
+        if self._facts is None:
+            self._facts = self._ask("describe", what="say where checkpoints go")
+        return self._facts
+
+    def _ask(self, method: str, *args: Any, what: str, **kwargs: Any) -> Any:
+        call = getattr(self._monitor, method).remote(*args, **kwargs)
+        # The monitor ends its own waits after `timeout_s`, and its word says more than ours would.
+        limit = self._timeout_s + 5.0
+        try:
+            return ray.get(call, timeout=limit)
+        except GetTimeoutError:
+            raise WaitTimeout(_WHO, what, limit) from None
+        except RayError as error:
+            raise _plain(error, what) from None
+
+    async def _answer(self, call: Awaitable[Any], what: str) -> Any:
+        async def wait() -> Any:
+            return await call
+
+        try:
+            return await asyncio.wait_for(wait(), self._timeout_s)
+        except TimeoutError:
+            raise WaitTimeout(_WHO, what, self._timeout_s) from None
+        except RayError as error:
+            raise _plain(error, what) from None
+
+
+@functools.cache
+def _life() -> str:
+    """This process. Two lives of a rank have one name, and the first one's death is noticed while the second writes."""
+    return f"{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _plain(error: RayError, what: str) -> BaseException:
+    """What the monitor raised, without Ray's wrapping; or a word that the monitor is gone."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        return error.cause
+    return RunError(f"the checkpoint monitor is gone, so it could not {what}: {_describe(error)}")
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -1,0 +1,274 @@
+"""The disk side of the monitor: carry out a commit, run retention, keep journals, copy on. Blocking, without Ray.
+
+`trinity_sync.checkpoint.monitor` calls these in threads, so that its event loop never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.holds import lease_checkpoint
+from trinity_sync.checkpoint.layout import (
+    STAGING,
+    FileEntry,
+    Manifest,
+    journal_path,
+    read_manifest,
+    staging_dir,
+    step_dir,
+    write_atomic,
+)
+from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
+from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.commit import Commit, CommitBook
+from trinity_sync.protocol.parts import KINDS, Kind
+from trinity_sync.protocol.retention import Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDisk:
+    """The checkpoint folder of one attempt.
+
+    Args:
+        root: the folder; None: nothing is written, commits only count.
+        attempt: the run's attempt.
+        policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
+        fsync: whether commits are durable.
+        mirror: where full checkpoints are copied to; None: nowhere.
+        mirror_timeout_s: limit for one copy, seconds.
+        clock: Unix seconds.
+    """
+
+    root: Path | None
+    attempt: int
+    policies: Sequence[Policy]
+    keep_state_dicts: int
+    fsync: bool
+    mirror: str | None
+    mirror_timeout_s: float
+    clock: Callable[[], float]
+
+    # ---- commits
+
+    def prepare(self, step: int) -> Path:
+        """Create the staging folder of a step.
+
+        Raises:
+            RunError: there is no checkpoint folder.
+        """
+        if self.root is None:
+            raise RunError("the checkpoint monitor was started without a checkpoint folder, so nothing can be saved")
+        return store.prepare_staging(self.root, step, self.attempt)
+
+    def commit(self, commit: Commit) -> Manifest:
+        """Make a step visible; see `store.commit_folder`."""
+        meta = commit.meta
+        draft = Manifest(
+            step=commit.step,
+            attempt=commit.attempt,
+            kind=commit.kind,
+            backend=str(meta.get("backend", "")),
+            world_size=int(meta.get("world_size", 0)),
+            created=self.clock(),
+            digest=commit.digest,
+            config_digest=meta.get("config_digest"),
+            metrics=dict(meta.get("metrics") or {}),
+            files=tuple(FileEntry(*file) for file in commit.files),
+        )
+        if self.root is None:
+            return draft
+        durable = bool(meta.get("durable", self.fsync))
+        return store.commit_folder(self.root, draft, partial=commit.partial, durable=durable)
+
+    def describe(self, manifest: Manifest, total_s: float, pruned: Iterable[Pruned]) -> dict[str, Any]:
+        """A commit as `CheckpointMonitor.wait_committed` returns it."""
+        return {
+            "step": manifest.step,
+            "attempt": manifest.attempt,
+            "kind": manifest.kind,
+            "digest": manifest.digest,
+            "bytes": manifest.bytes,
+            "total_s": total_s,
+            "path": str(step_dir(self.root, manifest.step)) if self.root is not None else None,
+            "pruned": [{"step": p.step, "reason": p.reason, "freed_bytes": p.freed_bytes} for p in pruned],
+        }
+
+    def describe_committed(self, step: int) -> dict[str, Any]:
+        """Of a commit that an earlier life of the monitor, or an earlier attempt, made.
+
+        Raises:
+            RunError: the step is not on the disk.
+        """
+        if self.root is None:
+            raise RunError(f"step {step} was committed before, but there is no checkpoint folder to read it from")
+        return self.describe(read_manifest(step_dir(self.root, step)), 0.0, ())
+
+    def move_tracker(self, kind: Kind, step: int) -> None:
+        """Let the tracker name the step.
+
+        Raises:
+            RunError: the disk refused.
+        """
+        if self.root is None:
+            return
+        try:
+            write_tracker(self.root, kind, step)
+        except OSError as error:
+            raise RunError(f"{tracker_path(self.root, kind)} could not be set to step {step}: {error}") from error
+
+    def clean(self, step: int) -> None:
+        """Remove what is staged of a step."""
+        if self.root is not None:
+            store.clean_staging(self.root, step, self.attempt)
+
+    # ---- afterwards
+
+    def retain(self, saving: Iterable[int]) -> tuple[list[Pruned], list[str]]:
+        """Put out of sight what the policies give up; returns that, and warnings. `purge` then frees the bytes."""
+        if self.root is None:
+            return [], []
+        now = self.clock()
+        plan = prune_plan(self.root, self.policies, now=now, keep_state_dicts=self.keep_state_dicts, saving=saving)
+        pruned = prune(self.root, plan, now=now, defer=True)
+        return pruned, [warning for row in plan for warning in row.warnings]
+
+    def purge(self) -> list[str]:
+        """Free the bytes of what was put out of sight; returns what went wrong."""
+        return store.purge(self.root) if self.root is not None else []
+
+    def copy_on(self, step: int) -> None:
+        """Copy a checkpoint to the mirror, in a process of its own, under a lease.
+
+        Raises:
+            RunError: it could not be copied.
+            subprocess.TimeoutExpired: it took too long.
+        """
+        assert self.root is not None
+        assert self.mirror is not None
+        command = [sys.executable, "-m", "trinity_sync.checkpoint.mirror", str(step_dir(self.root, step)), self.mirror]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        with lease_checkpoint(self.root, step, holder="mirror", seconds=self.mirror_timeout_s, clock=self.clock):
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=self.mirror_timeout_s, check=False, env=environment
+            )
+        if done.returncode != 0:
+            lines = done.stderr.strip().splitlines()
+            raise RunError(lines[-1] if lines else f"the copying process ended with {done.returncode}")
+
+    # ---- a life after the monitor's death
+
+    def write_journal(self, step: int, dumped: Mapping[str, Any] | None) -> None:
+        """Note what the book knows of an open step; None removes the note.
+
+        Not durable: with the power the writers are gone too, and what was staged is cleaned up.
+        """
+        if self.root is None:
+            return
+        path = journal_path(self.root, step, self.attempt)
+        if dumped is None:
+            path.unlink(missing_ok=True)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(dumped), durable=False)
+
+    def write_failed(self, failures: Mapping[int, str]) -> None:
+        """Note the steps that failed, which nothing may bring back."""
+        if self.root is not None:
+            self._failed_path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(
+                self._failed_path, json.dumps({str(step): error for step, error in failures.items()}), durable=False
+            )
+
+    def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
+        """Tidy the folder up and make the book that belongs to it.
+
+        Args:
+            make_book: gets the committed (step, attempt, kind).
+            restarted: take up the open steps again; else what is staged is of an earlier run and goes.
+        """
+        if self.root is None:
+            return Rebuilt(make_book([]), [], [])
+        self.root.mkdir(parents=True, exist_ok=True)
+        journals, problems = self._read_journals() if restarted else ([], [])
+        failures = self._read_failed() if restarted else {}
+        store.recover(self.root, keep=[(dumped["step"], self.attempt) for dumped in journals])
+        manifests = {info.step: info.manifest for info in store.scan(self.root) if info.manifest is not None}
+        book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
+        problems += self._repair_trackers(book)
+        for step, error in failures.items():
+            book.restore_failure(step, error)
+        if failures:
+            self.write_failed(failures)
+        decisions = []
+        for dumped in journals:
+            manifest = manifests.get(dumped["step"])
+            try:
+                decisions += book.restore(dumped, {entry.path for entry in manifest.files} if manifest else ())
+            except (KeyError, TypeError, ValueError) as error:
+                problems.append(f"the journal of step {dumped['step']} cannot be used: {error}")
+                self.clean(dumped["step"])
+        return Rebuilt(book, decisions, problems)
+
+    @property
+    def _failed_path(self) -> Path:
+        assert self.root is not None
+        return self.root / STAGING / f"failed-{self.attempt}.json"
+
+    def _read_failed(self) -> dict[int, str]:
+        try:
+            noted = json.loads(self._failed_path.read_text(encoding="utf-8"))
+            return {int(step): str(error) for step, error in noted.items()}
+        except (OSError, ValueError, AttributeError):
+            return {}
+
+    def _read_journals(self) -> tuple[list[dict[str, Any]], list[str]]:
+        assert self.root is not None
+        journals, problems = [], []
+        for path in sorted((self.root / STAGING).glob(f"*-{self.attempt}.json")):
+            if path == self._failed_path:
+                continue
+            try:
+                dumped = json.loads(path.read_text(encoding="utf-8"))
+                if staging_dir(self.root, dumped["step"], self.attempt).name == path.stem:
+                    journals.append(dumped)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                problems.append(f"{path} cannot be read: {error}")
+        return journals, problems
+
+    def _repair_trackers(self, book: CommitBook) -> list[str]:
+        """Let the trackers name what is committed: a crash may have come between a commit and its tracker."""
+        assert self.root is not None
+        problems = []
+        for kind in KINDS:
+            tracker = read_tracker(self.root, kind)
+            if tracker.problem is not None:
+                problems.append(tracker.problem)
+            named = book.trackers[kind]
+            # Where nothing of ours is committed, a tracker of another program's checkpoints is left to it.
+            foreign = named is None and tracker.step is not None and step_dir(self.root, tracker.step).is_dir()
+            if (tracker.step != named or tracker.problem is not None) and not foreign:
+                write_tracker(self.root, kind, named)
+        return problems
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """What `CheckpointDisk.rebuild` found.
+
+    Args:
+        decisions: to carry out now.
+        problems: sentences for the log; none of them is fatal.
+    """
+
+    book: CommitBook
+    decisions: list[Any]
+    problems: list[str]

@@ -1,0 +1,266 @@
+"""The checkpoint folder: names, and the manifest that makes a folder a checkpoint. Read and written by `store`.
+
+::
+
+    checkpoints/
+      latest_checkpointed_iteration.txt, latest_state_dict_iteration.txt     see `trackers`
+      global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
+      .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
+      .pins/20-0.json, .leases/20-0-<nonce>.json                             see `holds`
+      abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
+      .trash-..., .replaced-...                                              on their way out
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import xxhash
+
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import KINDS, FileTuple, Kind
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STAGING = ".staging"
+PINS = ".pins"
+LEASES = ".leases"
+ABANDONED_PREFIX = "abandoned-"
+TRASH_PREFIX = ".trash-"
+REPLACED_PREFIX = ".replaced-"
+STEP_PREFIX = "global_step_"
+
+_STEP_NAME = re.compile(rf"{STEP_PREFIX}(\d+)")
+_CHUNK = 4 << 20
+
+
+class ManifestError(RunError):
+    """A folder's manifest is missing, damaged or of another format; the message names the file and the fault."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        path: relative to the checkpoint folder, with ``/``.
+        bytes: its size.
+        xxh3_128: hex digest of its contents.
+    """
+
+    path: str
+    bytes: int
+    xxh3_128: str
+
+    def __post_init__(self) -> None:
+        parts = PurePosixPath(self.path).parts
+        if not parts or self.path.startswith("/") or ".." in parts or self.path == MANIFEST:
+            raise ValueError(
+                f"{self.path!r} cannot be the path of a checkpoint's file: it has to lie inside its folder"
+            )
+
+    @classmethod
+    def of(cls, folder: Path, path: str, *, durable: bool = False) -> FileEntry:
+        """The entry of a file that was just written; see `digest_file`.
+
+        Args:
+            folder: the checkpoint or staging folder.
+            path: the file, relative to it.
+        """
+        return cls(path, *digest_file(folder / path, durable=durable))
+
+    def as_tuple(self) -> FileTuple:
+        """As the protocol carries it."""
+        return (self.path, self.bytes, self.xxh3_128)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What ``manifest.json`` says. A folder without a valid one is not a checkpoint.
+
+    Args:
+        created: Unix seconds of the commit.
+        digest: version digest of the weights, hex; None where it was not computed.
+        metrics: numbers of the step, for retention; a value that is not finite is written as null.
+    """
+
+    step: int
+    attempt: int
+    kind: Kind
+    backend: str = ""
+    world_size: int = 0
+    created: float = 0.0
+    digest: str | None = None
+    config_digest: str | None = None
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    files: tuple[FileEntry, ...] = ()
+
+    @property
+    def bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.bytes for entry in self.files)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that the file holds, with its digest of itself."""
+        metrics = {
+            name: None if value is None or not math.isfinite(value) else value for name, value in self.metrics.items()
+        }
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "step": self.step,
+            "attempt": self.attempt,
+            "kind": self.kind,
+            "backend": self.backend,
+            "world_size": self.world_size,
+            "created": self.created,
+            "digest": self.digest,
+            "config_digest": self.config_digest,
+            "metrics": metrics,
+            "files": [
+                {"path": entry.path, "bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for entry in sorted(self.files)
+            ],
+        }
+        return body | {"self": canonical_digest(body)}
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Manifest:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is of another format, damaged, or was changed after it was written.
+        """
+        if body["format"] != FORMAT:
+            raise ValueError(f"its format is {body['format']}, this program reads format {FORMAT}")
+        rest = {key: value for key, value in body.items() if key != "self"}
+        if body["self"] != canonical_digest(rest):
+            raise ValueError("its own digest does not match its contents")
+        if body["kind"] not in KINDS:
+            raise ValueError(f"its kind is {body['kind']!r}")
+        return cls(
+            step=int(body["step"]),
+            attempt=int(body["attempt"]),
+            kind=body["kind"],
+            backend=str(body["backend"]),
+            world_size=int(body["world_size"]),
+            created=float(body["created"]),
+            digest=body["digest"],
+            config_digest=body["config_digest"],
+            metrics=dict(body["metrics"]),
+            files=tuple(FileEntry(entry["path"], int(entry["bytes"]), entry["xxh3_128"]) for entry in body["files"]),
+        )
+
+
+def canonical_digest(value: Any) -> str:
+    """xxh3_128 hex of the canonical JSON of a value: sorted keys, no spaces, UTF-8."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return xxhash.xxh3_128(text.encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint folder.
+
+    Raises:
+        ManifestError: it is missing, cannot be read, or is not valid.
+    """
+    path = folder / MANIFEST
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ManifestError(f"{folder} has no {MANIFEST}, so it is not a committed checkpoint") from None
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path} cannot be read: {error}") from None
+    try:
+        manifest = Manifest.from_json(body)
+    except KeyError as error:
+        raise ManifestError(f"{path} is not valid: {error.args[0]} is missing") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ManifestError(f"{path} is not valid: {error}") from None
+    named = step_of(folder.name)
+    if named is not None and named != manifest.step:
+        raise ManifestError(f"{path} is not valid: it is of step {manifest.step}")
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) -> None:
+    """Put the manifest in its place in one step."""
+    text = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n"
+    write_atomic(folder / MANIFEST, text, durable=durable)
+
+
+def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
+    """Replace a small file: readers see the old contents or the new; `durable`: so it is after a power cut, too."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    temporary.replace(path)
+    if durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable; nothing on file systems that cannot fsync a folder."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def digest_file(path: Path, *, durable: bool = False) -> tuple[int, str]:
+    """(bytes, xxh3_128 hex) of a file; `durable`: fsync it as well. Best right after writing, from the page cache."""
+    hasher = xxhash.xxh3_128()
+    size = 0
+    buffer = bytearray(_CHUNK)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hasher.update(view[:count])
+            size += count
+        if durable:
+            os.fsync(file.fileno())
+    return size, hasher.hexdigest()
+
+
+def step_dir(root: Path, step: int) -> Path:
+    """Where the committed checkpoint of a step is."""
+    return root / f"{STEP_PREFIX}{step}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in the name of a step folder; None for any other name."""
+    match = _STEP_NAME.fullmatch(name)
+    return int(match.group(1)) if match else None
+
+
+def staging_dir(root: Path, step: int, attempt: int) -> Path:
+    """Where the parts of a step are written before its commit."""
+    return root / STAGING / f"{step}-{attempt}"
+
+
+def journal_path(root: Path, step: int, attempt: int) -> Path:
+    """Where the monitor notes what it knows of a step that is being saved."""
+    return root / STAGING / f"{step}-{attempt}.json"
+
+
+def abandoned_dir(root: Path, step: int, attempt: int | None) -> Path:
+    """A free name for a step folder that a resume leaves behind; `attempt`: the one that made it, None if unknown."""
+    name = f"{ABANDONED_PREFIX}{STEP_PREFIX}{step}" + ("" if attempt is None else f"-attempt_{attempt}")
+    candidate, count = root / name, 1
+    while candidate.exists():
+        count += 1
+        candidate = root / f"{name}-{count}"
+    return candidate

@@ -1,0 +1,619 @@
+"""`CheckpointMonitor`: the named Ray actor that commits checkpoints, moves the trackers, runs retention. One per run.
+
+A shell over `trinity_sync.protocol.commit.CommitBook`, which decides, and `trinity_sync.checkpoint.disk`, which carries
+out in a thread what was decided, one thing after another. Control plane only: it sees paths, sizes and digests, never
+tensors, and loads neither torch nor verl.
+
+Who calls what, for one checkpoint of a run:
+
+1. the driver: `begin` with the names of all parts; it gets the staging folder, which exists now;
+2. every rank, per part, through its `CheckpointCoordinator`: `notify_started`, then `notify_finished` or
+   `notify_failed`;
+3. the driver: `notify_finished(step, part="digest", digest=...)` when the version digest is known, if it named it;
+4. the driver: `wait_committed`, which returns after the trackers have moved and retention has run.
+
+Programs written for the seed's monitor use counts in place of 1: `register_thread_count` and `monitor_step`. Every call
+may be repeated (Ray does so after a restart of the actor) without counting twice. What is being saved is noted beside
+the staging folder, so an actor that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.layout import FileEntry
+from trinity_sync.checkpoint.prune import Pruned
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.process import own_log, peak_rss, small_actor
+from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker
+from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind
+from trinity_sync.protocol.retention import Policy, make_policies
+from trinity_sync.protocol.turns import SAVE_STRATEGIES
+
+ACTOR_NAME = "checkpoint_monitor"
+
+_TICK_S = 0.5
+_MAX_EVENTS = 10_000
+#: Waits of ranks and driver that the actor holds at a time.
+_MAX_CALLS = 16_384
+#: After a restart, a writer that does not show up again within this time died meanwhile.
+_REATTACH_S = 10.0
+
+# An actor that is not detached ends when the handle its creator holds is gone, so the handles are kept here.
+_created: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """Settings of the actor.
+
+    Args:
+        attempt: the run's attempt; reports for another one are refused.
+        policies: retention, as policies or as the map of name to fields that the configuration has. Empty: keep all.
+        keep_state_dicts: how many of the newest state-dict folders stay.
+        timeout_s: a step of which nothing is heard for so long has failed; also the limit of waits that name none.
+        fsync: whether commits are made durable.
+        mirror_timeout_s: limit for copying one checkpoint to `default_hdfs_dir`.
+        log_dir: where the actor's log goes; None: where Ray puts it.
+    """
+
+    attempt: int = 0
+    policies: Mapping[str, Mapping[str, Any] | None] | Sequence[Policy] = field(default_factory=dict)
+    keep_state_dicts: int = 2
+    timeout_s: float = 1800.0
+    fsync: bool = True
+    mirror_timeout_s: float = 14_400.0
+    log_dir: str | None = None
+
+
+class CheckpointMonitor:
+    """The actor's body; `get_actor` is the way to it. All methods but that one are called with ``.remote``.
+
+    Args:
+        save_strategy: one of `trinity_sync.protocol.turns.SAVE_STRATEGIES`.
+        default_local_dir: the checkpoint folder, shared by all nodes. None: parts are counted, nothing is written.
+        default_hdfs_dir: where committed full checkpoints are copied to: a path or a URI; None: nowhere.
+        config: the rest.
+        clock: Unix seconds.
+    """
+
+    @classmethod
+    def get_actor(
+        cls,
+        namespace: str,
+        save_strategy: str | None = None,
+        default_local_dir: str | None = None,
+        default_hdfs_dir: str | None = None,
+        *,
+        config: MonitorConfig | None = None,
+    ) -> Any:
+        """The handle of the run's monitor, which is created if it is not there.
+
+        It lives as long as the process that created it, so let the driver be the first to call.
+
+        Args:
+            namespace: the run's Ray namespace. The other arguments matter to the first caller only; see the class.
+
+        Raises:
+            ConfigError: an unknown save strategy or retention policy.
+        """
+        try:
+            return ray.get_actor(ACTOR_NAME, namespace=namespace)
+        except ValueError:
+            pass
+        strategy = save_strategy or "unrestricted"
+        if strategy not in SAVE_STRATEGIES:
+            raise ConfigError(f"checkpoint.save_strategy is {strategy!r}; it has to be {' or '.join(SAVE_STRATEGIES)}")
+        config = config or MonitorConfig()
+        if isinstance(config.policies, Mapping):
+            config = replace(config, policies=make_policies(config.policies))
+        options = {
+            "name": ACTOR_NAME,
+            "namespace": namespace,
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "max_task_retries": -1,
+            "max_concurrency": _MAX_CALLS,
+        }
+        folder = str(default_local_dir) if default_local_dir is not None else None
+        remote = str(default_hdfs_dir) if default_hdfs_dir is not None else None
+
+        body = small_actor(cls, strategy, folder, remote, config)
+        _created[namespace] = ray.remote(body).options(**options).remote()
+        return _created[namespace]
+
+    def __init__(
+        self,
+        save_strategy: str = "unrestricted",
+        default_local_dir: str | None = None,
+        default_hdfs_dir: str | None = None,
+        config: MonitorConfig | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config = config or MonitorConfig()
+        own_log(config.log_dir, ACTOR_NAME)
+        self._clock = clock
+        self._strategy = save_strategy
+        self._disk = CheckpointDisk(
+            root=Path(default_local_dir).absolute() if default_local_dir is not None else None,
+            attempt=config.attempt,
+            policies=make_policies(config.policies) if isinstance(config.policies, Mapping) else config.policies,
+            keep_state_dicts=config.keep_state_dicts,
+            fsync=config.fsync,
+            mirror=default_hdfs_dir,
+            mirror_timeout_s=config.mirror_timeout_s,
+            clock=clock,
+        )
+        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self._results: dict[tuple[int, Kind], dict[str, Any]] = {}
+        self._finishing: set[int] = set()
+        self._working = False
+        self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
+        self._changed = asyncio.Event()
+        self._queue: asyncio.Queue[Decision] = asyncio.Queue()
+        self._journal_lock = asyncio.Lock()
+        self._unnoted: set[int] = set()
+        self._mirrors = ThreadPoolExecutor(1, "mirror")
+        self._background: set[asyncio.Task[None]] = set()
+        self._warned: set[str] = set()
+        restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
+        self._book = rebuilt.book
+        for problem in rebuilt.problems:
+            self._fault("checkpoint folder", problem)
+        self._apply(rebuilt.decisions)
+        self._forever = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._watch_clock())]
+
+    def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
+        return CommitBook(
+            clock=self._clock,
+            strategy=self._strategy,
+            attempt=self._config.attempt,
+            step_timeout_s=self._config.timeout_s,
+            committed=committed,
+        )
+
+    # ---- the driver's calls
+
+    async def begin(
+        self,
+        step: int,
+        attempt: int | None,
+        kind: Kind,
+        parts: Sequence[str],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        weights_parts: Collection[str] = (),
+        durable: bool | None = None,
+    ) -> str:
+        """Announce a checkpoint: all its parts by name, and that it is to be committed as `kind`.
+
+        Args:
+            parts: names; ``"digest"`` among them makes the commit wait for the version digest.
+            meta: fields of the manifest: `backend`, `world_size`, `config_digest`, `metrics`.
+            weights_parts: those that are weights; for a ``state_dict`` commit all are.
+            durable: overrides `MonitorConfig.fsync` for this commit.
+
+        Returns:
+            The staging folder, into which the parts are written. It exists.
+
+        Raises:
+            RunError: the step has failed before, or all these parts are committed, or there is no checkpoint folder.
+        """
+        # A commit of the step's weights takes its staging folder away; the new parts get a new one afterwards.
+        await self._wait(
+            lambda: self._book.status(step).state != "committing" and step not in self._finishing,
+            lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
+            self._config.timeout_s,
+        )
+        meta = dict(meta or {}) | ({} if durable is None else {"durable": durable})
+        decisions = self._book.begin(step, kind, parts, weights_parts=weights_parts, meta=meta, attempt=attempt)
+        self._apply(decisions)
+        folder = await asyncio.to_thread(self._disk.prepare, step)
+        await self._journal(step)
+        return str(folder)
+
+    async def wait_committed(
+        self, step: int, attempt: int | None = None, timeout_s: float | None = None, *, kind: Kind | None = None
+    ) -> dict[str, Any]:
+        """Wait until the step is committed, its trackers have moved and retention has run.
+
+        Args:
+            kind: wait for the commit as this kind; None: as all that was asked for.
+
+        Returns:
+            step, kind, attempt, digest, bytes, total_s (since the step was first heard of), path of the folder, and
+            pruned: [{step, reason, freed_bytes}], what retention deleted after it.
+
+        Raises:
+            RunError: the step failed; the message says why.
+            WaitTimeout: it names what is missing.
+        """
+        if attempt is not None and attempt != self._book.attempt:
+            raise RunError(f"attempt {attempt} was asked for, but attempt {self._book.attempt} is running")
+        seconds = self._config.timeout_s if timeout_s is None else timeout_s
+        await self._wait(
+            lambda: self._book.status(step, kind).state in ("committed", "failed") and step not in self._finishing,
+            lambda: self._missing(step, kind),
+            seconds,
+        )
+        status = self._book.status(step, kind)
+        if status.state == "failed":
+            raise RunError(f"the checkpoint of step {step} failed: {status.error}")
+        for known in (kind, status.committed, FULL):
+            if known is not None and (step, known) in self._results:
+                return self._results[step, known]
+        return await asyncio.to_thread(self._disk.describe_committed, step)
+
+    async def wait_idle(self, timeout_s: float | None = None) -> None:
+        """Wait until nothing is being saved, committed, copied or deleted; for the end of a run.
+
+        Raises:
+            WaitTimeout: it names the steps that are open.
+        """
+        await self._wait(
+            lambda: self._queue.empty() and not (self._working or self._book.open_steps() or self._background),
+            lambda: ("the checkpoint monitor", f"finish; still open: {self._book.open_steps() or 'background work'}"),
+            self._config.timeout_s if timeout_s is None else timeout_s,
+        )
+
+    async def drain_events(self) -> list[dict[str, Any]]:
+        """The events ``commit``, ``prune`` and ``fault`` since the last call, oldest first, for ``events.jsonl``.
+
+        Those of an actor that was killed before they were drained are lost with it.
+        """
+        drained = list(self._events)
+        self._events.clear()
+        return drained
+
+    async def fail_step(self, step: int, error: str, attempt: int | None = None) -> None:
+        """Give a step up, whatever its parts say."""
+        self._apply(self._book.failed(step, None, error, attempt=attempt))
+        await self._journal(step)
+
+    # ---- the seed's calls, with our additions
+
+    async def register_thread_count(
+        self,
+        step: int,
+        *,
+        state_dict_thread_count: int = 0,
+        checkpoint_thread_count: int = 0,
+        attempt: int | None = None,
+    ) -> None:
+        """Add to the numbers of parts that the step waits for."""
+        self._apply(
+            self._book.register(
+                step,
+                weights=state_dict_thread_count,
+                checkpoint=checkpoint_thread_count,
+                report=_call_id(),
+                attempt=attempt,
+            )
+        )
+        await self._journal(step)
+
+    async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
+        """The step is to be committed, as weights only or as a full checkpoint, as soon as its parts are in."""
+        self._apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
+        await self._journal(step)
+
+    async def notify_started(
+        self,
+        node_id: str,
+        job_id: str,
+        *,
+        step: int | None = None,
+        part: str | None = None,
+        attempt: int | None = None,
+        ticket: str | None = None,
+        life: str = "",
+        collective: bool = False,
+        timeout_s: float | None = None,
+    ) -> None:
+        """A save is about to write; returns when the save strategy lets it.
+
+        Args:
+            node_id, job_id: the writer's node and process.
+            step, part, ticket, life: given by a `CheckpointCoordinator`, which also lets itself be watched.
+            collective: it holds barriers with its peers and does not queue.
+
+        Raises:
+            RunError: the step has failed meanwhile.
+            WaitTimeout: its turn did not come.
+        """
+        name = ticket or _call_id()
+        self._apply(
+            self._book.started(
+                name,
+                node_id,
+                job_id,
+                step=step,
+                part=part,
+                life=life,
+                collective=collective,
+                anonymous=ticket is None,
+                attempt=attempt,
+            )
+        )
+        try:
+            await self._wait(
+                lambda: self._book.turn(name) is not False,
+                lambda: ("the checkpoint monitor", f"give the writer {job_id} its turn ({self._strategy})"),
+                self._config.timeout_s if timeout_s is None else timeout_s,
+            )
+        except WaitTimeout:
+            self._apply(self._book.cancel(name))
+            raise
+        if self._book.turn(name) is None:
+            raise RunError(f"step {step} failed before the writer {job_id} had its turn: {self._reason(step)}")
+        if step is not None:
+            await self._journal(step)
+
+    async def notify_finished(
+        self,
+        step: int,
+        is_state_dict: bool = False,
+        *,
+        part: str | None = None,
+        attempt: int | None = None,
+        files: Iterable[FileEntry | FileTuple] | None = None,
+        digest: str | None = None,
+        ticket: str | None = None,
+    ) -> None:
+        """A part is written.
+
+        Args:
+            is_state_dict: it is a weights part (for a part that `begin` named, what `begin` said holds).
+            part: its name; None: it is only counted.
+            files: what was written; None: whatever is found in the step's folder at the commit.
+            digest: version digest of the weights.
+            ticket: of its `notify_started`.
+        """
+        entries = [entry if isinstance(entry, FileEntry) else FileEntry(*entry) for entry in files or ()]
+        self._apply(
+            self._book.finished(
+                step,
+                weights=is_state_dict,
+                part=part,
+                report=_call_id() if ticket is None else ticket,
+                files=[entry.as_tuple() for entry in entries],
+                digest=digest,
+                ticket=ticket,
+                attempt=attempt,
+            )
+        )
+        await self._journal(step)
+
+    async def notify_failed(
+        self, step: int, part: str | None, error: str, *, attempt: int | None = None, ticket: str | None = None
+    ) -> None:
+        """A part could not be written: nothing of the step is committed any more."""
+        self._apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
+        await self._journal(step)
+
+    async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
+        """A writer's process (without a `job_id`: every one of the node) is gone, says somebody who knows."""
+        self._apply(self._book.writer_lost(node_id, job_id, error=error))
+
+    # ---- watching the writers
+
+    async def hold(self, node_id: str, job_id: str, life: str) -> None:
+        """Never returns while the writer lives: what it would return belongs to the writer; see `watch`."""
+        await self._watched.setdefault((node_id, job_id, life), asyncio.Event()).wait()
+
+    async def watch(self, node_id: str, job_id: str, life: str, owned: list[Any]) -> None:
+        """Notice the writer's death: `owned` holds the reference to its `hold` call, which fails with its owner."""
+        writer = (node_id, job_id, life)
+        released = self._watched.setdefault(writer, asyncio.Event())
+        try:
+            await owned[0]
+        except RayError:
+            self._apply(self._book.writer_lost(node_id, job_id, life))
+        finally:
+            released.set()
+            self._watched.pop(writer, None)
+
+    # ---- about itself
+
+    async def describe(self) -> dict[str, Any]:
+        """root, attempt, fsync, save_strategy."""
+        root = self._disk.root
+        return {
+            "root": str(root) if root is not None else None,
+            "attempt": self._book.attempt,
+            "fsync": self._config.fsync,
+            "save_strategy": self._strategy,
+        }
+
+    async def status(self, step: int) -> dict[str, Any]:
+        """Where a step stands: state, committed, error, missing."""
+        status = self._book.status(step)
+        return {
+            "state": status.state,
+            "committed": status.committed,
+            "error": status.error,
+            "missing": list(status.missing),
+        }
+
+    async def memory(self) -> dict[str, int]:
+        """Peak resident bytes."""
+        return {"peak_rss": peak_rss()}
+
+    # ---- carrying out
+
+    def _apply(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            if not isinstance(decision, Grant):
+                self._queue.put_nowait(decision)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _work(self) -> None:
+        while True:
+            decision = await self._queue.get()
+            self._working = True
+            try:
+                await self._carry_out(decision)
+            except Exception as error:
+                self._fault("checkpoint monitor", f"{type(error).__name__}: {error}")
+            self._working = False
+            self._wake()
+
+    async def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case Commit():
+                await self._commit(decision)
+            case MoveTracker(kind, step):
+                await asyncio.to_thread(self._disk.move_tracker, kind, step)
+            case Fail(step, _, error):
+                self._fault(f"checkpoint of step {step}", error)
+                await asyncio.to_thread(self._disk.write_failed, self._book.failures)
+                await self._clean(step)
+            case Clean(step, _):
+                await self._clean(step)
+
+    async def _clean(self, step: int) -> None:
+        async with self._journal_lock:
+            await asyncio.to_thread(self._disk.clean, step)
+
+    async def _commit(self, commit: Commit) -> None:
+        try:
+            manifest = await asyncio.to_thread(self._disk.commit, commit)
+        except Exception as error:
+            self._apply(self._book.commit_failed(commit.step, commit.kind, str(error) or type(error).__name__))
+            return
+        self._finishing.add(commit.step)
+        try:
+            for decision in self._book.commit_done(commit.step, commit.kind):
+                if not isinstance(decision, MoveTracker):
+                    self._queue.put_nowait(decision)
+                    continue
+                try:
+                    await self._carry_out(decision)
+                except RunError as error:
+                    self._fault("checkpoint trackers", error)
+            await self._journal(commit.step)
+            pruned = await self._retain()
+            total_s = max(0.0, self._clock() - commit.opened)
+            self._record(commit, self._disk.describe(manifest, total_s, pruned))
+            if commit.kind == FULL and self._disk.mirror is not None and self._disk.root is not None:
+                self._in_background(self._copy_on(commit.step))
+        finally:
+            self._finishing.discard(commit.step)
+
+    async def _retain(self) -> list[Pruned]:
+        """Run retention; it is never a reason for a commit to fail."""
+        try:
+            pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps())
+        except Exception as error:
+            self._fault("retention", error)
+            return []
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self._fault("retention", warning)
+        for gone in pruned:
+            self._book.forget(gone.step)
+        if pruned:
+            self._in_background(self._purge())
+        return pruned
+
+    async def _purge(self) -> None:
+        for problem in await asyncio.to_thread(self._disk.purge):
+            self._fault("retention", problem)
+
+    async def _copy_on(self, step: int) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._mirrors, self._disk.copy_on, step)
+        except Exception as error:
+            self._fault(f"copy of step {step} to {self._disk.mirror}", error)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda _: self._wake())
+
+    # ---- waiting
+
+    async def _wait(self, ready: Callable[[], bool], describe: Callable[[], tuple[str, str]], seconds: float) -> None:
+        """Wait for a change after which `ready` is true; `describe` gives who and what for the error."""
+        deadline = time.monotonic() + seconds
+        while not ready():
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                who, what = describe()
+                raise WaitTimeout(who, what, seconds) from None
+
+    async def _watch_clock(self) -> None:
+        started = time.monotonic()
+        restored = self._book.writers()
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._apply(self._book.tick())
+            if restored and time.monotonic() - started > _REATTACH_S:
+                for writer in restored - self._watched.keys():
+                    self._apply(self._book.writer_lost(*writer, error="it died while the checkpoint monitor was away"))
+                restored = set()
+
+    def _missing(self, step: int, kind: Kind | None) -> tuple[str, str]:
+        status = self._book.status(step, kind)
+        missing = ", ".join(status.missing) or ("its commit" if status.state == "committing" else "word of it")
+        return f"checkpoint step {step} (missing: {missing})", f"commit as {kind or status.wanted or 'asked for'}"
+
+    def _reason(self, step: int | None) -> str:
+        error = self._book.status(step).error if step is not None else None
+        return error or "its writer was given up"
+
+    # ---- records
+
+    def _record(self, commit: Commit, result: dict[str, Any]) -> None:
+        self._results[commit.step, commit.kind] = result
+        while len(self._results) > _MAX_EVENTS:
+            del self._results[next(iter(self._results))]
+        self._event("commit", **{key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")})
+        for gone in result["pruned"]:
+            self._event("prune", **gone)
+
+    def _event(self, event: str, **fields: Any) -> None:
+        self._events.append({"event": event, "time": self._clock(), "attempt": self._config.attempt, **fields})
+
+    def _fault(self, where: str, error: object) -> None:
+        text = str(error) or type(error).__name__
+        print(f"fault: {where}: {text}", file=sys.stderr)
+        self._event("fault", where=where, error=text)
+
+    async def _journal(self, step: int) -> None:
+        """Note what is known of an open step, or remove the note; a disk that refuses is a fault, not the caller's."""
+        self._unnoted.add(step)
+        async with self._journal_lock:
+            if step not in self._unnoted:
+                return  # one that waited with us has noted our change too
+            self._unnoted.discard(step)
+            try:
+                await asyncio.to_thread(self._disk.write_journal, step, self._book.dump(step))
+            except OSError as error:
+                self._fault(f"journal of step {step}", error)
+
+
+def _call_id() -> str:
+    """The id of the current call; Ray keeps it when it repeats the call after a restart."""
+    return str(ray.get_runtime_context().get_task_id())

@@ -1,0 +1,449 @@
+"""Checkpoints on disk: list, verify, commit, tidy up after a crash. Called by the monitor and the command line.
+
+The commit of a folder, in this order, so that a crash at any point leaves what was there before or all of the new:
+
+1. the files that the parts reported are checked (there, of that size); those they did not report are digested;
+2. of an earlier commit of the step (its weights) the files are hard-linked in;
+3. all files and folders are fsynced, the manifest is written last and fsynced;
+4. one rename makes the folder visible; where the step is visible already the two folders change places in one call.
+
+Trackers move after that, and only then is anything old deleted. Files written straight into the step folder (verl's own
+way) are committed there: then the manifest, replaced in one step, is the commit.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trinity_sync.checkpoint.layout import (
+    MANIFEST,
+    REPLACED_PREFIX,
+    STAGING,
+    TRASH_PREFIX,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    abandoned_dir,
+    digest_file,
+    journal_path,
+    read_manifest,
+    staging_dir,
+    step_dir,
+    step_of,
+    sync_folder,
+    write_manifest,
+)
+from trinity_sync.checkpoint.trackers import TRACKERS, write_tracker
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+
+#: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes
+#: a small common file (a config) again must not change the committed one under its readers.
+_COPY_BELOW = 1 << 20
+
+_WEIGHTS_SUFFIX = ".weights"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A step folder.
+
+    Args:
+        manifest: None where the folder is not a committed checkpoint.
+        problems: why it is not; empty for a committed one. Contents are not looked at: see `verify`.
+    """
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    problems: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind | None:
+        """``full`` or ``state_dict``."""
+        return self.manifest.kind if self.manifest is not None else None
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt that made it."""
+        return self.manifest.attempt if self.manifest is not None else None
+
+    @property
+    def bytes(self) -> int:
+        """Size of the files that the manifest lists."""
+        return self.manifest.bytes if self.manifest is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What checking all files of a checkpoint found.
+
+    Args:
+        files, bytes: how many were checked.
+        problems: one sentence per fault; empty: it is whole.
+        unlisted: files in the folder that the manifest does not know, relative paths.
+    """
+
+    path: Path
+    files: int
+    bytes: int
+    problems: tuple[str, ...]
+    unlisted: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every file is as it was committed."""
+        return not self.problems
+
+
+def locate(path: Path) -> tuple[Path, int | None]:
+    """(checkpoint folder, step or None) of a path that a user gives: a run, a checkpoints or a step folder.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run, a checkpoints or a step folder")
+    path = path.resolve()
+    step = step_of(path.name)
+    if step is not None:
+        return path.parent, step
+    inner = path / "checkpoints"
+    if inner.is_dir():
+        return inner, None
+    trackers = any((path / name).exists() for name in TRACKERS.values())
+    if trackers or any(step_of(child.name) is not None for child in path.iterdir()):
+        return path, None
+    raise ConfigError(f"{path} holds no checkpoints; give a run, a checkpoints or a step folder")
+
+
+def scan(root: Path) -> list[CheckpointInfo]:
+    """All step folders, oldest first. Reads manifests only."""
+    found = []
+    for path in root.iterdir() if root.is_dir() else ():
+        step = step_of(path.name)
+        if step is None or not path.is_dir():
+            continue
+        try:
+            found.append(CheckpointInfo(step, path, read_manifest(path)))
+        except ManifestError as error:
+            found.append(CheckpointInfo(step, path, None, (str(error),)))
+    return sorted(found, key=lambda info: info.step)
+
+
+def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
+    """Check sizes and digests of all files of a step folder, and the manifest's digest of itself.
+
+    Args:
+        progress: called with (bytes checked, bytes in all) after each file.
+    """
+    try:
+        manifest = read_manifest(path)
+    except ManifestError as error:
+        return VerifyReport(path, 0, 0, (str(error),), ())
+    problems = []
+    checked = 0
+    for entry in manifest.files:
+        problem = _fault(path, entry)
+        if problem is not None:
+            problems.append(problem)
+        checked += entry.bytes
+        if progress is not None:
+            progress(checked, manifest.bytes)
+    listed = {entry.path for entry in manifest.files}
+    unlisted = tuple(sorted(set(_files(path)) - listed))
+    return VerifyReport(path, len(manifest.files), manifest.bytes, tuple(problems), unlisted)
+
+
+def newest_good(
+    root: Path, *, kind: Kind = FULL, on_skip: Callable[[str], None] | None = None
+) -> CheckpointInfo | None:
+    """The newest checkpoint that verifies, to resume from (``full``) or to load weights from (``state_dict``: either).
+
+    Args:
+        on_skip: called with a sentence for each newer one that is damaged and was passed over.
+    """
+    for info in reversed(scan(root)):
+        if info.manifest is None:
+            reason: str | None = info.problems[0]
+        elif kind == FULL and info.kind != FULL:
+            continue
+        elif not info.manifest.files:
+            reason = f"{info.path} lists no files"
+        else:
+            report = verify(info.path)
+            reason = None if report.ok else report.problems[0]
+        if reason is None:
+            return info
+        if on_skip is not None:
+            on_skip(f"the checkpoint of step {info.step} is passed over: {reason}")
+    return None
+
+
+def prepare_staging(root: Path, step: int, attempt: int) -> Path:
+    """Create the folder into which the parts of a step are written, and return it."""
+    folder = staging_dir(root, step, attempt)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def commit_folder(root: Path, draft: Manifest, *, partial: bool = False, durable: bool = True) -> Manifest:
+    """Make a step visible; see the module's text for the order of things. May be called again after a crash.
+
+    Args:
+        draft: the manifest to write; its `files` are those that the parts reported.
+        partial: other parts of the step are still being written. Only the reported files are committed, from a
+            folder of links, and the staging folder stays for the rest.
+        durable: fsync. Without it a commit survives the death of every process, but not a power cut.
+
+    Returns:
+        The manifest that was written, with all files.
+
+    Raises:
+        RunError: a reported file is missing or has another size.
+        OSError: the disk refused; nothing became visible.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    target = step_dir(root, draft.step)
+    staging = staging_dir(root, draft.step, draft.attempt)
+    if not any(_files(staging)):
+        return _commit_in_place(target, draft, partial, durable)
+    source = _link_reported(staging, draft) if partial else staging
+    adopted = _adopt(target, source, draft, partial)
+    manifest = replace(draft, files=_collect(source, draft.files, adopted, everything=not partial))
+    if durable:
+        _sync_tree(source)
+    write_manifest(source, manifest, durable=durable)
+    _publish(root, source, target)
+    return manifest
+
+
+def clean_staging(root: Path, step: int, attempt: int) -> None:
+    """Remove what is staged of a step."""
+    folder = staging_dir(root, step, attempt)
+    for path in (folder, folder.with_name(folder.name + _WEIGHTS_SUFFIX)):
+        if path.is_dir():
+            discard(root, path)
+    journal_path(root, step, attempt).unlink(missing_ok=True)
+
+
+def recover(root: Path, *, keep: Collection[tuple[int, int]] = ()) -> None:
+    """Put the folder in order after a crash: finish deletions and replacements, drop what was staged.
+
+    Args:
+        keep: (step, attempt) whose staging folders are still in use.
+    """
+    if not root.is_dir():
+        return
+    for path in root.glob(f"{REPLACED_PREFIX}*"):
+        target = root / path.name.removeprefix(REPLACED_PREFIX)
+        if target.exists():
+            discard(root, path)
+        else:
+            path.rename(target)
+    kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
+    for path in (root / STAGING).iterdir() if (root / STAGING).is_dir() else ():
+        if path.is_dir() and path.name not in kept:
+            discard(root, path)
+        elif path.is_file() and path.stem not in kept:
+            path.unlink(missing_ok=True)
+    for name in TRACKERS.values():
+        for path in root.glob(f".{name}.*.tmp"):
+            path.unlink(missing_ok=True)
+    purge(root)
+
+
+def set_start(root: Path, step: int, attempt: int) -> list[Path]:
+    """Prepare a resume: `attempt` goes on after `step`. Later folders become ``abandoned-*``, trackers are set back.
+
+    Args:
+        step: the step that the resume starts from; 0: from the initial weights.
+        attempt: the new attempt; what is staged of others is removed.
+
+    Returns:
+        The new paths of the abandoned folders.
+    """
+    recover(root)
+    infos = scan(root)
+    committed = [info for info in infos if info.manifest is not None and info.step <= step]
+    # Trackers first: a crash in between leaves them naming something that is there.
+    write_tracker(root, STATE_DICT, max((info.step for info in committed), default=None))
+    write_tracker(root, FULL, max((info.step for info in committed if info.kind == FULL), default=None))
+    abandoned = []
+    for info in infos:
+        if info.step > step:
+            path = abandoned_dir(root, info.step, info.attempt if info.attempt is not None else attempt - 1)
+            info.path.rename(path)
+            abandoned.append(path)
+    if abandoned:
+        sync_folder(root)
+    return abandoned
+
+
+def discard(root: Path, path: Path) -> None:
+    """Delete a folder: first out of sight with one rename, then piece by piece."""
+    trash = root / f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}"
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def purge(root: Path) -> list[str]:
+    """Remove what earlier deletions left; a folder that resists does not stop the others. Returns what went wrong."""
+    problems: list[str] = []
+    for path in root.glob(f"{TRASH_PREFIX}*"):
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            problems.append(f"{path} could not be removed: {error}")
+    return problems
+
+
+def _commit_in_place(target: Path, draft: Manifest, partial: bool, durable: bool) -> Manifest:
+    target.mkdir(exist_ok=True)
+    manifest = replace(draft, files=_collect(target, draft.files, {}, everything=not partial))
+    if durable:
+        _sync_tree(target)
+        sync_folder(target.parent)
+    write_manifest(target, manifest, durable=durable)
+    return manifest
+
+
+def _link_reported(staging: Path, draft: Manifest) -> Path:
+    """A folder of links to the reported files, beside the staging folder."""
+    folder = staging.with_name(staging.name + _WEIGHTS_SUFFIX)
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir()
+    for entry in draft.files:
+        source = staging / entry.path
+        if source.exists():
+            _link(source, folder / entry.path, copy=entry.bytes < _COPY_BELOW)
+    return folder
+
+
+def _adopt(target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
+    """Link into `source` what the visible folder of the step holds and the new one does not bring.
+
+    Returns the entries of the files that an earlier commit of this attempt had digested. A folder without a manifest
+    was written by parts that use verl's own paths; that of another attempt is given up for the new one.
+    """
+    earlier: dict[str, FileEntry] = {}
+    wanted = {entry.path for entry in draft.files}
+    try:
+        base = read_manifest(target)
+        if base.attempt == draft.attempt:
+            earlier = {entry.path: entry for entry in base.files}
+    except ManifestError:
+        if not partial and not (target / MANIFEST).exists():
+            wanted |= set(_files(target))
+    adopted = {}
+    for path in earlier.keys() | wanted:
+        if not (source / path).exists() and (target / path).is_file():
+            _link(target / path, source / path, copy=False)
+            if path in earlier:
+                adopted[path] = earlier[path]
+    return adopted
+
+
+def _link(source: Path, target: Path, *, copy: bool) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not copy:
+        try:
+            os.link(source, target)
+            return
+        except OSError as error:
+            # Not every shared file system has hard links.
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS):
+                raise
+    shutil.copyfile(source, target)
+
+
+def _collect(
+    folder: Path, reported: Collection[FileEntry], adopted: Mapping[str, FileEntry], *, everything: bool
+) -> tuple[FileEntry, ...]:
+    """Entries of all files that go into the commit."""
+    entries = dict(adopted) | {entry.path: entry for entry in reported}
+    for entry in entries.values():
+        path = folder / entry.path
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.bytes:
+            found = "is not there" if size is None else f"has {size} bytes"
+            raise RunError(f"{entry.path} was reported with {entry.bytes} bytes, but {found} in {folder}")
+    for name in _files(folder) if everything else ():
+        if name not in entries:
+            entries[name] = FileEntry(name, *digest_file(folder / name))
+    return tuple(sorted(entries.values()))
+
+
+def _publish(root: Path, source: Path, target: Path) -> None:
+    if not target.exists():
+        source.rename(target)
+        sync_folder(root)
+        return
+    if _exchange(source, target):
+        sync_folder(root)
+        discard(root, source)
+        return
+    replaced = root / f"{REPLACED_PREFIX}{target.name}"
+    target.rename(replaced)
+    source.rename(target)
+    sync_folder(root)
+    discard(root, replaced)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Let two folders change places in one step; False where the file system cannot (some network ones)."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_cwd, exchange = -100, 2
+    if renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(parent))
+
+
+def _files(folder: Path) -> Iterator[str]:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = (Path(parent) / name).relative_to(folder).as_posix()
+            if path != MANIFEST and not (path.startswith(f".{MANIFEST}.") and path.endswith(".tmp")):
+                yield path
+
+
+def _fault(folder: Path, entry: FileEntry) -> str | None:
+    path = folder / entry.path
+    try:
+        size, digest = digest_file(path)
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except OSError as error:
+        return f"{path} cannot be read: {error}"
+    if size != entry.bytes:
+        return f"{path} has {size} bytes instead of {entry.bytes}"
+    if digest != entry.xxh3_128:
+        return f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
+    return None

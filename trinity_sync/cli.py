@@ -1,0 +1,222 @@
+"""The command `trinity-sync`: run, resume, report and the tools for checkpoints. Each command imports what it needs.
+
+`main` is the entry point of the installed script. It returns the exit code and prints an error as one paragraph on
+stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_sync import __version__
+from trinity_sync.errors import ConfigError, TrinityError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+_DESCRIPTION = """\
+Trains with reinforcement learning, saves checkpoints without stopping the trainer, and carries each new
+version of the weights to the explorers."""
+
+_EXIT_CODES = """\
+exit codes: 0 done; 1 the run or the check failed; 2 the configuration or the command line is wrong; 130 interrupted"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: the command line without the program; None for `sys.argv`.
+
+    Returns:
+        The exit code: 0 done, 1 the run or the check failed, 2 something the user gave is wrong, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["run"]:
+        # Hydra has options and a help of its own
+        return _hydra(arguments[1:])
+    try:
+        options = _parser(arguments[0] if arguments else None).parse_args(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    try:
+        return options.command(options)
+    except TrinityError as error:
+        return _refuse(error)
+    except BrokenPipeError:
+        from trinity_sync.app import reader_gone
+
+        return reader_gone()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _refuse(error: TrinityError) -> int:
+    from trinity_sync.app import print_error
+
+    print_error(str(error))
+    return error.exit_code
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="trinity-sync",
+        description=_DESCRIPTION,
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"trinity-sync {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run with a configuration, or a sweep; see `trinity-sync run --help`")
+    run.add_argument("overrides", nargs="*", help="group=option and key=value")
+
+    resume = commands.add_parser("resume", help="go on with a run, in place, from its newest good checkpoint")
+    resume.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run")
+    resume.add_argument("overrides", nargs="*", help="settings to change, key=value; for instance trainer.steps=200")
+    resume.set_defaults(command=_resume)
+
+    report = commands.add_parser("report", help="write report.html of a run or of a sweep")
+    report.add_argument("folder", type=Path, metavar="DIR", help="folder of the run or of the sweep")
+    report.set_defaults(command=_report)
+
+    ckpt = commands.add_parser("ckpt", help="list, inspect, verify, prune, pin and unpin checkpoints")
+    if chosen == "ckpt":
+        # what its commands need is imported only where one is asked for
+        from trinity_sync.cli_ckpt import add_commands
+
+        add_commands(ckpt)
+    return parser
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# run and resume
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _hydra(arguments: Sequence[str], *, resume: bool = False) -> int:
+    import hydra
+
+    from trinity_sync import app, config
+
+    entry = hydra.main(version_base="1.3", config_path=str(config.conf_dir()), config_name="config")(_job)
+    return app.run_main(entry, arguments, resume=resume)
+
+
+def _job(cfg: DictConfig) -> float:
+    from trinity_sync import app
+
+    return app.job(cfg)
+
+
+def _resume(options: argparse.Namespace) -> int:
+    """Go on with a run in its own folder.
+
+    The settings are those of the run, composed again from the overrides it was started with, and then the new ones.
+    They are checked before Hydra writes them into the folder, so that a mistake leaves the run as it was.
+    """
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    from trinity_sync import app, config
+    from trinity_sync.tracking.run_folder import RunFolderInUse, lock_holder
+
+    folder = options.run.absolute()
+    overrides, config_name, config_dir = _read_invocation(folder)
+    overrides = merge_overrides(overrides, options.overrides)
+    try:
+        cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError(app.explain(error)) from error
+    config.check(cfg)
+    config.check_inputs(cfg)
+    if holder := lock_holder(folder):
+        raise RunFolderInUse(f"{folder} is in use by {holder}; stop that run before it is resumed")
+    before = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    assert isinstance(before, DictConfig)
+    for difference in config.config_diff(before, cfg):
+        print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
+    arguments = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={config_name}"]
+    return _hydra([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=True)
+
+
+def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
+    """Read how a run was started: its overrides, the primary config, and the folder of further options.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    from omegaconf import OmegaConf
+
+    if (folder / "multirun.yaml").is_file():
+        raise ConfigError(f"{folder} is a sweep; name one of its jobs, such as {folder / '0'}")
+    saved = folder / ".hydra"
+    lacking = [
+        path for path in (folder / "run.json", saved / "overrides.yaml", saved / "hydra.yaml") if not path.is_file()
+    ]
+    if lacking:
+        raise ConfigError(
+            f"{folder} is no folder of a run: {lacking[0]} is missing; name the folder that holds run.json"
+        )
+    try:
+        overrides = [str(override) for override in OmegaConf.load(saved / "overrides.yaml")]
+        settings = OmegaConf.load(saved / "hydra.yaml").hydra
+        sources = settings.runtime.config_sources
+        extra = [Path(source.path) for source in sources if source.provider == "command-line"]
+        searched = [str(item) for item in settings.overrides.hydra if str(item).startswith("hydra.searchpath=")]
+        return [*overrides, *searched], str(settings.job.config_name), extra[0] if extra else None
+    except Exception as error:
+        raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
+
+
+def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Put new overrides after old ones, and drop an old one that a new one replaces.
+
+    One is replaced by a later one that does the same to the same key, so `+key=1` stays where a plain `key=2` follows:
+    that needs the key to be there. Overrides therefore do not pile up, however often a run is resumed.
+
+    Raises:
+        ConfigError: one of the new ones cannot be parsed.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    from trinity_sync.app import explain
+
+    try:
+        parsed = OverridesParser.create().parse_overrides([*old, *new])
+    except OverrideParseException as error:
+        raise ConfigError(explain(error)) from error
+    # a dict keeps the place of a key that is set again: take it out first, so that the last one stands last
+    kept: dict[tuple[Any, ...], str] = {}
+    for override, text in zip(parsed, [*old, *new], strict=True):
+        key = (override.type, override.get_key_element().lstrip("+~"))
+        kept.pop(key, None)
+        kept[key] = text
+    return list(kept.values())
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# report
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _report(options: argparse.Namespace) -> int:
+    if not options.folder.is_dir():
+        raise ConfigError(f"{options.folder} is no folder; name the folder of a run or of a sweep")
+    from trinity_sync.report import render_table, write_report
+
+    page = write_report(options.folder)
+    print(render_table(options.folder))
+    print(page)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""`trinity-sync ckpt`: look at checkpoints, check them, delete what retention gives up, pin what is to stay.
+
+The command line's side of `trinity_sync.checkpoint`, called by `trinity_sync.cli`. Needs neither torch nor Ray, so it
+works beside a run that is going on. Each command prints text, or one JSON document with `--json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.store import CheckpointInfo, locate, scan, verify
+from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.retention import Policy, make_policies
+from trinity_sync.tracking import units
+
+_PATH_HELP = "folder of a run, of its checkpoints, or of one step"
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Add list, inspect, verify, prune, pin and unpin to the parser of `trinity-sync ckpt`."""
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, command: Callable[[argparse.Namespace], int], text: str, step: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.add_argument("path", type=Path, metavar="PATH", help=_PATH_HELP)
+        if step:
+            added.add_argument("step", type=int, nargs="?", metavar="STEP", help=step)
+        added.add_argument("--json", action="store_true", help="print one JSON document")
+        added.set_defaults(command=command)
+        return added
+
+    add("list", _list, "list the checkpoints, oldest first", "this step only")
+    add("inspect", _inspect, "show what one checkpoint holds", "the step; the newest if left out")
+    add("verify", _verify, "check every file against its digest; exit code 1 where one differs", "this step only")
+    pruning = add("prune", _prune, "delete the checkpoints that no retention policy keeps, and say why", "")
+    pruning.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    pruning.add_argument(
+        "--keep",
+        action="append",
+        metavar="POLICY[.FIELD=VALUE]",
+        help="a retention policy instead of the run's own, such as keep_last.n=3; may be given several times",
+    )
+    add("pin", _pin, "keep a checkpoint whatever retention says", "the step")
+    add("unpin", _unpin, "leave a checkpoint to retention again", "the step")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Commands
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _list(options: argparse.Namespace) -> int:
+    root, step = _find(options)
+    infos = _of_step(root, scan(root), step)
+    pins, leases = holds.pinned(root), holds.leased(root, now=time.time())
+    rows = [_row(info, pins, leases) for info in infos]
+    if options.json:
+        return _print_json(rows)
+    if not rows:
+        print(f"no checkpoints in {root}")
+    _print_table(
+        ("step", "kind", "size", "written", "digest", ""),
+        [
+            (
+                str(row["step"]),
+                row["kind"] or "-",
+                units.size(row["bytes"]) if row["kind"] else "-",
+                units.moment(row["created"]),
+                row["digest"] or "-",
+                ", ".join([name for name in ("pinned", "leased") if row[name]] + row["problems"]),
+            )
+            for row in rows
+        ],
+    )
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    root, step = _find(options)
+    infos = _of_step(root, scan(root), step)
+    committed = [info for info in infos if info.manifest is not None]
+    if not committed:
+        raise ConfigError(
+            infos[-1].problems[0] if infos else f"no checkpoints in {root}; name a folder that holds some"
+        )
+    info = committed[-1]
+    assert info.manifest is not None
+    row = _row(info, holds.pinned(root), holds.leased(root, now=time.time()))
+    manifest = info.manifest.to_json()
+    if options.json:
+        return _print_json(manifest | {name: row[name] for name in ("path", "bytes", "pinned", "leased")})
+    for name in ("path", "step", "attempt", "kind", "backend", "world_size", "digest", "config_digest"):
+        print(f"{name:14}{row['path'] if name == 'path' else _shown(manifest[name])}")
+    print(f"{'written':14}{units.moment(row['created'])}")
+    print(f"{'held':14}{', '.join(name for name in ('pinned', 'leased') if row[name]) or '-'}")
+    for name, value in manifest["metrics"].items():
+        print(f"{'metric':14}{name} = {units.number(value)}")
+    print(f"{'files':14}{units.plural(len(manifest['files']), 'file')}, {units.size(row['bytes'])}\n")
+    _print_table(
+        ("file", "size", "xxh3_128"),
+        [(entry["path"], units.size(entry["bytes"]), entry["xxh3_128"]) for entry in manifest["files"]],
+    )
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    root, step = _find(options)
+    infos = _of_step(root, scan(root), step)
+    if not infos:
+        raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
+    reports = [(info.step, verify(info.path)) for info in infos]
+    if options.json:
+        _print_json(
+            [
+                {
+                    "step": of_step,
+                    "path": str(report.path),
+                    "ok": report.ok,
+                    "files": report.files,
+                    "bytes": report.bytes,
+                    "problems": list(report.problems),
+                    "unlisted": list(report.unlisted),
+                }
+                for of_step, report in reports
+            ]
+        )
+    else:
+        for of_step, report in reports:
+            amount = f"{units.plural(report.files, 'file')}, {units.size(report.bytes)}"
+            print(f"step {of_step}: {'good' if report.ok else 'BAD'}, {amount}")
+            for line in [*report.problems, *(f"{name} is not in the manifest" for name in report.unlisted)]:
+                print(f"  {line}")
+    return 0 if all(report.ok for _, report in reports) else 1
+
+
+def _prune(options: argparse.Namespace) -> int:
+    root, step = _find(options)
+    if step is not None:
+        raise ConfigError(f"{options.path} is one step; prune looks at all checkpoints together: name {root}")
+    policies = _policies(options.keep, options.path, root)
+    now = time.time()
+    plan = prune_plan(root, policies, now=now)
+    deleted = [] if options.dry_run else prune(root, plan, now=now)
+    gone = {item.step for item in deleted}
+    if options.json:
+        return _print_json(
+            {
+                "dry_run": options.dry_run,
+                "checkpoints": [
+                    {
+                        "step": row.step,
+                        "kind": row.kind,
+                        "bytes": row.bytes,
+                        "path": str(row.path),
+                        "keep": row.keep,
+                        "deleted": row.step in gone,
+                        "reasons": list(row.reasons),
+                    }
+                    for row in plan
+                ],
+                "freed_bytes": sum(item.freed_bytes for item in deleted),
+                "warnings": [text for row in plan for text in row.warnings],
+            }
+        )
+    for row in plan:
+        verb = "keep" if row.keep else "delete" if row.step in gone or options.dry_run else "held"
+        print(f"{verb:7}step {row.step} ({row.kind}, {units.size(row.bytes)}): {'; '.join(row.reasons)}")
+    for row in plan:
+        for text in row.warnings:
+            print(f"warning: {text}")
+    freed = sum(row.bytes for row in plan if not row.keep) if options.dry_run else sum(d.freed_bytes for d in deleted)
+    count = sum(not row.keep for row in plan) if options.dry_run else len(deleted)
+    print(
+        f"{'would delete' if options.dry_run else 'deleted'} {units.plural(count, 'checkpoint')}, {units.size(freed)}"
+    )
+    return 0
+
+
+def _pin(options: argparse.Namespace) -> int:
+    root, step = _find_one(options)
+    holds.pin(root, step)
+    return _report_pin(options, step, "pinned", True)
+
+
+def _unpin(options: argparse.Namespace) -> int:
+    root, step = _find_one(options)
+    changed = holds.unpin(root, step)
+    return _report_pin(options, step, "not pinned any more" if changed else "was not pinned", False)
+
+
+def _report_pin(options: argparse.Namespace, step: int, text: str, pinned: bool) -> int:
+    if options.json:
+        return _print_json({"step": step, "pinned": pinned})
+    print(f"step {step}: {text}")
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Finding things
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _find(options: argparse.Namespace) -> tuple[Path, int | None]:
+    """Return the checkpoint folder, and the step that the user named by the path or beside it."""
+    step = getattr(options, "step", None)
+    root, in_path = locate(_elsewhere(options.path) or options.path)
+    if step is not None and in_path not in (None, step):
+        raise ConfigError(f"{options.path} is step {in_path}, but step {step} is asked for; name one of them")
+    return root, in_path if step is None else step
+
+
+def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
+    root, step = _find(options)
+    if step is None:
+        raise ConfigError(f"which checkpoint? Give its step after {options.path}")
+    _of_step(root, scan(root), step)
+    return root, step
+
+
+def _elsewhere(run: Path) -> Path | None:
+    """Return the checkpoint folder of a run that does not keep its checkpoints in its own folder."""
+    cfg, started_in = _saved_config(run)
+    folder = (cfg.get("checkpoint") or {}).get("dir")
+    return Path(started_in, folder) if folder else None
+
+
+def _saved_config(run: Path) -> tuple[Mapping[str, Any], str]:
+    """Return the configuration that a run was started with, and the directory it was started in."""
+    if not (run / ".hydra" / "config.yaml").is_file():
+        return {}, ""
+    from omegaconf import OmegaConf
+
+    from trinity_sync import config
+
+    config.register()
+    try:
+        cfg = OmegaConf.to_container(OmegaConf.load(run / ".hydra" / "config.yaml"), resolve=True)
+        started_in = OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.cwd
+    except Exception as error:
+        raise ConfigError(
+            f"{run / '.hydra'} cannot be read: {error}; name the folder of the checkpoints instead"
+        ) from error
+    assert isinstance(cfg, dict)
+    return {str(key): value for key, value in cfg.items()}, str(started_in)
+
+
+def _of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> list[CheckpointInfo]:
+    chosen = [info for info in infos if step in (None, info.step)]
+    if step is not None and not chosen:
+        there = ", ".join(str(info.step) for info in infos) or "none"
+        raise ConfigError(f"there is no checkpoint of step {step} in {root}; there are: {there}")
+    return chosen
+
+
+def _policies(keep: Sequence[str] | None, path: Path, root: Path) -> tuple[Policy, ...]:
+    if keep:
+        from hydra.errors import HydraException
+
+        from trinity_sync import app, config
+
+        names = list(dict.fromkeys(item.partition(".")[0] for item in keep))
+        fields = [f"retention.policies.{item}" for item in keep if "=" in item]
+        try:
+            cfg = config.compose([f"retention=[{','.join(names)}]", *fields])
+        except HydraException as error:
+            raise ConfigError(app.explain(error)) from error
+        config.check(cfg)
+        return make_policies(config.retention_policies(cfg))
+    for run in (path, root.parent):
+        saved, _ = _saved_config(run)
+        policies = (saved.get("retention") or {}).get("policies")
+        if policies:
+            return make_policies(policies)
+    raise ConfigError(
+        f"{path} is in no folder of a run, so no policies are known; give some, such as --keep keep_last.n=3"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Printing
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leases: set[tuple[int, int]]) -> dict[str, Any]:
+    manifest = info.manifest
+    key = (info.step, info.attempt or 0)
+    return {
+        "step": info.step,
+        "attempt": info.attempt,
+        "kind": info.kind,
+        "bytes": info.bytes,
+        "created": manifest.created if manifest else None,
+        "digest": manifest.digest if manifest else None,
+        "metrics": dict(manifest.metrics) if manifest else {},
+        "path": str(info.path),
+        "pinned": manifest is not None and key in pins,
+        "leased": manifest is not None and key in leases,
+        "problems": list(info.problems),
+    }
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _print_json(value: Any) -> int:
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+    return 0
+
+
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if not rows:
+        return
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

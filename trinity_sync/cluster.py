@@ -1,0 +1,182 @@
+"""Ray's life in a run: started or joined, and gone without a trace afterwards.
+
+`cluster=local` starts a Ray of the run's own in a folder of its own; `cluster=existing` joins one by address. Either
+way the run's actors live in a namespace that no other run shares, and end with the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from trinity_sync.errors import ConfigError, RunError
+
+_FOLDER_PREFIX = "trinity-ray-"
+_LOCK = "owner.lock"
+_CONNECT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A Ray that is up.
+
+    Attributes:
+        namespace: of the run's actors.
+        gpus: GPUs in the whole cluster.
+        gpus_per_node: of the best equipped node.
+    """
+
+    namespace: str
+    gpus: int
+    gpus_per_node: int
+
+
+@contextlib.contextmanager
+def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str]) -> Iterator[Cluster]:
+    """Ray for the length of the `with` block.
+
+    Args:
+        settings: the `cluster` node of the config.
+        namespace: unique to this run.
+        cpus: logical CPUs that the run's actors reserve.
+        env: environment variables for all actors.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+        RunError: a local one did not start.
+    """
+    import ray
+
+    common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_restored_environment())
+        # Whoever waits for a call reports its error; Ray would print those of calls that were given up as well.
+        os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
+        if settings.address is not None:
+            check_reachable(settings.address)
+            try:
+                with _own_sigterm():
+                    ray.init(address=settings.address, runtime_env={"env_vars": dict(env)}, **common)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise ConfigError(
+                    f"cluster.address={settings.address}: no Ray cluster answers there ({_first_line(error)})"
+                ) from error
+        else:
+            folder = stack.enter_context(_own_folder(settings.temp_dir))
+            # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime
+            # environment.
+            local = {**env, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+            with _environment(local), _own_sigterm():
+                try:
+                    ray.init(
+                        address="local",  # whatever RAY_ADDRESS says
+                        num_cpus=settings.num_cpus or max(cpus, os.cpu_count() or 1),
+                        include_dashboard=False,
+                        object_store_memory=settings.object_store_mb * 2**20,
+                        _temp_dir=str(folder),
+                        # Processes start when an actor needs them: idle ones would only compete with the imports of
+                        # the others.
+                        _system_config={"prestart_worker_first_driver": False},
+                        **common,
+                    )
+                except (OSError, ValueError, RuntimeError) as error:
+                    raise RunError(f"Ray did not start: {_first_line(error)}. Its logs were in {folder}") from error
+        stack.callback(ray.shutdown)
+        per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+        yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
+
+
+def check_reachable(address: str) -> None:
+    """Look whether somebody listens at a cluster's address: Ray itself would try for minutes.
+
+    Raises:
+        ConfigError: nobody does.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto" and the like, which Ray looks up at once
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ConfigError(f"cluster.address={address}: nobody answers there ({error})") from error
+
+
+@contextlib.contextmanager
+def _own_folder(parent: str | None) -> Iterator[Path]:
+    """A folder for Ray's session, locked while it is used. Folders that a killed run left behind are removed first."""
+    root = Path(parent or tempfile.gettempdir())
+    for old in root.glob(f"{_FOLDER_PREFIX}*"):
+        with contextlib.suppress(OSError), open(old / _LOCK, "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
+    folder, held = _locked_folder(root)
+    with held:
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked_folder(root: Path) -> tuple[Path, IO[str]]:
+    """A new folder and its lock, which is held. Until it is, another run may take the folder for one left behind."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=root))
+        with contextlib.suppress(FileNotFoundError):
+            lock = open(folder / _LOCK, "a")  # noqa: SIM115 - the caller closes it
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if (folder / _LOCK).exists():
+                return folder, lock
+            lock.close()
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the driver's handler of SIGTERM: `ray.init` replaces it by one that ends the process on the spot."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Values for the length of the block; what others set in it meanwhile stays."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _restored_environment() -> Iterator[None]:
+    """Take back at the end whatever was set in the block: Ray leaves settings of its own in its driver."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

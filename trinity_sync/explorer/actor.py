@@ -1,0 +1,113 @@
+"""An explorer: one rollout replica as a Ray actor. It loads versions, and generates samples with the version that it
+holds.
+
+An explorer that holds no version (before its first load, during a load, after a failed one) refuses to generate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from trinity_sync.config import build_task
+from trinity_sync.errors import RunError
+from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.process import own_log, peak_rss
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.record import Prompt
+from trinity_sync.sync.base import LoadReport, Transport
+from trinity_sync.sync.checkpoint import CheckpointTransport
+from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.memory import MemoryTransport
+from trinity_sync.sync.nccl import NcclTransport
+from trinity_sync.sync.synchronizer import Synchronizer
+
+if TYPE_CHECKING:
+    from trinity_sync.sync.loading import WeightLoader
+
+
+class Explorer:
+    """The actor's body; one call at a time.
+
+    Args:
+        spec: see `ExplorerSpec`.
+        synchronizer: the run's synchronizer.
+    """
+
+    def __init__(self, spec: ExplorerSpec, synchronizer: Synchronizer) -> None:
+        own_log(spec.log_dir, spec.name)
+        self._spec = spec
+        self._synchronizer = synchronizer
+        self._loader: WeightLoader | None = None
+
+    def warm_up(self) -> None:
+        """Import what `start` needs. Called at once, while the model that `start` reads may still be in the making."""
+        import trinity_sync.explorer.hf
+        import trinity_sync.sync.loading  # noqa: F401
+
+    def start(self) -> None:
+        """Build engine and task. Apart from `__init__`, so that what goes wrong is raised here and not as the actor's
+        death.
+        """
+        from trinity_sync.explorer.hf import HFEngine
+
+        self._engine = HFEngine(**self._spec.engine)
+        self._task = build_task(self._spec.task, self._spec.seed)
+
+    def attach(self, agents: dict[str, Any]) -> dict[str, Any]:
+        """Connect to the node agents (Ray node id -> handle), once they have their slots."""
+        spec = self._spec
+        from trinity_sync.sync.loading import WeightLoader
+
+        layouts = LayoutCache(agents, spec.timeout_s)
+        self._loader = WeightLoader(
+            spec.name,
+            self._engine.destinations(),
+            self._synchronizer,
+            _transport(spec, agents, layouts),
+            layouts,
+            spec.verify,
+            spec.wire_dtype,
+        )
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    def load(self, version: tuple[int, int] | None, ticket: Any = None) -> LoadReport:
+        """Take a committed version, the newest for None.
+
+        Args:
+            version: which.
+            ticket: the invitation to a round, in nccl mode.
+        """
+        assert self._loader is not None, "attach() comes first"
+        report = self._loader.load(None if version is None else Version(*version), ticket)
+        self._engine.after_load()
+        return report
+
+    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
+        """Samples for the prompts, scored, labelled with the version that produced them.
+
+        Raises:
+            RunError: this explorer holds no version.
+        """
+        held = self._loader.held if self._loader is not None else None
+        if held is None:
+            raise RunError(f"{self._spec.name} holds no version, so it cannot generate for step {step}")
+        return self._engine.generate(
+            prompts, self._task, step=step, samples_per_prompt=samples_per_prompt, version=held
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Peak resident bytes of this process."""
+        return {"peak_rss": peak_rss(), "pid": os.getpid()}
+
+
+def _transport(spec: ExplorerSpec, agents: dict[str, Any], layouts: LayoutCache) -> Transport:
+    if spec.mode == "memory":
+        return MemoryTransport(agents, layouts, spec.timeout_s)
+    if spec.mode == "checkpoint":
+        return CheckpointTransport()
+    return NcclTransport(spec.name, layouts)

@@ -1,0 +1,300 @@
+"""Generates and scores samples with transformers. The engine inside the explorer actor; knows nothing of Ray.
+
+The model starts empty: its weights come by sync, as every later version does. Nothing computed with the weights
+outlives a call of `generate`, so a load leaves nothing stale behind.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.initialization import no_init_weights
+
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
+from trinity_sync.samples.batch import SampleBatch, TokenRows
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import Task, score
+from trinity_sync.weights.tensors import saved_tensors
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+class HFEngine:
+    """A causal language model of transformers that samples and scores.
+
+    Usage::
+
+        engine = HFEngine(path, dtype="bf16", temperature=1.0, batch_size=512, response_length=3, seed=0)
+        receiver = Receiver(engine.destinations())        # a load writes into these
+        engine.after_load()
+        batch = engine.generate(task.prompts(1, 32), task, step=1, samples_per_prompt=16, version=(0, 0))
+
+    Same seed, step, prompts and weights: same samples, bit for bit, on the same machine with the same batches. How
+    prompts are cut into batches and spread over engines changes no random number; it may change the logits in their
+    last bits (matrix kernels and padding depend on the batch), and so, rarely, a token.
+
+    Args:
+        model_path: folder in Hugging Face format, or hub id. Config and tokenizer are read, weights are not.
+        dtype: in which the weights are held: ``bf16``, ``fp32`` or ``fp16``.
+        temperature, top_k, top_p: see `SeededSampler`.
+        batch_size: sequences that are generated at a time, at most.
+        response_length: longest response in tokens.
+        prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
+        seed: of the run.
+        attn_implementation: as transformers names it.
+        trust_remote_code: whether code that comes with the model may run.
+        device: where to generate; None is the current GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: there is no causal language model at the path, or it has no end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        batch_size: int,
+        response_length: int,
+        prompt_length: int | None = None,
+        seed: int,
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+        device: str | torch.device | None = None,
+    ) -> None:
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self._sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._batch_size = batch_size
+        self._response_length = response_length
+        self._prompt_length = prompt_length
+        self._seed = seed
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            self.model = _empty_model(config, DTYPES[dtype], attn_implementation, trust_remote_code, self._device)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
+        self._can_share_prefill = _can_share_prefill(self.model)
+        self._positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self._ends = _end_tokens(model_path, self._tokenizer)
+        pad = self._tokenizer.pad_token_id
+        self._pad: int = self._ends[0] if pad is None else pad
+        # in place of what comes with the model: its sampling settings are not those of the run
+        self.model.generation_config = GenerationConfig(
+            max_new_tokens=response_length, do_sample=False, eos_token_id=self._ends, pad_token_id=self._pad
+        )
+
+    def destinations(self) -> dict[str, torch.Tensor]:
+        """The live tensors that a load overwrites, under the names that `save_pretrained` would use; tied ones once."""
+        return saved_tensors(self.model)
+
+    def after_load(self) -> None:
+        """To be called when new weights are in. Nothing has to be dropped: no keys and values outlive a call."""
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+    ) -> SampleBatch:
+        """Scored samples for the prompts, sorted by prompt (as given) and sample.
+
+        Args:
+            prompts: at least one.
+            task: judges the responses, in that order.
+            step: the trainer step that the samples are for.
+            samples_per_prompt: samples of each prompt.
+            version: (attempt, step) of the weights that are loaded.
+
+        Raises:
+            RunError: a prompt has characters without a token, no token, too many, or needs a chat template that the
+                tokenizer lacks; or the task fails to judge a response.
+        """
+        prompt_ids = [self._encode(prompt, step) for prompt in prompts]
+        prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
+        sample_of = np.tile(np.arange(samples_per_prompt), len(prompts))
+        numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
+        keys = sequence_keys(self._seed, step, numbers, sample_of)
+        parts = []
+        for first in range(0, len(keys), self._batch_size):
+            part = slice(first, first + self._batch_size)
+            rows, counts = np.unique(prompt_of[part], return_counts=True)
+            parts.append(self._generate([prompt_ids[row] for row in rows], counts, keys[part]))
+        responses = TokenRows.concatenate([part.responses for part in parts])
+        finished = np.concatenate([part.finished for part in parts])
+        texts = self._decode(responses, finished)
+        results = [
+            score(task, prompts[row], text, done, step=step)
+            for row, text, done in zip(prompt_of.tolist(), texts, finished.tolist(), strict=True)
+        ]
+        return SampleBatch(
+            steps=np.full(len(keys), step, np.int64),
+            prompts=numbers,
+            samples=sample_of,
+            version_attempts=np.full(len(keys), version[0], np.int64),
+            version_steps=np.full(len(keys), version[1], np.int64),
+            rewards=np.array([result.reward for result in results], np.float64),
+            exact=np.array([np.nan if result.exact is None else result.exact for result in results], np.float64),
+            finished=finished,
+            texts=tuple(texts),
+            prompt_of=prompt_of,
+            prompt_rows=TokenRows.of(prompt_ids),
+            responses=responses,
+            log_probs=np.concatenate([part.log_probs for part in parts]),
+        )
+
+    def _generate(self, prompts: Sequence[Sequence[int]], counts: NDArray[np.int64], keys: torch.Tensor) -> _Generated:
+        """One batch: `counts[i]` responses to prompt i, one after the other."""
+        width = max(map(len, prompts))
+        # padding stands on the left, so that all responses begin at the same place
+        padded = torch.tensor([[self._pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        ids = padded.to(self._device)
+        mask = (torch.arange(width) >= width - lengths[:, None]).to(self._device, torch.int64)
+        row_of = torch.from_numpy(np.repeat(np.arange(len(prompts)), counts)).to(self._device)
+        sampler = SeededSampler(keys.to(self._device), **self._sampling)
+        output = self.model.generate(
+            ids[row_of],
+            attention_mask=mask[row_of],
+            logits_processor=LogitsProcessorList([sampler]),
+            **self._shared_prefill(ids, mask, row_of),
+        )
+        tokens = output[:, width:].cpu().numpy()
+        ends = np.isin(tokens, self._ends)
+        finished: NDArray[np.bool_] = np.any(ends, axis=1)
+        made = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
+        kept = np.arange(tokens.shape[1]) < made[:, None]
+        return _Generated(TokenRows.joined(tokens[kept], made), sampler.log_probs().cpu().numpy()[kept], finished)
+
+    def _shared_prefill(self, ids: torch.Tensor, mask: torch.Tensor, row_of: torch.Tensor) -> dict[str, Any]:
+        """Keys and values of all prompt tokens but the last, worked out once per prompt and copied for its samples.
+
+        The last token is left to `generate`, which wants at least one to begin with.
+        """
+        if not self._can_share_prefill or ids.shape[1] == 1 or len(row_of) == len(ids):
+            return {}
+        cache = DynamicCache(config=self.model.config)
+        seen = mask[:, :-1]
+        self.model(
+            ids[:, :-1],
+            attention_mask=seen,
+            position_ids=(seen.cumsum(dim=1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.batch_select_indices(row_of)
+        return {"past_key_values": cache}
+
+    def _encode(self, prompt: Prompt, step: int) -> list[int]:
+        where = f"prompt {prompt.index} of step {step}"
+        if prompt.messages is not None and not self._tokenizer.chat_template:
+            raise RunError(f"{where} is a chat, but the tokenizer has no chat template; give prompts as texts")
+        try:
+            ids = self._encode_unchecked(prompt)
+        except Exception as error:
+            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or error}") from error
+        if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
+            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or 'a part is unknown'}")
+        if not ids:
+            raise RunError(f"{where} has no token")
+        if self._prompt_length is not None and len(ids) > self._prompt_length:
+            raise RunError(f"{where} has {len(ids)} tokens; task.prompt_length allows {self._prompt_length}")
+        if self._positions is not None and len(ids) + self._response_length > self._positions:
+            raise RunError(
+                f"{where} has {len(ids)} tokens; with a response of {self._response_length} that is more than the "
+                f"{self._positions} positions of the model"
+            )
+        return ids
+
+    def _encode_unchecked(self, prompt: Prompt) -> list[int]:
+        if prompt.messages is None:
+            return list(self._tokenizer(prompt.text)["input_ids"])
+        messages = [dict(message) for message in prompt.messages]
+        return list(
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+
+    def _unknown(self, text: str) -> str:
+        """Which characters the tokenizer does not have, as a sentence; empty where it has each of them."""
+        unknown = [repr(character) for character in dict.fromkeys(text) if not self._has(character)]
+        return f"the tokenizer has no token for {', '.join(unknown)}" if unknown else ""
+
+    def _has(self, character: str) -> bool:
+        try:
+            ids = self._tokenizer(character, add_special_tokens=False)["input_ids"]
+        except Exception:
+            return False
+        return bool(ids) and self._tokenizer.unk_token_id not in ids
+
+    def _decode(self, responses: TokenRows, finished: NDArray[np.bool_]) -> list[str]:
+        """Texts without the final end-of-sequence token. Other special tokens stay: rewards see all that was said."""
+        ids = responses.ids.tolist()
+        bounds = zip(responses.offsets[:-1].tolist(), (responses.offsets[1:] - finished).tolist(), strict=True)
+        rows = [ids[start:stop] for start, stop in bounds]
+        texts: list[str] = self._tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+        return texts
+
+
+class _Generated(NamedTuple):
+    """What one batch gave: responses, the log-probabilities of their tokens, and whether each came to an end."""
+
+    responses: TokenRows
+    log_probs: NDArray[np.float32]
+    finished: NDArray[np.bool_]
+
+
+def _empty_model(
+    config: Any, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool, device: torch.device
+) -> PreTrainedModel:
+    """A model whose parameters are allocated and not filled; buffers that no checkpoint holds have their values."""
+    with no_init_weights(), device:
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    # a part of the initialisation that was left out
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def _can_share_prefill(model: PreTrainedModel) -> bool:
+    """Whether the model keeps plain keys and values, which can be worked out ahead and copied per sequence."""
+    wanted = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+    layers = DynamicCache(config=model.config).layers
+    return (
+        wanted <= inspect.signature(model.forward).parameters.keys()
+        and bool(layers)
+        and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    )
+
+
+def _end_tokens(model_path: str, tokenizer: Any) -> list[int]:
+    """Tokens that end a response: those of the model's generation config, else the tokenizer's."""
+    try:
+        named = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
+        named = None
+    ends = tokenizer.eos_token_id if named is None else named
+    if ends is None:
+        raise ConfigError(
+            f"model.path={model_path} names no end-of-sequence token, in its generation config nor in its tokenizer"
+        )
+    return list(ends) if isinstance(ends, list) else [ends]

@@ -1,0 +1,140 @@
+"""Makes the initial model of a run that names none: random weights and a tokenizer with one token per character.
+
+Called by the launcher before Ray starts. The default one learns the default task in seconds on a CPU core.
+"""
+
+from __future__ import annotations
+
+import difflib
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from trinity_sync.errors import ConfigError, RunError
+
+SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
+"""Tokens 0, 1 and 2; one character each, so that a response has as many characters as tokens, whatever they are."""
+CHARACTERS = "0123456789=+-*,;<>?:#%"
+"""Tokens 3 and following."""
+UNUSED = 0xE000
+"""Tokens behind the characters are written as private-use characters: this code point plus the token's number."""
+
+# transformers reads these of every config, whether or not its fields declare them
+_COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
+
+
+def make_model(architecture: Mapping[str, Any], seed: int, path: Path) -> Path:
+    """Write a model of random weights (bf16 safetensors) and its tokenizer in Hugging Face format.
+
+    The same arguments give the same bytes. The process's random state is left as it was. The folder appears as a whole
+    or not at all.
+
+    Args:
+        architecture: `model_type` and fields of that Hugging Face config. Token ids of padding, begin and end are 0, 1,
+            2 and need not be given.
+        seed: of the weights.
+        path: the folder to make; must not exist, or be empty.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the architecture is not one that transformers can build; names the key.
+        RunError: the folder exists and is not empty.
+    """
+    config = _config(architecture)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staging = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        _build(config, seed).save_pretrained(staging)
+        character_tokenizer(config.vocab_size).save_pretrained(staging)
+        try:
+            staging.rename(path)
+        except OSError as error:
+            raise RunError(f"the initial model cannot be put at {path}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return path
+
+
+def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character: padding, begin, end, `CHARACTERS`, and unused ones up to `vocab_size`.
+
+    A text gets the begin token in front. Encoding a character that it does not have raises.
+
+    Raises:
+        ConfigError: the vocabulary is too small.
+    """
+    characters = [*SPECIAL.values(), *CHARACTERS]
+    if vocab_size < len(characters):
+        raise ConfigError(
+            f"model.architecture.vocab_size is {vocab_size}; the character tokenizer needs at least {len(characters)}"
+        )
+    characters += [chr(UNUSED + token) for token in range(len(characters), vocab_size)]
+    vocabulary = {character: token for token, character in enumerate(characters)}
+    pad, begin, end = SPECIAL.values()
+    # the unknown token is not in the vocabulary on purpose: an unknown character is an error, not a token
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="unknown"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, vocabulary[begin])]
+    )
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        bos_token=begin,
+        eos_token=end,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _config(architecture: Mapping[str, Any]) -> Any:
+    fields = dict(architecture)
+    model_type = fields.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(
+            f"model.architecture.model_type is {model_type!r}, which transformers does not know"
+            f"{_suggestion(str(model_type), list(CONFIG_MAPPING))}; use one such as qwen3"
+        )
+    kind = CONFIG_MAPPING[model_type]
+    known = kind().to_dict().keys() | kind.attribute_map.keys() | _COMMON_FIELDS
+    for name in fields:
+        if name not in known:
+            raise ConfigError(
+                f"model.architecture.{name}: {kind.__name__} has no such field{_suggestion(str(name), sorted(known))}"
+            )
+    for token, name in enumerate(SPECIAL):
+        if fields.setdefault(name, token) != token:
+            raise ConfigError(f"model.architecture.{name} is {fields[name]}; the character tokenizer has it at {token}")
+    try:
+        return kind(**fields)
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.architecture is not one that {kind.__name__} takes: {reason}") from error
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f" (meant {close[0]}?)" if close else ""
+
+
+def _build(config: Any, seed: int) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # of the CPU alone: torch.manual_seed would reset the accelerators' generators as well
+        torch.default_generator.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"model.architecture: transformers cannot build this {config.model_type} model: {reason}"
+            ) from error
+    return model.to(torch.bfloat16)

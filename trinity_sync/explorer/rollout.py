@@ -1,0 +1,52 @@
+"""The data of a GRPO run: prompts of the task, samples of the explorers, advantages within each prompt's group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trinity_sync.explorer.pool import ExplorerPool
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.advantages import group_advantages
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.sync.base import LoadReport, SyncMode
+
+
+class RolloutData:
+    """A step's batch is what the explorers generate for the task's prompts of that step.
+
+    Args:
+        task: gives the prompts.
+        pool: the explorers.
+        mode: the sync mode, by which they load.
+        prompts_per_step, samples_per_prompt: size of a batch and of a group.
+        normalise: divide advantages by their group's standard deviation.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        pool: ExplorerPool,
+        mode: SyncMode,
+        *,
+        prompts_per_step: int,
+        samples_per_prompt: int,
+        normalise: bool,
+    ) -> None:
+        self._task = task
+        self._pool = pool
+        self._mode = mode
+        self._prompts_per_step = prompts_per_step
+        self._samples_per_prompt = samples_per_prompt
+        self._normalise = normalise
+
+    def batch(self, step: int) -> SampleBatch:
+        prompts = self._task.prompts(step, self._prompts_per_step)
+        return self._pool.generate(step, prompts, self._samples_per_prompt, self._mode.deliver)
+
+    def advantages(self, batch: SampleBatch) -> np.ndarray:
+        return np.asarray(group_advantages(batch, normalise=self._normalise))
+
+    def load(self, version: Version) -> list[LoadReport]:
+        return self._pool.load(version, self._mode.deliver)

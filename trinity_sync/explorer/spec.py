@@ -1,0 +1,72 @@
+"""What an explorer is built from: plain values, so the driver needs no torch to make one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from trinity_sync.config import dtype_name, plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerSpec:
+    """What an explorer is built from.
+
+    Attributes:
+        name: such as ``"explorer-0"``.
+        engine: keyword arguments of `HFEngine`.
+        task: the `task` node of the config, to be instantiated here for its rewards.
+        seed: of the run.
+        mode: sync mode.
+        verify: `sync.verify`.
+        wire_dtype: dtype of floating parameters on the wire, as safetensors names it.
+        timeout_s: `sync.timeout_s`.
+        log_dir: where this process logs.
+    """
+
+    name: str
+    engine: dict[str, Any]
+    task: dict[str, Any]
+    seed: int
+    mode: str
+    verify: str
+    wire_dtype: str
+    timeout_s: float
+    log_dir: str | None
+
+
+def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpec:
+    """The spec of all explorers from a checked config, but for their names.
+
+    Args:
+        cfg: the whole config.
+        model_path: folder or hub id that gives config and tokenizer.
+        log_dir: where the explorers log.
+    """
+    explorer = cfg.explorer
+    engine = {
+        "model_path": model_path,
+        "dtype": explorer.dtype,
+        "temperature": explorer.temperature,
+        "top_k": explorer.top_k,
+        "top_p": explorer.top_p,
+        "batch_size": explorer.batch_size,
+        "response_length": cfg.task.response_length,
+        "prompt_length": cfg.task.get("prompt_length"),
+        "seed": cfg.seed,
+        "attn_implementation": cfg.model.attn_implementation,
+        "trust_remote_code": cfg.model.trust_remote_code,
+    }
+    return ExplorerSpec(
+        name="",
+        engine=engine,
+        task=plain(cfg.task),
+        seed=cfg.seed,
+        mode=cfg.sync.mode,
+        verify=cfg.sync.verify,
+        wire_dtype=dtype_name(cfg.sync.wire_dtype),
+        timeout_s=cfg.sync.timeout_s,
+        log_dir=log_dir,
+    )

@@ -1,0 +1,221 @@
+"""What a report is made of: the files of a run or of a sweep. A missing or damaged one costs only its own part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.record import read_record
+from trinity_sync.tracking.run_folder import lock_holder
+from trinity_sync.tracking.summary import summarise, wall_seconds
+from trinity_sync.tracking.units import finite
+
+TARGET_REWARD = 0.9
+_SMOOTH_STEPS = 10
+
+Record = Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One run.
+
+    Attributes:
+        path: its folder.
+        record: run.json, empty if missing.
+        metrics, events: their lines, oldest first.
+        summary: as in summary.json, but made from the lines as they are now.
+        status: as in run.json, but ``interrupted`` for a run that says running and nobody holds, ``not started``
+            without a record.
+        config_text: the config as YAML, None if missing.
+        config: the same as a mapping.
+        overrides: the command-line overrides.
+        notes: what could not be read, one sentence each.
+    """
+
+    path: Path
+    record: Record = field(default_factory=dict)
+    metrics: Sequence[Record] = ()
+    events: Sequence[Record] = ()
+    summary: Record = field(default_factory=dict)
+    status: str = "not started"
+    config_text: str | None = None
+    config: Record = field(default_factory=dict)
+    overrides: Sequence[str] = ()
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The run's name in its config, else that of its folder."""
+        return str(self.config.get("name") or self.path.name)
+
+    @property
+    def total_steps(self) -> int | None:
+        """How many steps the config asks for."""
+        steps = self.setting("trainer", "steps")
+        return steps if isinstance(steps, int) else None
+
+    def setting(self, *keys: str) -> Any:
+        """A value of the config, None if it is not there."""
+        value: Any = self.config
+        for key in keys:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+    def of(self, event: str) -> list[Record]:
+        """The events of one kind, oldest first."""
+        return [record for record in self.events if record.get("event") == event]
+
+    def measured(self, event: str, name: str) -> list[tuple[float, float | None]]:
+        """A figure of one kind of event by the version or step that it is about, rising."""
+        points = [(jsonl.event_step(record), finite(record.get(name))) for record in self.of(event)]
+        return sorted(((float(at), value) for at, value in points if at is not None), key=lambda point: point[0])
+
+    def series(self, name: str) -> list[tuple[float, float | None]]:
+        """One metric by step; None where a step has no finite value of it. Empty if no step has one."""
+        points = [
+            (float(line["step"]), finite(line.get(name)))
+            for line in self.metrics
+            if finite(line.get("step")) is not None
+        ]
+        return points if any(value is not None for _, value in points) else []
+
+
+@dataclass(kw_only=True)
+class Sweep:
+    """The runs of one sweep, by job number."""
+
+    path: Path
+    runs: list[Run]
+
+    @property
+    def common(self) -> list[str]:
+        """Overrides that all runs share."""
+        return [text for text in self.runs[0].overrides if all(text in run.overrides for run in self.runs)]
+
+    def distinct(self, run: Run) -> list[str]:
+        """Overrides of a run that not all runs share; all of them if there is but one run."""
+        return [text for text in run.overrides if len(self.runs) == 1 or text not in self.common]
+
+
+def load(path: Path) -> Run | Sweep:
+    """Reads the folder of a run or of a sweep.
+
+    Raises:
+        ConfigError: it is neither, or no folder.
+    """
+    path = path.absolute()
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; name the folder of a run or of a sweep")
+    if _is_run(path):
+        return load_run(path)
+    jobs = sorted((child for child in path.iterdir() if child.is_dir() and _is_run(child)), key=_job_order)
+    if not jobs:
+        raise ConfigError(
+            f"{path} holds neither a run (run.json) nor a sweep (folders of runs); name one, such as "
+            "outputs/NAME/DATE_TIME"
+        )
+    return Sweep(path=path, runs=[load_run(job) for job in jobs])
+
+
+def load_run(path: Path) -> Run:
+    """Reads the folder of a run; whatever cannot be read is left out and noted."""
+    run = Run(path=path)
+    if (path / "run.json").exists():
+        run.record = _read(run, "run.json", read_record, {})
+        run.status = str(run.record.get("status", "unknown"))
+        if run.status == "running" and lock_holder(path) is None:
+            run.status = "interrupted"
+            run.notes.append("The run ended without saying so: run.json says running, but no process holds the folder.")
+    else:
+        run.notes.append("There is no run.json: the run did not start.")
+    run.metrics = _read(run, "metrics.jsonl", _read_metrics, [])
+    run.events = _read(run, "events.jsonl", _read_events, [])
+    saved = _read(run, "summary.json", _read_object, {})
+    # Always from the lines themselves: after a kill and a resume summary.json may be that of an earlier attempt.
+    wall = wall_seconds(run.record, run.metrics, run.events)
+    run.summary = summarise(run.metrics, run.events, run.status, wall, saved.get("peak_memory"))
+    run.overrides = [str(item) for item in _read(run, ".hydra/overrides.yaml", _read_list, None) or []]
+    run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, (None, {}))
+    return run
+
+
+def smooth(
+    points: Sequence[tuple[float, float | None]], window: int = _SMOOTH_STEPS
+) -> list[tuple[float, float | None]]:
+    """The mean of the values of the last `window` points at each; shorter at the beginning."""
+    result: list[tuple[float, float | None]] = []
+    recent: list[float] = []
+    for x, value in points:
+        if value is not None:
+            recent = [*recent[-(window - 1) :], value] if window > 1 else [value]
+        result.append((x, sum(recent) / len(recent) if recent else None))
+    return result
+
+
+def steps_to(run: Run, target: float = TARGET_REWARD) -> int | None:
+    """The first step at which the mean reward of ten steps reaches `target`; None if it never does."""
+    for index, (step, value) in enumerate(smooth(run.series("reward/mean"))):
+        if index + 1 >= _SMOOTH_STEPS and value is not None and value >= target:
+            return int(step)
+    return None
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "run.json").exists() or (path / ".hydra").is_dir()
+
+
+def _job_order(path: Path) -> tuple[int, str]:
+    return (int(path.name), "") if path.name.isdecimal() else (1 << 62, path.name)
+
+
+def _read(run: Run, name: str, reader: Callable[[Path], Any], default: Any) -> Any:
+    path = run.path / name
+    if not path.exists():
+        return default
+    try:
+        return reader(path)
+    except Exception as error:
+        run.notes.append(f"{name} could not be read and is left out: {error}")
+        return default
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    return [line for line in jsonl.read(path) if isinstance(jsonl.metrics_step(line), int)]
+
+
+def _read_events(path: Path) -> list[dict[str, Any]]:
+    """The events that say what they are about; others (of a later format, or edited by hand) tell a report nothing."""
+    lines = jsonl.read(path)
+    return [line for line in lines if line.get("event") == "fault" or isinstance(jsonl.event_step(line), int)]
+
+
+def _read_object(path: Path) -> Record:
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError("it is not a JSON object")
+    return value
+
+
+def _read_list(path: Path) -> Any:
+    return OmegaConf.to_container(OmegaConf.load(path))
+
+
+def _read_config(path: Path) -> tuple[str, Record]:
+    """The config resolved; as it was written where it refers to what only Hydra knows."""
+    config = OmegaConf.load(path)
+    try:
+        value = OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        value = OmegaConf.to_container(config)
+    if not isinstance(value, dict):
+        raise ValueError("it is not a mapping")
+    return OmegaConf.to_yaml(OmegaConf.create(value)), {str(key): item for key, item in value.items()}

@@ -1,0 +1,150 @@
+"""The charts of a run's page: reward, loss, staleness, where the time goes, times and sizes of syncs and saves."""
+
+from __future__ import annotations
+
+from trinity_sync.report import charts
+from trinity_sync.report.charts import Series
+from trinity_sync.report.data import Run, smooth
+from trinity_sync.report.html import Html, section
+from trinity_sync.tracking import units
+
+_MOST_PARTS = 7
+_WHOLE_STEP = ("timing/step", "timing/total")
+
+
+def reward(run: Run) -> Html:
+    """Reward of each step, and its mean over ten."""
+    points = run.series("reward/mean")
+    chart = charts.line_chart(
+        [
+            Series(name="each step", points=points, style="faint"),
+            Series(name="mean of the last 10 steps", points=smooth(points)),
+        ],
+        label="Mean reward by step",
+        y_format=metric_text,
+        width=1120,
+        height=270,
+        marks=_resumes(run),
+        empty="No step has recorded a reward.",
+    )
+    return section("Reward", chart)
+
+
+def loss(run: Run) -> Html:
+    """Loss of each step."""
+    chart = charts.line_chart(
+        [Series(name="loss", points=run.series("loss"), colour=3)],
+        label="Loss by step",
+        y_format=metric_text,
+        marks=_resumes(run),
+        empty="No step has recorded a loss.",
+    )
+    return section("Loss", chart, wide=False)
+
+
+def timing(run: Run) -> Html:
+    """What the seconds of a step go to."""
+    xs, parts = step_parts(run)
+    chart = charts.bar_chart(
+        xs, parts, label="Seconds of each part of a step", y_format=units.seconds, empty="No step has recorded timings."
+    )
+    return section("Where a step's time goes", chart, wide=False, hint="Means per step, and shares of the whole")
+
+
+def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
+    """Steps, and seconds by part of a step; the largest parts, the others as one. Totals of a step are not parts."""
+    names = sorted(
+        {name for line in run.metrics for name in line if name.startswith("timing/") and name not in _WHOLE_STEP}
+    )
+    values = {
+        name.removeprefix("timing/"): [max(0.0, units.finite(line.get(name)) or 0.0) for line in run.metrics]
+        for name in names
+    }
+    ranked = sorted(values, key=lambda name: -sum(values[name]))
+    parts = {name: values[name] for name in ranked[:_MOST_PARTS]}
+    rest = [values[name] for name in ranked[_MOST_PARTS:]]
+    if rest:
+        parts[f"{len(rest)} others"] = [sum(column) for column in zip(*rest, strict=True)]
+    return [float(line.get("step", index + 1)) for index, line in enumerate(run.metrics)], parts
+
+
+def staleness(run: Run) -> Html:
+    """Mean staleness of the samples of each step."""
+    chart = charts.line_chart(
+        [Series(name="staleness", points=run.series("staleness/mean"), colour=1)],
+        label="Mean staleness of the samples by step",
+        y_format=metric_text,
+        y_bounds=(0.0, 1.0),
+        empty="No step has recorded staleness.",
+    )
+    return section(
+        "Staleness", chart, wide=False, hint="Steps completed before an update, minus the step whose weights sampled"
+    )
+
+
+def latencies(run: Run) -> Html:
+    """Times of each publish and load."""
+    chart = charts.line_chart(
+        [
+            Series(
+                name="publish: trainer blocked", points=run.measured("publish", "blocked_s"), colour=0, style="dots"
+            ),
+            Series(name="publish: until committed", points=run.measured("publish", "total_s"), colour=2, style="dots"),
+            Series(name="load: explorer paused", points=run.measured("load", "paused_s"), colour=1, style="dots"),
+            Series(name="load: until checked", points=run.measured("load", "total_s"), colour=3, style="dots"),
+        ],
+        label="Seconds of each publish and load by version",
+        x_label="version",
+        y_format=units.seconds,
+        log=True,
+        marks=_resumes(run),
+        empty="No version has been published.",
+    )
+    return section("Sync times", chart, wide=False, hint="One dot per publish or load, powers of ten")
+
+
+def moved(run: Run) -> Html:
+    """Bytes of each version, whole and as carried."""
+    chart = charts.line_chart(
+        [
+            Series(
+                name=text,
+                points=run.measured("publish", name),
+                colour=colour,
+                dash=dash,
+            )
+            for name, text, colour, dash in (("bytes_full", "whole version", 6, 1), ("bytes_moved", "moved", 0, 0))
+        ],
+        label="Bytes of each version",
+        x_label="version",
+        y_format=units.size,
+        y_bounds=(0.0, None),
+        empty="No version has been published.",
+    )
+    return section("Bytes of a version", chart, wide=False, hint="What a whole version takes, and what was carried")
+
+
+def saves(run: Run) -> Html:
+    """Times of each checkpoint."""
+    chart = charts.line_chart(
+        [
+            Series(name="trainer blocked", points=run.measured("commit", "blocked_s"), colour=0, style="dots"),
+            Series(name="until committed", points=run.measured("commit", "total_s"), colour=2, style="dots"),
+        ],
+        label="Seconds of each checkpoint by step",
+        y_format=units.seconds,
+        log=True,
+        marks=_resumes(run),
+        empty="No checkpoint has been committed.",
+    )
+    return section("Save times", chart, wide=False, hint="Two dots per checkpoint, powers of ten")
+
+
+def metric_text(value: float) -> str:
+    """The text of a tick or point of a metric."""
+    return f"{value:.4g}"
+
+
+def _resumes(run: Run) -> dict[float, str]:
+    attempts = run.record.get("attempts") or []
+    return {float(item["resumed_from"]): "resumed" for item in attempts if item.get("resumed_from") is not None}

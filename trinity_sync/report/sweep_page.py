@@ -1,0 +1,143 @@
+"""The page of a sweep: the runs side by side, and their reward curves on one chart."""
+
+from __future__ import annotations
+
+from trinity_sync.report import charts
+from trinity_sync.report.charts import COLOURS, Series
+from trinity_sync.report.data import TARGET_REWARD, Run, Sweep, smooth, steps_to
+from trinity_sync.report.html import Html, badge, join, page, section, table, tag, tiles
+from trinity_sync.report.run_charts import metric_text
+from trinity_sync.tracking import units
+
+HEAD = (
+    "Job",
+    "Overrides",
+    "Status",
+    "Steps",
+    "Reward",
+    f"Steps to {TARGET_REWARD}",
+    "Wall",
+    "Blocked",
+    "p95",
+    "Load",
+    "p95",
+    "Moved",
+    "Faults",
+)
+
+
+def render(sweep: Sweep, now: float) -> str:
+    """The page as HTML.
+
+    Args:
+        sweep: what was read.
+        now: Unix seconds, for the note on when it was made.
+    """
+    title = f"Sweep {sweep.path.parent.name}/{sweep.path.name}"
+    return page(
+        title,
+        tag("div", tag("h1", title), tag("ul", _common(sweep), class_="facts"), class_="top"),
+        _tiles(sweep),
+        _rewards(sweep),
+        _table(sweep),
+        _notes(sweep),
+        tag("p", f"Made {units.moment(now)} from {sweep.path}", class_="quiet wide"),
+    )
+
+
+def cells(sweep: Sweep, run: Run) -> list[str]:
+    """One row of the comparison, in the order of `HEAD`."""
+    summary, sync = run.summary, run.summary["sync"]
+    reached = steps_to(run)
+    blocked, load = sync["publish"]["blocked_s"], sync["load"]["total_s"]
+    return [
+        run.path.name,
+        " ".join(sweep.distinct(run)) or "none",
+        run.status,
+        f"{summary['steps']}/{run.total_steps}" if run.total_steps is not None else str(summary["steps"]),
+        units.number(summary["reward_last"]),
+        "-" if reached is None else str(reached),
+        units.seconds(summary["wall_s"]),
+        units.seconds(blocked["median"]),
+        units.seconds(blocked["p95"]),
+        units.seconds(load["median"]),
+        units.seconds(load["p95"]),
+        units.size(sync["bytes_moved"]),
+        str(summary["faults"]),
+    ]
+
+
+def _common(sweep: Sweep) -> Html:
+    common = " ".join(sweep.common) if len(sweep.runs) > 1 else ""
+    return tag("li", "the same in all: ", tag("b", common or "the defaults"), class_="quiet")
+
+
+def _tiles(sweep: Sweep) -> Html:
+    done = sum(run.status == "completed" for run in sweep.runs)
+    scored = [run for run in sweep.runs if run.summary["reward_last"] is not None]
+    best = max(scored, key=lambda run: run.summary["reward_last"], default=None)
+    reached = [(steps, run) for run in sweep.runs if (steps := steps_to(run)) is not None]
+    quickest = min(reached, key=lambda item: item[0], default=None)
+    walls = [run.summary["wall_s"] for run in sweep.runs if run.summary["wall_s"] is not None]
+    return tiles(
+        [
+            ("Runs", str(len(sweep.runs)), f"{done} completed"),
+            ("Best last reward", units.number(best.summary["reward_last"]), _named(sweep, best))
+            if best
+            else ("Best", "none", None),
+            (f"Fewest steps to {TARGET_REWARD}", str(quickest[0]), _named(sweep, quickest[1]))
+            if quickest
+            else (f"Steps to {TARGET_REWARD}", "never", "by the mean of ten steps"),
+            ("Wall, all runs", units.seconds(sum(walls) if walls else None, "none"), None),
+        ]
+    )
+
+
+def _rewards(sweep: Sweep) -> Html:
+    series = [
+        Series(
+            name=_named(sweep, run),
+            points=smooth(run.series("reward/mean")),
+            colour=index % COLOURS,
+            dash=index // COLOURS if len(sweep.runs) > COLOURS else index % 4,
+        )
+        for index, run in enumerate(sweep.runs)
+    ]
+    chart = charts.line_chart(
+        series,
+        label="Mean reward by step of all runs",
+        y_format=metric_text,
+        width=1120,
+        height=320,
+        empty="No run has recorded a reward.",
+    )
+    return section("Reward", chart, hint="Mean of the last 10 steps")
+
+
+def _table(sweep: Sweep) -> Html:
+    rows: list[list[str | Html]] = []
+    for run in sweep.runs:
+        row: list[str | Html] = list(cells(sweep, run))
+        if (run.path / "report.html").exists():
+            row[0] = tag("a", run.path.name, href=f"{run.path.name}/report.html")
+        row[1] = tag("code", row[1])
+        row[2] = badge(run.status)
+        rows.append(row)
+    hint = (
+        "Reward: mean of the last 10 steps. Blocked: the trainer, per publish; load: an explorer, per version; "
+        "medians. Moved: mean bytes per version."
+    )
+    return section("Runs", table(HEAD, rows, numeric=range(3, len(HEAD))), hint=hint)
+
+
+def _notes(sweep: Sweep) -> Html:
+    parts = []
+    for run in sweep.runs:
+        texts = [*([str(run.record["error"])] if run.record.get("error") else []), *run.notes]
+        parts += [tag("p", tag("b", f"{run.path.name}: "), text) for text in texts]
+    return tag("section", *parts, class_="card wide note") if parts else join()
+
+
+def _named(sweep: Sweep, run: Run) -> str:
+    distinct = " ".join(sweep.distinct(run))
+    return f"{run.path.name}: {distinct}" if distinct else f"job {run.path.name}"

@@ -1,0 +1,37 @@
+"""Group-relative advantages: each sample judged against the others of its prompt. Called by the driver once a step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_sync.samples.batch import SampleBatch
+
+
+def group_advantages(batch: SampleBatch, normalise: bool = True, eps: float = 1e-4) -> NDArray[np.float64]:
+    """Advantages of GRPO (Shao et al., "DeepSeekMath", 2024): ``(r - mean) / (std + eps)`` within each group.
+
+    A group is what has step and prompt in common, in whatever order the batch has it. The standard deviation is the
+    unbiased one, as `torch.std` and verl have it. A group whose rewards are all equal gets exactly 0, and so does a
+    group of one.
+
+    Args:
+        batch: samples with finite rewards.
+        normalise: divide by the standard deviation; False gives ``r - mean`` (Liu et al., "Dr. GRPO", 2025).
+        eps: added to the standard deviation.
+
+    Returns:
+        float64 of shape (samples,), in the order of the batch.
+    """
+    pairs = np.stack([batch.steps, batch.prompts], axis=1)
+    _, firsts, group = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
+    group = group.reshape(-1)
+    size = np.bincount(group)
+    # measured from one member's reward, equal rewards are exact zeros, whatever their sum would round to
+    relative = batch.rewards - batch.rewards[firsts][group]
+    deviation = relative - (np.bincount(group, relative) / size)[group]
+    if not normalise:
+        return deviation
+    variance = np.bincount(group, deviation**2) / np.maximum(size - 1, 1)
+    scaled: NDArray[np.float64] = deviation / (np.sqrt(variance) + eps)[group]
+    return scaled

@@ -1,0 +1,258 @@
+"""Many samples, or many pairs, as a few numpy arrays: what explorers return and trainer ranks are given through Ray.
+
+Pickling 512 `Sample` objects costs milliseconds and tens of kilobytes of overhead; columns cost a few arrays, which Ray
+moves without a copy and hands out read-only. The accessors per sequence return arrays of their own, fit to be written
+to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_sync.samples.record import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Token sequences of different lengths, end to end.
+
+    Attributes:
+        ids: int32, all tokens.
+        offsets: int64 of shape (rows + 1,); row i is ``ids[offsets[i]:offsets[i + 1]]``.
+    """
+
+    ids: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]]) -> TokenRows:
+        """Build from one sequence of token ids per row."""
+        return cls.joined([token for row in rows for token in row], [len(row) for row in rows])
+
+    @classmethod
+    def joined(
+        cls, ids: Sequence[int] | NDArray[np.integer], lengths: Sequence[int] | NDArray[np.integer]
+    ) -> TokenRows:
+        """Build from all tokens end to end and the length of each row."""
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return cls(np.asarray(ids, np.int32), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row."""
+        return np.diff(self.offsets)
+
+    def row(self, index: int) -> NDArray[np.int64]:
+        """A copy of one row."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]].astype(np.int64)
+
+    def positions(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
+        """Where the tokens of these rows stand in `ids`, row after row."""
+        starts, lengths = self.offsets[rows], self.lengths[rows]
+        shifts = starts - (np.cumsum(lengths) - lengths)
+        return np.repeat(shifts, lengths) + np.arange(lengths.sum())
+
+    def take(self, rows: NDArray[np.integer]) -> TokenRows:
+        """These rows, in this order."""
+        return TokenRows.joined(self.ids[self.positions(rows)], self.lengths[rows])
+
+    @staticmethod
+    def concatenate(parts: Sequence[TokenRows]) -> TokenRows:
+        """The rows of all parts, one part after the other."""
+        return TokenRows.joined(
+            np.concatenate([part.ids for part in parts]), np.concatenate([part.lengths for part in parts])
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatch:
+    """Samples by column; all arrays have one entry per sample unless said otherwise.
+
+    Samples of one prompt share a row of `prompt_rows`, so a long prompt travels once and not once per sample.
+
+    Attributes:
+        steps, prompts, samples: int64; the trainer step, the prompt's number within it, the sample's within its group.
+        version_attempts, version_steps: int64; the version that made the sample.
+        rewards: float64.
+        exact: float64; NaN where the task does not say.
+        finished: bool; the end-of-sequence token was reached.
+        texts: the responses as the reward saw them.
+        prompt_of: int64; the sample's row in `prompt_rows`.
+        prompt_rows: tokens of the prompts; has as many rows as there are distinct prompts.
+        responses: tokens of the responses, one row per sample, the end-of-sequence token included.
+        log_probs: float32, one entry per token of `responses`, in the same order.
+    """
+
+    steps: NDArray[np.int64]
+    prompts: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    version_attempts: NDArray[np.int64]
+    version_steps: NDArray[np.int64]
+    rewards: NDArray[np.float64]
+    exact: NDArray[np.float64]
+    finished: NDArray[np.bool_]
+    texts: tuple[str, ...]
+    prompt_of: NDArray[np.int64]
+    prompt_rows: TokenRows
+    responses: TokenRows
+    log_probs: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, samples: Iterable[Sample]) -> SampleBatch:
+        """Build from single samples, in their order."""
+        items = list(samples)
+        rows: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        prompt_of = [rows.setdefault((item.step, item.prompt, item.prompt_ids), len(rows)) for item in items]
+        return cls(
+            steps=np.array([item.step for item in items], np.int64),
+            prompts=np.array([item.prompt for item in items], np.int64),
+            samples=np.array([item.sample for item in items], np.int64),
+            version_attempts=np.array([item.version[0] for item in items], np.int64),
+            version_steps=np.array([item.version[1] for item in items], np.int64),
+            rewards=np.array([item.reward for item in items], np.float64),
+            exact=np.array([np.nan if item.exact is None else item.exact for item in items], np.float64),
+            finished=np.array([item.finished for item in items], np.bool_),
+            texts=tuple(item.text for item in items),
+            prompt_of=np.array(prompt_of, np.int64),
+            prompt_rows=TokenRows.of([ids for _, _, ids in rows]),
+            responses=TokenRows.of([item.response_ids for item in items]),
+            log_probs=np.array([value for item in items for value in item.log_probs], np.float32),
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
+        """The samples of all parts, one part after the other. Without parts: a batch without samples."""
+        if not parts:
+            return cls.of([])
+        firsts = np.cumsum([0, *(len(part.prompt_rows) for part in parts)])
+        shifted = [part.prompt_of + first for part, first in zip(parts, firsts[:-1], strict=True)]
+        return cls(
+            steps=np.concatenate([part.steps for part in parts]),
+            prompts=np.concatenate([part.prompts for part in parts]),
+            samples=np.concatenate([part.samples for part in parts]),
+            version_attempts=np.concatenate([part.version_attempts for part in parts]),
+            version_steps=np.concatenate([part.version_steps for part in parts]),
+            rewards=np.concatenate([part.rewards for part in parts]),
+            exact=np.concatenate([part.exact for part in parts]),
+            finished=np.concatenate([part.finished for part in parts]),
+            texts=tuple(text for part in parts for text in part.texts),
+            prompt_of=np.concatenate(shifted),
+            prompt_rows=TokenRows.concatenate([part.prompt_rows for part in parts]),
+            responses=TokenRows.concatenate([part.responses for part in parts]),
+            log_probs=np.concatenate([part.log_probs for part in parts]),
+        )
+
+    def sorted(self) -> SampleBatch:
+        """The same samples by step, then prompt, then sample: the order in which they are trained on."""
+        return self.take(np.lexsort((self.samples, self.prompts, self.steps)))
+
+    def take(self, rows: NDArray[np.integer]) -> SampleBatch:
+        """These samples, in this order, with the prompts that they need."""
+        kept, prompt_of = np.unique(self.prompt_of[rows], return_inverse=True)
+        return SampleBatch(
+            steps=self.steps[rows],
+            prompts=self.prompts[rows],
+            samples=self.samples[rows],
+            version_attempts=self.version_attempts[rows],
+            version_steps=self.version_steps[rows],
+            rewards=self.rewards[rows],
+            exact=self.exact[rows],
+            finished=self.finished[rows],
+            texts=tuple(self.texts[row] for row in rows),
+            prompt_of=prompt_of,
+            prompt_rows=self.prompt_rows.take(kept),
+            responses=self.responses.take(rows),
+            log_probs=self.log_probs[self.responses.positions(rows)],
+        )
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> Sample:
+        exact = float(self.exact[index])
+        return Sample(
+            step=int(self.steps[index]),
+            prompt=int(self.prompts[index]),
+            sample=int(self.samples[index]),
+            prompt_ids=tuple(self.prompt_ids(index).tolist()),
+            response_ids=tuple(self.response_ids(index).tolist()),
+            log_probs=tuple(self.log_probs_of(index).tolist()),
+            version=(int(self.version_attempts[index]), int(self.version_steps[index])),
+            reward=float(self.rewards[index]),
+            exact=None if np.isnan(exact) else exact,
+            text=self.texts[index],
+            finished=bool(self.finished[index]),
+        )
+
+    @property
+    def response_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each response."""
+        return self.responses.lengths
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all responses."""
+        return len(self.responses.ids)
+
+    def prompt_ids(self, index: int) -> NDArray[np.int64]:
+        """A copy of the prompt's tokens."""
+        return self.prompt_rows.row(int(self.prompt_of[index]))
+
+    def response_ids(self, index: int) -> NDArray[np.int64]:
+        """A copy of the response's tokens."""
+        return self.responses.row(index)
+
+    def log_probs_of(self, index: int) -> NDArray[np.float32]:
+        """A copy of the log-probabilities of the response's tokens."""
+        start, stop = self.responses.offsets[index : index + 2]
+        return self.log_probs[start:stop].copy()
+
+
+@dataclass(frozen=True, slots=True)
+class PairBatch:
+    """Prompts and responses to learn from, by column. The supervised counterpart of `SampleBatch`.
+
+    Attributes:
+        prompt_rows, responses: tokens, one row per pair.
+    """
+
+    prompt_rows: TokenRows
+    responses: TokenRows
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> PairBatch:
+        """Build from one sequence of token ids per prompt and per response.
+
+        Raises:
+            ValueError: there are more prompts than responses, or fewer.
+        """
+        if len(prompts) != len(responses):
+            raise ValueError(f"{len(prompts)} prompts do not pair with {len(responses)} responses")
+        return cls(TokenRows.of(prompts), TokenRows.of(responses))
+
+    def __len__(self) -> int:
+        return len(self.responses)
+
+    @property
+    def token_count(self) -> int:
+        """Tokens of all responses: those that are learnt."""
+        return len(self.responses.ids)
+
+    def prompt_ids(self, index: int) -> NDArray[np.int64]:
+        """A copy of the prompt's tokens."""
+        return self.prompt_rows.row(index)
+
+    def response_ids(self, index: int) -> NDArray[np.int64]:
+        """A copy of the response's tokens."""
+        return self.responses.row(index)

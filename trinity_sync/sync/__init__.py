@@ -1,0 +1,8 @@
+"""From the trainer's snapshot to every explorer: the synchronizer, the node agent, and one file per sync mode.
+
+Importing this package loads neither torch nor verl.
+"""
+
+from trinity_sync.sync.synchronizer import Synchronizer, SynchronizerConfig
+
+__all__ = ["Synchronizer", "SynchronizerConfig"]

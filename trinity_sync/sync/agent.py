@@ -1,0 +1,217 @@
+"""The node agent: one process per node that owns the slots and does with a staged version all that need not happen in
+a trainer's process.
+
+It computes bucket and version digests, writes shard files, and hands bytes to explorers of other nodes as objects
+that it returns, which outlive the trainer rank. Explorers of its own node map the slots themselves. No torch: it
+starts in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from trinity_sync.process import own_log, peak_rss
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.parts import PartInfo, shard_file
+from trinity_sync.weights.digests import RowDigests, bucket_digests, digest_rows
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shard_file import write_shard_file
+from trinity_sync.weights.slots import SlotArena, remove_stale
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Settings of an agent.
+
+    Attributes:
+        run_key: names the run's folder in shared memory; unique among runs that live.
+        slots: snapshots held at a time.
+        root: where shared memory is mounted (`sync.shm_dir`).
+        fallback: folder for mapped files where `root` is too small.
+        verify: ``full``, ``bucket`` or ``off``.
+        nodes: how many nodes hold parts.
+        threads: workers for digests and writes.
+        log_dir: where this process logs, None for Ray's own logs.
+    """
+
+    run_key: str
+    slots: int
+    root: str
+    fallback: str
+    verify: str
+    nodes: int
+    threads: int
+    log_dir: str | None = None
+
+
+class NodeAgent:
+    """The agent's body, an asyncio Ray actor.
+
+    Args:
+        config: see `AgentConfig`.
+        synchronizer: actor handle to report to.
+        lead: the agent that puts the version digest together; None if this is the one.
+    """
+
+    def __init__(self, config: AgentConfig, synchronizer: Any, lead: Any | None = None) -> None:
+        own_log(config.log_dir, "node-agent")
+        self._config = config
+        self._synchronizer = synchronizer
+        self._lead = lead
+        self._node = ray.get_runtime_context().get_node_id()
+        self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="digest")
+        self._tasks = ThreadPoolExecutor(4, thread_name_prefix="agent")
+        self._layouts: dict[str, PartLayout] = {}
+        self._arena: SlotArena | None = None
+        self._maps: dict[tuple[int, str], mmap.mmap] = {}
+        self._staged: dict[Version, set[str]] = {}
+        self._rows: dict[Version, list[RowDigests]] = {}
+        self._contributed: dict[Version, set[str]] = {}
+        # While this process lives, so does the call; the synchronizer watches it.
+        self._held: Any = None
+
+    async def register(self, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Make the slots for this node's parts.
+
+        Args:
+            layouts: part -> `PartLayout.to_json()`.
+
+        Returns:
+            ``paths``: {slot: {part: file}}, and ``notes``: what the user should know (such as a fallback from shared
+            memory).
+        """
+        self._layouts = {part: PartLayout.from_json(layout) for part, layout in layouts.items()}
+        self._held = self._synchronizer.hold.remote()
+        self._synchronizer.watch.remote(f"the agent of node {self._node}", [self._held])
+        return await self._run(self._create)
+
+    def _create(self) -> dict[str, Any]:
+        remove_stale(self._config.root)
+        sizes = {part: layout.nbytes for part, layout in self._layouts.items()}
+        self._arena = SlotArena.create(
+            self._config.run_key,
+            self._config.slots,
+            sizes,
+            root=self._config.root,
+            fallback=Path(self._config.fallback),
+        )
+        slots = range(self._config.slots)
+        self._maps = {(slot, part): self._arena.map(slot, part) for slot in slots for part in sizes}
+        paths = {slot: {part: str(self._arena.path(slot, part)) for part in sizes} for slot in slots}
+        return {"paths": paths, "notes": list(self._arena.notes)}
+
+    async def part_staged(self, version: Version, slot: int, part: str) -> None:
+        """A rank has filled its segment. With the last one of this node the digests are computed and reported."""
+        version = Version(*version)
+        staged = self._staged.setdefault(version, set())
+        staged.add(part)
+        if staged != self._layouts.keys():
+            return
+        del self._staged[version]
+        try:
+            parts, rows = await self._run(self._digest, slot)
+            await self._synchronizer.staged.remote(version, parts)
+            await self._contribute(version, rows)
+        except Exception as error:
+            await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+
+    def _digest(self, slot: int) -> tuple[dict[str, PartInfo], RowDigests | None]:
+        assert self._arena is not None
+        parts = {}
+        for part, layout in self._layouts.items():
+            buckets = (
+                None if self._config.verify == "off" else bucket_digests(self._maps[slot, part], layout, self._pool)
+            )
+            parts[part] = PartInfo(
+                part=part,
+                node=self._node,
+                path=str(self._arena.path(slot, part)),
+                nbytes=layout.nbytes,
+                layout=layout.digest,
+                buckets=buckets,
+            )
+        if self._config.verify != "full":
+            return parts, None
+        local = [(layout, self._maps[slot, part]) for part, layout in self._layouts.items()]
+        return parts, digest_rows(local, self._pool)
+
+    async def _contribute(self, version: Version, rows: RowDigests | None) -> None:
+        if self._lead is not None:
+            await self._lead.contribute.remote(version, self._node, rows)
+        else:
+            await self.contribute(version, self._node, rows)
+
+    async def contribute(self, version: Version, node: str, rows: RowDigests | None) -> None:
+        """On the lead agent: row digests of a node (None where none are computed); with the last one the version has
+        its digest.
+        """
+        version = Version(*version)
+        nodes = self._contributed.setdefault(version, set())
+        if node in nodes:
+            return
+        nodes.add(node)
+        if rows is not None:
+            self._rows.setdefault(version, []).append(rows)
+        if len(nodes) < self._config.nodes:
+            return
+        del self._contributed[version]
+        collected = self._rows.pop(version, [])
+        try:
+            digest = await self._run(_version_digest, collected) if collected else None
+            await self._synchronizer.digested.remote(version, digest)
+        except Exception as error:
+            await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+
+    async def layout(self, part: str) -> dict[str, Any]:
+        """The layout of a part, as `PartLayout.to_json()`."""
+        return self._layouts[part].to_json()
+
+    async def read(self, slot: int, part: str) -> np.ndarray:
+        """A copy of a staged part as bytes, for readers on other nodes. The caller holds a lease on the version."""
+        return await self._run(
+            lambda: np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes].copy()
+        )
+
+    async def write(self, slot: int, folder: str, metadata: dict[str, str], fsync: bool) -> list[tuple[str, int, str]]:
+        """Write this node's parts of a slot as shard files below `folder`.
+
+        Returns:
+            (path relative to `folder`, bytes, xxh3_128 hex) of each file.
+        """
+        return await self._run(self._write, slot, Path(folder), metadata, fsync)
+
+    def _write(self, slot: int, folder: Path, metadata: dict[str, str], fsync: bool) -> list[tuple[str, int, str]]:
+        files = []
+        for part, layout in self._layouts.items():
+            relative = shard_file(part)
+            (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+            nbytes, digest = write_shard_file(folder / relative, layout, self._maps[slot, part], metadata, fsync=fsync)
+            files.append((relative, nbytes, digest))
+        return files
+
+    async def memory(self) -> dict[str, int]:
+        """Peak resident bytes of this process, shared slots included."""
+        return {"peak_rss": peak_rss(), "pid": os.getpid()}
+
+    async def close(self) -> None:
+        """Give the shared memory back. Safe to call twice."""
+        if self._arena is not None:
+            self._maps.clear()
+            await self._run(self._arena.close)
+
+    async def _run(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._tasks, function, *args)
+
+
+def _version_digest(collected: list[RowDigests]) -> str:
+    first, *others = collected
+    return first.merge(others).version_digest() if others else first.version_digest()

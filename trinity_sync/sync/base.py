@@ -1,0 +1,102 @@
+"""The seam between the sync modes and the rest: what a mode does on the trainer's side and on an explorer's.
+
+A version arrives *sealed* (all ranks staged, digests known). Then
+
+1. driver: `SyncMode.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
+2. driver: `SyncMode.deliver(explorers, version)` has the explorers load it and returns their reports;
+3. explorer: `Transport.parts(lease, ticket)` yields the parts one after another; `sync.loading` checks and applies
+   them.
+
+Whatever fails raises; the version before stays in force.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.remote import resolve
+from trinity_sync.sync.synchronizer import Sealed, Synchronizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What an explorer holds after a load.
+
+    Attributes:
+        explorer: its name.
+        version: the version it holds.
+        digest: version digest of its own tensors (``sync.verify=full``), else None.
+        bytes_moved: bytes that it took in.
+        total_s: seconds from the request to the last check.
+        paused_s: seconds in which it held no version and refused to generate.
+        peak_rss: peak resident bytes of its process.
+    """
+
+    explorer: str
+    version: Version
+    digest: str | None
+    bytes_moved: int
+    total_s: float
+    paused_s: float
+    peak_rss: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSide:
+    """What the modes may ask of the trainer's side, passed in so that rooms stay apart.
+
+    Attributes:
+        synchronizer: the run's synchronizer.
+        agents: Ray node id -> node agent.
+        ranks: trainer rank name -> worker handle, in rank order.
+        timeout_s: limit of each wait (`sync.timeout_s`).
+    """
+
+    synchronizer: Synchronizer
+    agents: Mapping[str, Any]
+    ranks: Mapping[str, Any]
+    timeout_s: float
+
+
+@dataclass
+class Delivery:
+    """The outcome of having explorers load a version: reports of those that did, and the error of each that is gone."""
+
+    reports: list[LoadReport] = field(default_factory=list)
+    lost: dict[str, Exception] = field(default_factory=dict)
+
+
+class SyncMode(Protocol):
+    """The driver's half of a sync mode."""
+
+    name: str
+
+    def publish(self, sealed: Sealed) -> None:
+        """Make the version available to explorers and commit it. Blocks until it is."""
+        ...
+
+    def deliver(self, explorers: Mapping[str, Any], version: Version) -> Delivery:
+        """Have the explorers (name -> handle) load the version."""
+        ...
+
+
+class Transport(Protocol):
+    """The explorer's half of a sync mode: where the bytes of a leased version come from."""
+
+    def parts(self, lease: Lease, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+        """Yield (`PartLayout`, buffer, bucket digests or None) for each part. A buffer is valid until the next one is
+        asked for.
+        """
+        ...
+
+
+def deliver_each(side: TrainerSide, explorers: Mapping[str, Any], version: Version) -> Delivery:
+    """Have all explorers load side by side, each at its own pace: for modes in which loads do not depend on each
+    other.
+    """
+    calls = {name: explorer.load.remote(version) for name, explorer in explorers.items()}
+    reports = resolve(calls, f"load version {version}", side.timeout_s)
+    return Delivery(reports=[reports[name] for name in explorers])

@@ -1,0 +1,362 @@
+"""The `Synchronizer`: where trainer and explorers meet. A named Ray actor, one per run, over the pure `VersionBook`.
+
+Control plane only: names, versions, digests and where things are, never tensor bytes. Who calls what, for one version:
+
+1. The trainer's driver `begin`s the version and gets a slot (waits for one up to a timeout).
+2. The node agents report `staged` (which parts, where, bucket digests); the lead agent reports `digested`.
+3. The driver awaits `wait_sealed`, makes the bytes available in its sync mode, and `commit`s.
+4. Explorers `lease` the version, load it, and `release` the lease.
+
+Waiting calls return as soon as the state changes; nothing is polled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.process import own_log, peak_rss, small_actor
+from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
+from trinity_sync.sync.remote import MemberDied, resolve_one
+
+ACTOR_NAME = "synchronizer"
+
+STATUSES = ("running", "requires_sync", "stopped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynchronizerConfig:
+    """Settings of the actor.
+
+    Attributes:
+        slots: snapshots held at a time (`sync.slots`).
+        lease_s: seconds until a lease ends by itself (`sync.lease_s`).
+        timeout_s: limit of the waits that name none (`sync.timeout_s`), seconds.
+        log_dir: where the actor logs, None for Ray's own logs.
+    """
+
+    slots: int
+    lease_s: float
+    timeout_s: float
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """A version whose bytes are all in the slots: what publishing it needs.
+
+    Attributes:
+        version: which.
+        slot: where in every node's arena.
+        digest: version digest, or None where `sync.verify` is not ``full``.
+        parts: part name -> `sync.parts.PartInfo`.
+    """
+
+    version: Version
+    slot: int
+    digest: str | None
+    parts: dict[str, Any]
+
+
+class SynchronizerActor:
+    """The actor's body. Methods are coroutines on one event loop, so the state machine needs no lock."""
+
+    def __init__(self, config: SynchronizerConfig) -> None:
+        own_log(config.log_dir, "synchronizer")
+        self._config = config
+        self._book = VersionBook(config.slots, time.monotonic)
+        self._changed = asyncio.Condition()
+        self._trainer_status = "running"
+        self._explorers: Counter[str] = Counter()
+        self._no_new_version = False
+        self._dead_agent: str | None = None
+
+    # -- trainer's side
+
+    async def begin(self, version: Version, parts: list[str], timeout_s: float) -> int:
+        """A slot for the version; waits while every slot is read or still on its way."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if self._dead_agent is not None:
+                raise MemberDied(self._dead_agent, f"take version {version}")
+            slot = self._book.open(version, parts)
+            if slot is not None:
+                return slot
+            # An expired lease frees a slot without anybody calling, so wake up for that too.
+            if not await self._wait_change(min(deadline, time.monotonic() + 1.0)) and time.monotonic() >= deadline:
+                raise WaitTimeout(
+                    "the readers of older versions",
+                    f"free one of {self._config.slots} slots for version {version}",
+                    timeout_s,
+                )
+
+    async def staged(self, version: Version, parts: dict[str, Any]) -> None:
+        """Parts of a node are in its slot."""
+        self._book.stage(version, parts)
+        await self._notify()
+
+    async def digested(self, version: Version, digest: str | None) -> None:
+        """The digest of the whole version is known (None: not asked for)."""
+        self._book.digest(version, digest)
+        await self._notify()
+
+    async def failed(self, version: Version, error: str) -> None:
+        """A part of the version cannot be had; whoever waits for it is told."""
+        self._book.fail(version, error)
+        await self._notify()
+
+    async def wait_sealed(self, version: Version, timeout_s: float) -> Sealed:
+        """The version as staged by all ranks."""
+
+        def ready() -> bool:
+            return self._dead_agent is not None or self._book.state(version) is not State.OPENED
+
+        await self._wait_for(ready, "the node agents", f"seal version {version}", timeout_s)
+        if self._book.state(version) is State.OPENED:
+            assert self._dead_agent is not None
+            raise MemberDied(self._dead_agent, f"seal version {version}")
+        if self._book.state(version) is State.FAILED:
+            raise RunError(f"version {version} could not be staged: {self._book.error(version)}")
+        slot, parts, digest = self._book.sealed_info(version)
+        return Sealed(version=version, slot=slot, digest=digest, parts=parts)
+
+    async def commit(self, version: Version, location: str | None = None) -> None:
+        """The version is available; explorers that wait for one are woken."""
+        self._book.commit(version, location)
+        await self._notify()
+
+    async def discard(self, version: Version) -> None:
+        """The version was staged for a checkpoint only; its slot is free again."""
+        self._book.discard(version)
+        await self._notify()
+
+    # -- watching the agents
+
+    async def hold(self) -> None:
+        """Never returns. What it would return belongs to the caller; see `watch`."""
+        await asyncio.Event().wait()
+
+    async def watch(self, who: str, owned: list[Any]) -> None:
+        """Notice a node agent's death: `owned` holds the reference to its `hold` call, which fails with its owner."""
+        try:
+            await owned[0]
+        except RayError:
+            self._dead_agent = who
+            await self._notify()
+
+    # -- explorers' side
+
+    async def lease(self, reader: str, version: Version | None = None) -> Lease:
+        """Hold a committed version (the newest unless named); version and parts come together."""
+        try:
+            return self._book.lease(reader, self._config.lease_s, version)
+        except VersionError as error:
+            raise RunError(f"{reader} cannot load: {error}") from None
+
+    async def release(self, lease_id: int) -> bool:
+        """The reader is done. False: the lease had ended before, so the slot may hold another version by now."""
+        in_time = self._book.release(lease_id)
+        await self._notify()
+        return in_time
+
+    async def drop_reader(self, reader: str) -> None:
+        """The reader is gone; its leases end."""
+        self._book.drop_reader(reader)
+        await self._notify()
+
+    async def wait_newer(self, version: Version | None, timeout_s: float) -> Version | None:
+        """The newest version once it is newer than `version`; None when the trainer said that none will come."""
+
+        def ready() -> bool:
+            return self._no_new_version or (
+                self._book.newest is not None and (version is None or self._book.newest > version)
+            )
+
+        await self._wait_for(ready, "the trainer", f"publish a version after {version}", timeout_s)
+        newest = self._book.newest
+        return newest if newest is not None and (version is None or newest > version) else None
+
+    async def newest(self) -> Version | None:
+        """The newest committed version."""
+        return self._book.newest
+
+    async def newest_location(self) -> str | None:
+        """The folder of the newest version where the sync mode has one."""
+        if self._book.newest is None:
+            return None
+        lease = self._book.lease("location", 0.0)
+        self._book.release(lease.id)
+        return lease.location
+
+    # -- status
+
+    async def set_trainer_status(self, status: str) -> None:
+        """What the trainer is doing, one of `STATUSES`."""
+        self._trainer_status = _known(status)
+        await self._notify()
+
+    async def get_trainer_status(self) -> str:
+        """What the trainer said last."""
+        return self._trainer_status
+
+    async def set_explorer_status(self, status: str, old_status: str | None = None) -> None:
+        """One explorer goes from `old_status` (None: it is new) to `status`."""
+        _known(status)
+        if old_status is not None:
+            if self._explorers[_known(old_status)] <= 0:
+                raise ValueError(f"no explorer is {old_status}, so none can go from there to {status}")
+            self._explorers[old_status] -= 1
+        self._explorers[status] += 1
+        await self._notify()
+
+    async def get_explorer_status_counts(self) -> dict[str, int]:
+        """Explorers per status."""
+        return {status: self._explorers[status] for status in STATUSES}
+
+    async def notify_no_new_model_state_dict(self) -> None:
+        """The trainer has ended: whoever waits for a version waits no longer."""
+        self._no_new_version = True
+        await self._notify()
+
+    async def memory(self) -> dict[str, Any]:
+        """Peak resident bytes of this process and whether torch was loaded into it (it must not be)."""
+        return {"peak_rss": peak_rss(), "pid": os.getpid(), "torch": "torch" in sys.modules}
+
+    # -- waiting
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _wait_change(self, deadline: float) -> bool:
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return False
+        return True
+
+    async def _wait_for(self, ready: Callable[[], bool], who: str, what: str, timeout_s: float) -> None:
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(ready), timeout_s)
+            except TimeoutError:
+                raise WaitTimeout(who, what, timeout_s) from None
+
+
+def _known(status: str) -> str:
+    if status not in STATUSES:
+        raise ValueError(f"unknown status {status!r}; one of {', '.join(STATUSES)}")
+    return status
+
+
+class Synchronizer:
+    """A thin, picklable client of the actor. Make it with `get_actor`; every call is bounded by the actor's timeout.
+
+    Example:
+        synchronizer = Synchronizer.get_actor(SynchronizerConfig(slots=2, lease_s=30, timeout_s=60), namespace="run")
+        synchronizer.get_latest_model_version()
+    """
+
+    def __init__(self, actor: Any, timeout_s: float) -> None:
+        self.actor = actor
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def get_actor(cls, config: SynchronizerConfig | None = None, namespace: str | None = None) -> Synchronizer:
+        """The run's synchronizer. With a config it is created or the one that is there is returned; without one it
+        must be there.
+
+        Raises:
+            RunError: no config was given and there is none.
+        """
+        if config is None:
+            try:
+                actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
+            except ValueError:
+                raise RunError(
+                    f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"
+                ) from None
+            return cls(actor, ray.get(actor.timeout_s.remote(), timeout=60))
+        actor = (
+            ray.remote(small_actor(_Actor, config))
+            .options(
+                name=ACTOR_NAME,
+                namespace=namespace,
+                get_if_exists=True,
+                num_cpus=0,
+                max_concurrency=10_000,
+            )
+            .remote()
+        )
+        return cls(actor, config.timeout_s)
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the actor and wait for its answer.
+
+        Args:
+            method: its name.
+            args: its arguments.
+            timeout_s: limit for this wait in seconds; the configured one unless given.
+        """
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        return resolve_one(getattr(self.actor, method).remote(*args), "the synchronizer", f"answer {method}", limit)
+
+    def get_latest_model_version(self) -> int:
+        """The step of the newest committed version, -1 before the first."""
+        newest = self.call("newest")
+        return -1 if newest is None else newest.step
+
+    def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
+        """The folder of the newest version on disk, None where the sync mode writes none."""
+        location = self.call("newest_location")
+        if location is None:
+            return None
+        return f"{location}/actor/huggingface" if use_huggingface else f"{location}/actor"
+
+    def wait_new_model_state_dict(self, current_version: int) -> int:
+        """The newest step once it is past `current_version`; that one itself when the trainer has ended.
+
+        Raises:
+            WaitTimeout: nothing came within the configured timeout.
+        """
+        newest = self.call("newest")
+        held = Version(newest.attempt if newest else 0, current_version)
+        found = self.call("wait_newer", held, self._timeout_s, timeout_s=self._timeout_s + 5)
+        return current_version if found is None else found.step
+
+    def notify_no_new_model_state_dict(self) -> None:
+        """The trainer has ended; waits for a new version end."""
+        self.call("notify_no_new_model_state_dict")
+
+    def set_trainer_status(self, status: str) -> None:
+        """What the trainer is doing: running, requires_sync or stopped."""
+        self.call("set_trainer_status", status)
+
+    def get_trainer_status(self) -> str:
+        """What the trainer said last."""
+        return self.call("get_trainer_status")
+
+    def set_explorer_status(self, status: str, old_status: str | None = None) -> None:
+        """One explorer goes from `old_status` (None: it is new) to `status`."""
+        self.call("set_explorer_status", status, old_status)
+
+    def get_explorer_status_counts(self) -> dict[str, int]:
+        """How many explorers are in each status."""
+        return self.call("get_explorer_status_counts")
+
+
+class _Actor(SynchronizerActor):
+    async def timeout_s(self) -> float:
+        """Limit of a wait, for clients that join by name."""
+        return self._config.timeout_s

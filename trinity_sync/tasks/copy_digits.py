@@ -1,0 +1,50 @@
+"""The default task: copy a random number. Small enough to be learnt in seconds on one CPU core, and judged exactly."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.samples.keys import Purpose, child, path
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import RewardResult
+
+
+class CopyDigits:
+    """Prompts such as ``61=``; the right response is ``61`` and then the end of the text.
+
+    The reward is the share of correct positions, the end of the text being one of them: of ``61`` and the end, ``60``
+    and the end earns 2/3.
+
+    Args:
+        digits: digits of the number, leading zeros included; at least 1.
+        seed: of the run; the numbers are a pure function of seed, step and the prompt's index.
+        response_length: longest response in tokens, as the explorers are told; None is not checked.
+
+    Raises:
+        ConfigError: no digits, or responses too short for the answer.
+    """
+
+    def __init__(self, digits: int, seed: int, *, response_length: int | None = None) -> None:
+        if digits < 1:
+            raise ConfigError(f"task.digits is {digits}; must be at least 1")
+        if response_length is not None and response_length < digits + 1:
+            raise ConfigError(
+                f"task.response_length is {response_length}; "
+                f"{digits} digits and the end of the text take {digits + 1} tokens"
+            )
+        self.digits = digits
+        self.seed = seed
+
+    def prompts(self, step: int, count: int) -> list[Prompt]:
+        """The prompts of a step."""
+        keys = path(self.seed, Purpose.PROMPTS, step, np.arange(count))
+        digits = child(keys[:, None], np.arange(self.digits)) % np.uint64(10)
+        numbers = ["".join(map(str, row)) for row in digits.tolist()]
+        return [Prompt(index=index, text=f"{number}=", answer=number) for index, number in enumerate(numbers)]
+
+    def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        """The share of correct positions, and whether all of them are."""
+        right = sum(map(str.__eq__, text, prompt.answer))
+        right += finished and len(text) == self.digits
+        return RewardResult(right / (self.digits + 1), float(right == self.digits + 1))

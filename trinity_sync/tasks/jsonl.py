@@ -1,0 +1,74 @@
+"""Prompts and answers from a JSON Lines or Parquet file, judged by a reward function of the user's choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks.rows import Row, RowFile
+
+RewardFunction = Callable[[Prompt, str], float]
+
+
+class JsonlTask:
+    """One prompt per line or row. Fields other than prompt and answer go to `Prompt.fields`.
+
+    Args:
+        path: of the file; see `RowFile`.
+        prompt_key: field of the prompt, a text or a list of chat messages.
+        answer_key: field of the answer, of any type but null.
+        shuffle: whether the order is shuffled anew in each pass over the file.
+        reward: ``f(prompt, response) -> number``; `trinity_sync.tasks.rewards` has some.
+        seed: of the run; the prompts are a pure function of the file, the seed and the step.
+        prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
+
+    Raises:
+        ConfigError: the file is not as described; names file and line.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        prompt_key: str,
+        answer_key: str,
+        shuffle: bool,
+        reward: RewardFunction,
+        seed: int,
+        *,
+        prompt_length: int | None = None,
+        response_length: int | None = None,
+    ) -> None:
+        self.prompt_length = prompt_length
+        self.response_length = response_length
+        self.reward_name = _name(reward)
+        self._judge = reward
+        self._prompt_key, self._answer_key = prompt_key, answer_key
+        self._file = RowFile(path, seed=seed, shuffle=shuffle)
+        for row in self._file.rows:
+            self._prompt(0, row)
+
+    def prompts(self, step: int, count: int) -> list[Prompt]:
+        """The prompts of a step."""
+        return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
+
+    def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        """What the reward function gives for the response, whether or not it was finished."""
+        return RewardResult(self._judge(prompt, text))
+
+    def _prompt(self, index: int, row: Row) -> Prompt:
+        prompt = self._file.text_or_messages(row, self._prompt_key)
+        answer = self._file.value(row, self._answer_key)
+        rest = {key: value for key, value in row.values.items() if key not in (self._prompt_key, self._answer_key)}
+        if isinstance(prompt, str):
+            return Prompt(index=index, text=prompt, answer=answer, fields=rest)
+        return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=rest)
+
+
+def _name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

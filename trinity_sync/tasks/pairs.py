@@ -1,0 +1,54 @@
+"""Pairs of prompt and response from a JSON Lines or Parquet file, for supervised fine-tuning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from trinity_sync.samples.record import Message
+from trinity_sync.tasks.rows import RowFile
+
+
+class Pair(NamedTuple):
+    """What to say to what.
+
+    Attributes:
+        prompt: a text, or a list of chat messages.
+        response: the text that is learnt.
+        where: place in the file, as in ``train.jsonl:17``.
+    """
+
+    prompt: str | list[Message]
+    response: str
+    where: str
+
+
+class PairsTask:
+    """One pair per line or row; shuffled anew in each pass over the file.
+
+    Args:
+        path: of the file; see `RowFile`.
+        prompt_key: field of the prompt, a text or a list of chat messages.
+        response_key: field of the response, a text.
+        seed: of the run; the pairs are a pure function of the file, the seed and the step.
+        max_length: longest prompt and response together in tokens; the trainer goes by it.
+
+    Raises:
+        ConfigError: the file is not as described; names file and line.
+    """
+
+    def __init__(
+        self, path: str | Path, prompt_key: str, response_key: str, seed: int, *, max_length: int | None = None
+    ) -> None:
+        self.max_length = max_length
+        self._file = RowFile(path, seed=seed, shuffle=True)
+        self._pairs = {}
+        for row in self._file.rows:
+            prompt = self._file.text_or_messages(row, prompt_key)
+            response = self._file.text(row, response_key)
+            where = self._file.where(row)
+            self._pairs[row.number] = Pair(prompt if isinstance(prompt, str) else list(prompt), response, where)
+
+    def pairs(self, step: int, count: int) -> list[Pair]:
+        """The pairs of a trainer step (from 1)."""
+        return [self._pairs[row.number] for row in self._file.of_step(step, count)]

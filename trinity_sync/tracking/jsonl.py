@@ -1,0 +1,173 @@
+"""Append-only logs of JSON objects, one per line: metrics.jsonl and events.jsonl. The recorder writes, reports read.
+
+A crash can tear the last line and nothing else, because each line goes out in one write. Readers skip a torn last line,
+the next writer removes it, and a resume cuts what the abandoned steps left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.errors import RunError
+from trinity_sync.tracking.files import plain, write_atomic
+
+_STEP_FIELD = {"publish": "version", "load": "version", "commit": "step", "prune": "step"}
+
+
+class JsonlWriter:
+    """Appends objects to a file that only this process writes. Any thread may append.
+
+    Args:
+        path: the file; created if missing, and freed of a torn last line if not.
+
+    Raises:
+        RunError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            self._handle: int | None = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            _mend_tail(self._handle)
+        except OSError as error:
+            raise _write_error(path, error) from error
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Writes one line; it is in the operating system's hands on return.
+
+        Raises:
+            RunError: the disk refuses (full, gone), or the writer is closed. The lines written before are unharmed.
+        """
+        line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+        with self._lock:
+            if self._handle is None:
+                raise RunError(f"{self.path} is closed: nothing more can be recorded in it")
+            start = os.lseek(self._handle, 0, os.SEEK_END)
+            try:
+                _write_all(self._handle, line)
+            except OSError as error:
+                # A full disk may have taken half a line: take it back, or the next one would be glued to it.
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._handle, start)
+                raise _write_error(self.path, error) from error
+
+    def close(self) -> None:
+        """Makes the lines durable and closes the file; closing twice is fine.
+
+        Raises:
+            RunError: the disk did not take the lines.
+        """
+        with self._lock:
+            handle, self._handle = self._handle, None
+            if handle is None:
+                return
+            try:
+                os.fsync(handle)
+            except OSError as error:
+                raise _write_error(self.path, error) from error
+            finally:
+                os.close(handle)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The objects of a log, oldest first; none if the file does not exist. A torn last line is skipped.
+
+    Raises:
+        RunError: a line before the last is not a JSON object, or the file cannot be read.
+    """
+    return [record for _, record in _lines(path)]
+
+
+def cut_after(path: Path, step: int, *, key: Callable[[Mapping[str, Any]], int | None]) -> int:
+    """Drops the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
+
+    Args:
+        path: the log; a missing one is left missing.
+        step: the last step to keep.
+        key: the step that a line belongs to, None for a line that always stays (`metrics_step`, `event_step`).
+
+    Returns:
+        How many whole lines went.
+
+    Raises:
+        RunError: the log is damaged before its last line, or the disk refuses; the log is then unchanged.
+    """
+    if not path.exists():
+        return 0
+    lines = _lines(path)
+    kept = [line for line, record in lines if (at := key(record)) is None or at <= step]
+    write_atomic(path, b"".join(line + b"\n" for line in kept))
+    return len(lines) - len(kept)
+
+
+def metrics_step(record: Mapping[str, Any]) -> int | None:
+    """The trainer step of a line of metrics.jsonl."""
+    return record.get("step")
+
+
+def event_step(record: Mapping[str, Any]) -> int | None:
+    """The step whose work an event is about: of the version, or of the checkpoint. Faults belong to no step."""
+    return record.get(_STEP_FIELD.get(record.get("event", ""), ""))
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    try:
+        pieces = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+    # Split leaves an empty piece after a final newline, and a torn line where there is none.
+    last = len(pieces) - 1 if pieces[-1] else len(pieces) - 2
+    found = []
+    for index, piece in enumerate(pieces):
+        if not piece.strip():
+            continue
+        record = _parse(piece)
+        if record is not None:
+            found.append((piece, record))
+        elif index != last:
+            raise RunError(f"{path}, line {index + 1} is not a JSON object; repair or remove that line")
+    return found
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _mend_tail(handle: int) -> None:
+    """Ends the file after its last whole line: a torn one is cut, one that lacks only its newline gets it."""
+    end = os.lseek(handle, 0, os.SEEK_END)
+    tail, start = b"", end
+    while start > 0 and b"\n" not in tail:
+        step = min(start, 1 << 16)
+        start -= step
+        tail = os.pread(handle, step, start) + tail
+    torn = tail[tail.rfind(b"\n") + 1 :]
+    if not torn:
+        return
+    if _parse(torn) is not None:
+        _write_all(handle, b"\n")
+    else:
+        os.ftruncate(handle, end - len(torn))
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]
+
+
+def _write_error(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} cannot be written: {error.strerror or error}; free space or check the disk")

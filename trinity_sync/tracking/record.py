@@ -1,0 +1,233 @@
+"""run.json: what was run, from what, by which attempt, and how it ended.
+
+The recorder writes it; commands and the report read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.files import write_json
+
+Status = Literal["running", "completed", "failed", "interrupted"]
+ENDINGS = ("completed", "failed", "interrupted")
+
+PACKAGES = (
+    "trinity-sync",
+    "torch",
+    "verl",
+    "ray",
+    "transformers",
+    "tensordict",
+    "vllm",
+    "megatron-core",
+    "mbridge",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "numpy",
+    "xxhash",
+    "pyarrow",
+)
+
+
+@dataclass(kw_only=True)
+class RunRecord:
+    """The record of the current attempt, with the earlier ones in `attempts`.
+
+    Attributes:
+        path: run.json.
+        attempt: 0 for a fresh run, one more for each resume.
+        command: the command line, quoted for a shell.
+        seed: the run's seed.
+        git: ``{"commit": hex, "dirty": bool}`` of the working directory's repository, None outside of one.
+        packages: version of Python and of the distributions that decide the numbers.
+        host: name of the driver's machine.
+        threads: CPU threads per process (they change sums, hence digests), one number or one per role.
+        config_digest: of the resolved config.
+        started, ended: Unix seconds of this attempt; `ended` is None while it runs.
+        error: why the attempt failed.
+        attempts: every attempt, oldest first: ``attempt, status, resumed_from, command, host, started, ended, error``.
+    """
+
+    path: Path
+    attempt: int
+    command: str
+    seed: int | None
+    git: dict[str, Any] | None
+    packages: dict[str, str]
+    host: str
+    threads: int | dict[str, int] | None
+    config_digest: str | None
+    resumed_from: int | None = None
+    status: Status = "running"
+    started: float | None = None
+    ended: float | None = None
+    error: str | None = None
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    clock: Callable[[], float] = time.time
+
+    @classmethod
+    def new(
+        cls,
+        path: Path,
+        *,
+        command: str | Sequence[str],
+        seed: int | None,
+        config_digest: str | None,
+        threads: int | Mapping[str, int] | None,
+        resumed_from: int | None = None,
+        source: Path | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> RunRecord:
+        """Describes an attempt; nothing is written before `start`.
+
+        Args:
+            path: run.json. If it exists this is one attempt more, else attempt 0.
+            command: as typed; a sequence is quoted and joined.
+            seed, config_digest, threads: see the class.
+            resumed_from: the step a resume starts from.
+            source: the folder whose git commit counts; the working directory by default.
+            clock: gives Unix seconds.
+
+        Raises:
+            ConfigError: run.json exists and cannot be read.
+        """
+        earlier = _earlier_attempts(read_record(path)) if path.exists() else []
+        return cls(
+            path=path,
+            attempt=max((item["attempt"] for item in earlier), default=-1) + 1,
+            command=command if isinstance(command, str) else shlex.join(command),
+            seed=seed,
+            git=git_state(source or Path.cwd()),
+            packages=package_versions(),
+            host=socket.gethostname(),
+            threads=dict(threads) if isinstance(threads, Mapping) else threads,
+            config_digest=config_digest,
+            resumed_from=resumed_from,
+            attempts=earlier,
+            clock=clock,
+        )
+
+    def start(self) -> None:
+        """Writes the record with status `running`.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        self.status, self.started, self.ended, self.error = "running", self.clock(), None, None
+        self._write()
+
+    def finish(self, status: Status, error: str | None = None) -> None:
+        """Writes how the attempt ended.
+
+        Args:
+            status: completed, failed or interrupted.
+            error: one paragraph on why, for a person.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        if status not in ENDINGS:
+            raise ValueError(f"a run ends as one of {', '.join(ENDINGS)}, not as {status!r}")
+        self.status, self.ended, self.error = status, self.clock(), error
+        self._write()
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of run.json."""
+        return {
+            "status": self.status,
+            "attempt": self.attempt,
+            "command": self.command,
+            "seed": self.seed,
+            "git": self.git,
+            "packages": self.packages,
+            "host": self.host,
+            "threads": self.threads,
+            "config_digest": self.config_digest,
+            "started": self.started,
+            "ended": self.ended,
+            "error": self.error,
+            "attempts": [*self.attempts, self._as_attempt()],
+        }
+
+    def _as_attempt(self) -> dict[str, Any]:
+        names = ("attempt", "status", "resumed_from", "command", "host", "started", "ended", "error")
+        return {name: getattr(self, name) for name in names}
+
+    def _write(self) -> None:
+        write_json(self.path, self.to_json())
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of a run.json.
+
+    Raises:
+        ConfigError: it is missing or is not a record of a run.
+    """
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
+        raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
+    return record
+
+
+def package_versions() -> dict[str, str]:
+    """Python's version and those of the installed distributions that matter; nothing is imported for it."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit of the repository around a folder, and whether tracked files differ from it; None without git."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    # Without the optional locks, a user's own git command beside us never finds the index locked.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            env=environment,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _earlier_attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    attempts = [dict(item) for item in record.get("attempts") or []]
+    if not attempts:
+        names = ("attempt", "status", "command", "host", "started", "ended", "error")
+        attempts = [{name: record.get(name) for name in names}]
+    for item in attempts:
+        # The folder's lock was free, so an attempt that still says "running" was killed before it could say otherwise.
+        if item.get("status") == "running":
+            item["status"] = "interrupted"
+    return attempts

@@ -1,0 +1,293 @@
+"""The recorder: everything the training loop tells the world goes through it. One per run, in the driver.
+
+It bundles the run's record, its metrics and events, the live view and the trackers, so that the loop has one thing to
+call and all of them see the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+
+from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.live import LiveView, Mode
+from trinity_sync.tracking.memory import peak_rss
+from trinity_sync.tracking.record import RunRecord, Status
+from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.summary import render_summary, summarise, wall_seconds, write_summary
+from trinity_sync.tracking.trackers import TrackedRun, Tracker, Trackers
+
+logger = logging.getLogger(__name__)
+
+EVENT_FIELDS: dict[str, tuple[str, ...]] = {
+    "publish": ("version", "mode", "encoding", "digest", "bytes_full", "bytes_moved", "blocked_s", "total_s"),
+    "load": ("version", "explorer", "digest", "total_s", "paused_s"),
+    "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
+    "prune": ("step", "reason", "freed_bytes"),
+    "fault": ("where", "error"),
+}
+_INTEGERS = ("version", "step")
+
+
+class Recorder:
+    """Records a run. A context manager: left without `finish`, it finishes with what the exception says.
+
+    ::
+
+        with RunFolder.open(path, resume=False) as folder, Recorder.start(folder, ...) as recorder:
+            recorder.phase("starting Ray")
+            for step in ...:
+                recorder.event("publish", version=step, ...)  # from any thread
+                recorder.metrics(step, {"reward/mean": 0.5, "timing/update": 0.2})
+            recorder.finish("completed", peak_memory={"trainer": 10**9})
+
+    Attributes:
+        folder: where it records.
+        attempt: number of this attempt.
+        view: the live view, for phases and its console.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        record: RunRecord,
+        view: LiveView,
+        trackers: Trackers,
+        *,
+        total_steps: int | None,
+        report: Callable[[Path], object] | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.folder, self.attempt, self.view = folder, record.attempt, view
+        self._record, self._trackers, self._total, self._report, self._clock = (
+            record,
+            trackers,
+            total_steps,
+            report,
+            clock,
+        )
+        self._metrics = jsonl.JsonlWriter(folder.metrics)
+        self._events = jsonl.JsonlWriter(folder.events)
+        self._lock = threading.Lock()
+        self._finished = False
+
+    @classmethod
+    def start(
+        cls,
+        folder: RunFolder,
+        *,
+        command: str | Sequence[str],
+        seed: int | None,
+        config_digest: str | None,
+        threads: int | Mapping[str, int] | None,
+        total_steps: int | None,
+        name: str = "",
+        subtitle: str = "",
+        config: Mapping[str, Any] | None = None,
+        resumed_from: int | None = None,
+        view: Mode = "auto",
+        trackers: Iterable[Tracker] = (),
+        report: Callable[[Path], object] | None = None,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> Recorder:
+        """Opens the record of an attempt: starts the trackers, cuts abandoned lines, writes run.json, shows the view.
+
+        Args:
+            folder: the held run folder.
+            command, seed, config_digest, threads: for run.json, see `RunRecord`.
+            total_steps: the last step of the run, None if it is open.
+            name, subtitle: title of the view, and what stands beside it (backend, sync mode).
+            config: the resolved config, for the trackers.
+            resumed_from: the step a resume starts from; later lines are cut. A resume needs it.
+            view: how the run shows itself, see `LiveView`.
+            trackers: to be started.
+            report: writes the report of a run folder; called at the end, its failure is logged only.
+            console: where the view and the summary go.
+            clock: gives Unix seconds.
+
+        Raises:
+            ConfigError: a tracker cannot start, or an earlier run.json cannot be read. Nothing has been written then.
+            RunError: the disk refuses.
+        """
+        if folder.resumed and resumed_from is None:
+            raise ValueError("a resume needs the step it starts from")
+        record = RunRecord.new(
+            folder.run_json,
+            command=command,
+            seed=seed,
+            config_digest=config_digest,
+            threads=threads,
+            resumed_from=resumed_from,
+            clock=clock,
+        )
+        tracked = TrackedRun(
+            folder=folder.path, name=name, config=config or {}, attempt=record.attempt, resumed_from=resumed_from
+        )
+        started = Trackers(trackers, tracked)
+        try:
+            if resumed_from is not None:
+                jsonl.cut_after(folder.metrics, resumed_from, key=jsonl.metrics_step)
+                jsonl.cut_after(folder.events, resumed_from, key=jsonl.event_step)
+            record.start()
+            live = LiveView(
+                view, total_steps, console=console, title=name, subtitle=subtitle, start_step=resumed_from or 0
+            )
+            return cls(folder, record, live, started, total_steps=total_steps, report=report, clock=clock)
+        except BaseException:
+            started.close()
+            raise
+
+    def phase(self, text: str) -> None:
+        """Shows what the start-up is doing."""
+        self.view.phase(text)
+
+    def saving(self, step: int) -> None:
+        """Shows that a checkpoint of this step is being written; its commit event ends that."""
+        self.view.saving(step)
+
+    def metrics(self, step: int, values: Mapping[str, Any] | None = None, **more: Any) -> None:
+        """Records one trainer step.
+
+        Args:
+            step: the global step.
+            values, more: numbers by name, such as ``reward/mean``, ``loss``, ``timing/update`` (seconds).
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        numbers = {**(values or {}), **more}
+        line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
+        self._metrics.append(line)
+        self._trackers.log(int(step), numbers)
+        self.view.step(line)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Records one event. Any thread; after `finish` a late one is dropped with a log line.
+
+        Args:
+            name: a key of `EVENT_FIELDS`.
+            fields: at least those that belong to the name: times in seconds, sizes in bytes, steps as integers.
+
+        Raises:
+            ValueError: an unknown name, or fields that do not fit it.
+            RunError: the disk refuses.
+        """
+        _check_event(name, fields)
+        line = {"event": name, "time": self._clock(), "attempt": self.attempt, **fields}
+        with self._lock:
+            if self._finished:
+                logger.warning("an event came after the end of the run and is not recorded: %s", line)
+                return
+            self._events.append(line)
+        self.view.event(line)
+
+    def fault(self, where: str, error: BaseException | str) -> None:
+        """Records that something failed and the run goes on, or is about to end for it. Any thread.
+
+        Args:
+            where: the part that failed: an actor, a rank, a step of the work.
+            error: what happened.
+        """
+        text = error if isinstance(error, str) else str(error) or type(error).__name__
+        logger.warning("fault in %s: %s", where, text)
+        self.event("fault", where=where, error=text)
+
+    def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
+        """Ends the record: run.json, summary.json and the report are written, the summary is printed.
+
+        All of it is tried, whatever fails on the way. The second call does nothing.
+
+        Args:
+            status: completed, failed or interrupted.
+            error: why, in one paragraph.
+            peak_memory: bytes by role; the driver's own is added.
+
+        Raises:
+            RunError: the disk refused one of the files (the first such error).
+        """
+        with self._lock:
+            if self._finished:
+                return
+            self._finished = True
+        self.view.close()
+        refused: list[RunError] = []
+
+        def attempt(action: Callable[[], None]) -> None:
+            try:
+                action()
+            except RunError as problem:
+                refused.append(problem)
+
+        def conclude() -> None:
+            metrics, events = jsonl.read(self.folder.metrics), jsonl.read(self.folder.events)
+            wall = wall_seconds(self._record.to_json(), metrics, events)
+            peaks = {**(peak_memory or {}), "driver": peak_rss()}
+            summary.update(summarise(metrics, events, status, wall, peaks))
+            write_summary(self.folder.summary, summary)
+
+        summary: dict[str, Any] = {}
+        attempt(self._metrics.close)
+        attempt(self._events.close)
+        # The record ends first: its end bounds the wall time, and how the run ended matters more than its figures.
+        attempt(lambda: self._record.finish(status, error))
+        attempt(conclude)
+        self._trackers.close()
+        self._write_report()
+        if summary:
+            self._print(render_summary(summary, self.folder.path, total_steps=self._total, error=error))
+        if refused:
+            raise refused[0]
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish("completed")
+            return
+        status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        text = str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"
+        try:
+            self.finish(status, None if status == "interrupted" else text)
+        except RunError as problem:
+            # The exception under way says what went wrong first.
+            logger.error("the end of the run is not fully recorded: %s", problem)
+
+    def _write_report(self) -> None:
+        if self._report is None:
+            return
+        try:
+            self._report(self.folder.path)
+        except Exception as problem:
+            logger.warning("the report could not be written: %s", problem, exc_info=True)
+
+    def _print(self, text: Any) -> None:
+        try:
+            self.view.console.print(text, crop=False)
+        except Exception as problem:
+            logger.warning("the summary could not be shown: %s", problem)
+
+
+def _check_event(name: str, fields: Mapping[str, Any]) -> None:
+    if name not in EVENT_FIELDS:
+        raise ValueError(f"no event is called {name!r}; there are {', '.join(EVENT_FIELDS)}")
+    missing = [field for field in EVENT_FIELDS[name] if field not in fields]
+    if missing:
+        raise ValueError(f"a {name} event needs the fields {', '.join(missing)}")
+    for field in _INTEGERS:
+        if field in fields and (not isinstance(fields[field], int) or isinstance(fields[field], bool)):
+            raise ValueError(f"{field} of a {name} event is an integer, not {fields[field]!r}")
+    reserved = {"event", "time", "attempt"} & fields.keys()
+    if reserved:
+        raise ValueError(f"the recorder sets {', '.join(sorted(reserved))} of an event itself")

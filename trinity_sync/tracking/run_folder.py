@@ -1,0 +1,220 @@
+"""The folder of one run: who may write it, and where things are in it. The launcher opens it first of all.
+
+A run holds an flock on `.lock` for as long as it lives. The kernel drops it with the process, so "in use" cannot go
+stale as a status in a file would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from trinity_sync.errors import ConfigError
+
+_PROBE_BYTES = 64 * 1024
+
+
+class RunFolderInUse(ConfigError):  # noqa: N818 - a public name, and a state more than a fault
+    """Another process is running in the folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockHolder:
+    """The process that holds a run folder, as it wrote itself down; None where that could not be read."""
+
+    pid: int | None
+    host: str | None
+
+    def __str__(self) -> str:
+        return "another process" if self.pid is None else f"process {self.pid} on {self.host}"
+
+
+class RunFolder:
+    """A run folder held by this process. Use it as a context manager; leaving it lets go of the lock.
+
+    ::
+
+        with RunFolder.open("outputs/copy/2026-01-31_14-05", resume=False) as folder:
+            ...  # folder.metrics, folder.logs, ...
+
+    Attributes:
+        path: the folder, absolute.
+        resumed: whether it was opened to go on with the run in it.
+    """
+
+    def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
+        self.path = path
+        self.resumed = resumed
+        self._lock: int | None = lock
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
+        """Takes the folder for this process.
+
+        Args:
+            path: the folder. Created for a fresh run; must hold a run for a resume.
+            resume: whether the run in the folder is to go on.
+
+        Raises:
+            RunFolderInUse: another process holds it.
+            ConfigError: a fresh run in a folder that holds one, a resume where there is none, or no writes taken.
+        """
+        path = Path(path).absolute()
+        run_json = path / "run.json"
+        if resume and not run_json.exists():
+            raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            _take(lock, path)
+            if not resume and run_json.exists():
+                raise ConfigError(
+                    f"{path} already holds a run; go on with it by `trinity-sync resume {path}`, or choose another "
+                    "folder by hydra.run.dir"
+                )
+            try:
+                _try_writing(path)
+                (path / "logs").mkdir(exist_ok=True)
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+            except OSError as error:
+                raise _unwritable(path, error) from error
+        except BaseException:
+            os.close(lock)
+            raise
+        return cls(path, lock, resumed=resume)
+
+    @property
+    def run_json(self) -> Path:
+        """Status and origin of the run."""
+        return self.path / "run.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per trainer step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One line per publish, load, commit, prune and fault."""
+        return self.path / "events.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """Figures of the whole run."""
+        return self.path / "summary.json"
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the processes' logs."""
+        return self.path / "logs"
+
+    @property
+    def model(self) -> Path:
+        """The folder of the initial model, where it is made here."""
+        return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints, unless `checkpoint.dir` names another."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        """The report of the run."""
+        return self.path / "report.html"
+
+    def close(self) -> None:
+        """Lets go of the folder; closing twice is fine."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            # The file stays: unlinking it would let two processes hold "the" lock on two different files.
+            with contextlib.suppress(OSError):
+                os.ftruncate(lock, 0)
+            os.close(lock)
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def lock_holder(path: str | os.PathLike[str]) -> LockHolder | None:
+    """Who is running in a folder right now; None if nobody. Looks without disturbing."""
+    try:
+        lock = os.open(Path(path) / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_holder(lock)
+    except OSError:
+        return None
+    finally:
+        os.close(lock)
+    return None
+
+
+def _take(lock: int, path: Path) -> None:
+    for _ in range(5):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            holder = _read_holder(lock)
+            if holder.pid is not None:
+                break
+            # Nobody signed: a look by `lock_holder`, over in microseconds, or a run about to sign.
+            time.sleep(0.02)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be locked ({error.strerror or error}); choose a folder on a file system that has flock"
+            ) from error
+    raise RunFolderInUse(f"{path} is in use by {holder}; stop that run or choose another folder")
+
+
+def _read_holder(lock: int) -> LockHolder:
+    try:
+        signed = json.loads(os.pread(lock, 4096, 0))
+        return LockHolder(pid=int(signed["pid"]), host=str(signed["host"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return LockHolder(pid=None, host=None)
+
+
+def _try_writing(path: Path) -> None:
+    probe = path / f".probe-{os.getpid()}"
+    handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        view = memoryview(bytes(_PROBE_BYTES))
+        while view:
+            view = view[os.write(handle, view) :]
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+        probe.unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} does not take writes: {error.strerror or error}; free space there, or choose another folder "
+        "by hydra.run.dir"
+    )

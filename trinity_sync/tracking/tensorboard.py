@@ -1,0 +1,64 @@
+"""The TensorBoard tracker (`tracker=tensorboard`). It uses TensorBoard's own writer, so the driver needs no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.trackers import TrackedRun
+
+
+class TensorBoardTracker:
+    """Writes scalars to `tensorboard/` in the run folder; look at them by `tensorboard --logdir RUN_DIR`.
+
+    Args:
+        flush_s: seconds after which points are on the disk at the latest.
+        clock: gives Unix seconds.
+    """
+
+    def __init__(self, flush_s: float = 10.0, clock: Callable[[], float] = time.time) -> None:
+        self._flush_s = flush_s
+        self._clock = clock
+        self._writer: Any = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Opens a new event file.
+
+        Raises:
+            ConfigError: TensorBoard is not installed, or the folder takes no writes.
+        """
+        try:
+            from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.event_file_writer import (  # type: ignore[import-untyped]
+                EventFileWriter,
+            )
+        except ImportError as error:
+            raise ConfigError(
+                "tracker=tensorboard needs the tensorboard package: pip install 'trinity-sync[trackers]'"
+            ) from error
+        try:
+            self._writer = EventFileWriter(str(run.folder / "tensorboard"), flush_secs=self._flush_s)
+        except OSError as error:
+            raise ConfigError(f"tracker=tensorboard cannot write {run.folder / 'tensorboard'}: {error}") from error
+        if run.resumed_from is not None:
+            # TensorBoard hides the points of abandoned steps when a session start carries the first step to come.
+            begin = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(
+                event_pb2.Event(wall_time=self._clock(), step=run.resumed_from + 1, session_log=begin)
+            )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one point to each curve."""
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+
+        points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        summary = summary_pb2.Summary(value=points)
+        self._writer.add_event(event_pb2.Event(wall_time=self._clock(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Writes what is pending and closes the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,72 @@
+"""Durations, sizes and numbers as people read them. Used by the live view, the closing summary and the report."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+
+def finite(value: Any) -> float | None:
+    """A measured number; None for what is missing, not finite or no number at all."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def seconds(value: float | None, none: str = "-") -> str:
+    """Three figures up to a minute (``850 us``, ``1.25 ms``, ``34 s``), then ``4 min 12 s`` and ``2 h 05 min``."""
+    if value is None or not math.isfinite(value):
+        return none
+    if value < 0:
+        return "-" + seconds(-value)
+    if value >= 3599.5:
+        minutes = round(value / 60)
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    if value >= 59.5:
+        whole = round(value)
+        return f"{whole // 60} min {whole % 60:02d} s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if value >= scale * 0.9995 or unit == "us":
+            return f"{_figures(value / scale)} {unit}" if value else "0 s"
+    raise AssertionError("unreachable: the smallest unit takes every value")
+
+
+def elapsed(value: float) -> str:
+    """Seconds that a person waits: tenths up to a minute (``2.8 s``), then as `seconds`."""
+    return f"{max(value, 0.0):.1f} s" if value < 59.95 else seconds(value)
+
+
+def size(value: float | None, none: str = "-") -> str:
+    """Bytes in decimal units: ``980 B``, ``1.24 MB``, ``16.4 GB``."""
+    if value is None or not math.isfinite(value):
+        return none
+    amount = float(value)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(amount) < 999.5:
+            return f"{int(amount)} B" if unit == "B" else f"{_figures(amount)} {unit}"
+        amount /= 1000
+    return f"{_figures(amount)} PB"
+
+
+def number(value: float | None, none: str = "-") -> str:
+    """A metric: three decimals around one, scientific where that would hide it."""
+    if value is None or not math.isfinite(value):
+        return none
+    if value == int(value) and abs(value) < 1e6:
+        return str(int(value))
+    return f"{value:.3f}" if 0.01 <= abs(value) < 1e5 else f"{value:.2e}"
+
+
+def moment(value: float | None, none: str = "-") -> str:
+    """Unix seconds as local date and time, ``2026-01-31 14:05:09 +0100``."""
+    return none if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
+
+
+def plural(count: int, noun: str) -> str:
+    """``1 version``, ``2 versions``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _figures(value: float) -> str:
+    return f"{value:.3g}"

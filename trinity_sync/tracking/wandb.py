@@ -1,0 +1,66 @@
+"""The Weights & Biases tracker (`tracker=wandb`)."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.trackers import TrackedRun
+
+
+class WandbTracker:
+    """Sends the metrics to one run of a project, which a resume continues.
+
+    Args:
+        project: the project's name.
+        entity: user or team; None for the account's default.
+        mode: ``online``, ``offline`` (kept in the run folder for `wandb sync`) or ``disabled``.
+        tags: shown on the run.
+    """
+
+    def __init__(self, project: str, entity: str | None = None, mode: str = "online", tags: Iterable[str] = ()) -> None:
+        self._settings: dict[str, Any] = {"project": project, "entity": entity, "mode": mode, "tags": list(tags)}
+        self._run: Any = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Opens the run, the earlier one on a resume.
+
+        Raises:
+            ConfigError: wandb is not installed, or refuses (no login, wrong mode).
+        """
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("tracker=wandb needs the wandb package: pip install 'trinity-sync[trackers]'") from error
+        identity = run.folder / "wandb" / "run_id"
+        try:
+            identity.parent.mkdir(exist_ok=True)
+            if not identity.exists():
+                identity.write_text(uuid.uuid4().hex[:12] + "\n")
+            self._run = wandb.init(
+                id=identity.read_text().strip(),
+                resume="allow",
+                name=run.name,
+                dir=str(run.folder),
+                config=dict(run.config),
+                **self._settings,
+            )
+            # Steps go in as a value of their own: wandb's counter refuses to go back, and a resume has to.
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:
+            raise ConfigError(
+                f"tracker=wandb cannot start: {error}; log in by `wandb login`, or set the tracker's mode to offline"
+            ) from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds one row."""
+        self._run.log({**values, "step": step})
+
+    def close(self) -> None:
+        """Finishes the run; waits for what is to be uploaded."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None

@@ -1,0 +1,3 @@
+"""The trainer: verl's `TrainingWorker` with hooks for versions and checkpoints, the group of its ranks, and the
+training loop.
+"""

@@ -1,0 +1,226 @@
+"""Full checkpoints as the loop sees them, and weights-only ones as the checkpoint sync mode sees them: the driver's
+side of the monitor.
+
+A full save, step by step: `begin` makes the staging folder and announces the parts; all ranks copy their state (the
+trainer is blocked for that only) and write it in the background; the driver adds its own part and the version digest;
+the monitor commits. `poll` records what was committed meanwhile; `finish` waits for the rest. A save that failed is
+recorded as a fault at once and raised by the next `begin` or by `finish`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from trinity_sync.checkpoint.layout import FileEntry
+from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.remote import resolve_one
+from trinity_sync.trainer.group import TrainerGroup
+
+STATE_FILE = "trainer_state.json"
+
+# The part of a weights-only save that brings the version digest. A full save of the same step has a "driver" part.
+_DIGEST = "weights-digest"
+
+
+class SaveLog(Protocol):
+    """Where saves report."""
+
+    def event(self, name: str, **fields: Any) -> None:
+        """One event."""
+        ...
+
+    def fault(self, where: str, error: BaseException | str) -> None:
+        """Something failed."""
+        ...
+
+    def saving(self, step: int) -> None:
+        """A save has begun."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveSettings:
+    """What every save of a run has in common.
+
+    Attributes:
+        attempt: of the run.
+        seed: of the run.
+        meta: manifest fields: backend, world_size, config_digest.
+        ranks: names of the ranks' parts.
+        timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
+    """
+
+    attempt: int
+    seed: int
+    meta: dict[str, Any]
+    ranks: list[str]
+    timeout_s: float
+
+
+class FullSaves:
+    """Full checkpoints of a run.
+
+    Args:
+        monitor: handle of the checkpoint monitor.
+        trainer: the group of ranks.
+        settings: see `SaveSettings`.
+        log: where to report.
+    """
+
+    def __init__(self, monitor: Any, trainer: TrainerGroup, settings: SaveSettings, log: SaveLog) -> None:
+        self._monitor = monitor
+        self._trainer = trainer
+        self._settings = settings
+        self._log = log
+        self._pending: dict[Any, tuple[int, float]] = {}
+        self._failed: TrinityError | None = None
+
+    def begin(self, step: int, digest: str | None, metrics: dict[str, float]) -> None:
+        """Start a full checkpoint of the state after `step`. All ranks are between steps.
+
+        Args:
+            step: the global step.
+            digest: version digest of the weights, None where versions are not digested.
+            metrics: of the step, for the manifest and the retention policies.
+
+        Raises:
+            TrinityError: what an earlier save failed of.
+        """
+        self.poll()
+        self._raise_failure()
+        settings = self._settings
+        self._log.saving(step)
+        folder = _begin(
+            self._monitor, Version(settings.attempt, step), "full", [*settings.ranks, "driver"], settings, metrics
+        )
+        call = self._monitor.wait_committed.remote(step, settings.attempt, settings.timeout_s, kind="full")
+        blocked = self._trainer.call(
+            "save", step, str(folder), what=f"copy the state of step {step}", timeout_s=settings.timeout_s
+        )
+        self._pending[call] = (step, max(blocked))
+        state = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
+        (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
+        files = [FileEntry.of(folder, STATE_FILE)]
+        done = self._monitor.notify_finished.remote(
+            step, part="driver", attempt=settings.attempt, files=files, digest=digest
+        )
+        resolve_one(done, "the checkpoint monitor", f"take the driver's part of step {step}", settings.timeout_s)
+
+    def poll(self) -> None:
+        """Record the saves that ended since the last call. Does not wait."""
+        while self._pending:
+            done, _ = ray.wait(list(self._pending), num_returns=1, timeout=0)
+            if not done:
+                return
+            self._collect(done[0])
+
+    def finish(self) -> None:
+        """Wait for all saves and for the background work of the ranks.
+
+        Raises:
+            TrinityError: what a save failed of.
+        """
+        settings = self._settings
+        for call, (step, _) in list(self._pending.items()):
+            ray.wait([call], timeout=settings.timeout_s + 5)
+            self._collect(call, f"commit step {step}")
+        self._raise_failure()
+        self._trainer.call("finish_saves", what="finish their background saves", timeout_s=settings.timeout_s)
+
+    def settle(self, seconds: float) -> None:
+        """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
+        if self._pending:
+            ray.wait(list(self._pending), num_returns=len(self._pending), timeout=seconds)
+        self.poll()
+
+    def _collect(self, call: Any, what: str = "commit a step") -> None:
+        step, blocked = self._pending.pop(call)
+        try:
+            result = resolve_one(call, "the checkpoint monitor", what, 1.0)
+        except TrinityError as error:
+            self._failed = error
+            self._log.fault(f"save of step {step}", error)
+            return
+        record_commit(self._log, result, blocked)
+
+    def _raise_failure(self) -> None:
+        if self._failed is not None:
+            error, self._failed = self._failed, None
+            raise RunError(f"a checkpoint could not be saved: {error}") from error
+
+
+class WeightSaves:
+    """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`).
+
+    Args:
+        monitor: handle of the checkpoint monitor.
+        settings: see `SaveSettings`.
+        log: where to report.
+        durable: make the commits survive a power cut (`sync.durable`).
+    """
+
+    def __init__(self, monitor: Any, settings: SaveSettings, log: SaveLog, durable: bool) -> None:
+        self._monitor = monitor
+        self._settings = settings
+        self._log = log
+        self._durable = durable
+
+    def begin(self, version: Version, nodes: list[str]) -> Path:
+        parts = [*(f"weights-{node}" for node in nodes), _DIGEST]
+        return _begin(self._monitor, version, "state_dict", parts, self._settings, {}, durable=self._durable)
+
+    def part_written(self, version: Version, node: str, files: list[tuple[str, int, str]]) -> None:
+        entries = [FileEntry(path=path, bytes=nbytes, xxh3_128=digest) for path, nbytes, digest in files]
+        self._notify(version, f"weights-{node}", entries, None)
+
+    def commit(self, version: Version, digest: str | None) -> Path:
+        self._notify(version, _DIGEST, [], digest)
+        limit = self._settings.timeout_s
+        call = self._monitor.wait_committed.remote(version.step, version.attempt, limit, kind="state_dict")
+        result = resolve_one(call, "the checkpoint monitor", f"commit version {version}", limit + 5)
+        record_commit(self._log, result, 0.0)
+        return Path(result["path"])
+
+    def fail(self, version: Version, error: str) -> None:
+        self._monitor.fail_step.remote(version.step, error, attempt=version.attempt)
+
+    def _notify(self, version: Version, part: str, files: list[FileEntry], digest: str | None) -> None:
+        call = self._monitor.notify_finished.remote(
+            version.step, True, part=part, attempt=version.attempt, files=files, digest=digest
+        )
+        resolve_one(call, "the checkpoint monitor", f"take {part} of version {version}", self._settings.timeout_s)
+
+
+def record_commit(log: SaveLog, result: dict[str, Any], blocked_s: float) -> None:
+    """Write the events of a commit and of what retention removed after it."""
+    log.event(
+        "commit",
+        step=result["step"],
+        kind=result["kind"],
+        digest=result["digest"],
+        bytes=result["bytes"],
+        blocked_s=blocked_s,
+        total_s=result["total_s"],
+    )
+    for pruned in result["pruned"]:
+        log.event("prune", step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"])
+
+
+def _begin(
+    monitor: Any,
+    version: Version,
+    kind: str,
+    parts: list[str],
+    settings: SaveSettings,
+    metrics: dict[str, float],
+    durable: bool | None = None,
+) -> Path:
+    meta = {**settings.meta, "metrics": metrics}
+    call = monitor.begin.remote(version.step, version.attempt, kind, parts, meta, durable=durable)
+    return Path(resolve_one(call, "the checkpoint monitor", f"begin step {version}", settings.timeout_s))

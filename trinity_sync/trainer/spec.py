@@ -1,0 +1,144 @@
+"""What a trainer rank is built from: plain values, so the driver needs neither transformers nor an engine to make
+one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig
+
+from trinity_sync.config import dtype_name, plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """Everything that `TrinityWorker` needs to build its engine.
+
+    Attributes:
+        strategy: ``fsdp`` or ``fsdp2``.
+        engine: further fields of verl's engine config.
+        optimizer: fields of verl's optimizer config.
+        model_path: folder in Hugging Face format, or a hub id.
+        attn_implementation: as transformers names it.
+        trust_remote_code: run code that comes with the model.
+        gradient_checkpointing: recompute activations in the backward pass.
+        algorithm: ``grpo`` or ``sft``.
+        loss: fields of verl's actor config that shape the loss.
+        mini_batches, epochs: optimizer steps per training step, passes over the samples.
+        micro_batch_size: sequences per forward and backward and rank, at most.
+        temperature: of the sampler; log-probs are recomputed with it.
+        seed: of the run.
+        wire_dtype: dtype of floating parameters in versions, as safetensors names it.
+        bucket_bytes: unit of transfer and checking.
+        timeout_s: limit of a collective of the engine's process group, seconds.
+        log_dir: where the rank logs, None for Ray's own logs.
+    """
+
+    strategy: str
+    engine: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    model_path: str
+    attn_implementation: str
+    trust_remote_code: bool
+    gradient_checkpointing: bool
+    algorithm: str
+    loss: dict[str, Any] = field(default_factory=dict)
+    mini_batches: int
+    epochs: int
+    micro_batch_size: int
+    temperature: float
+    seed: int
+    wire_dtype: str
+    bucket_bytes: int
+    timeout_s: float
+    log_dir: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """What a rank tells the driver once its engine is up.
+
+    Attributes:
+        rank: its number.
+        part: the name of what it stages.
+        layout: `PartLayout.to_json()`, or None for a rank that holds nothing of its own.
+        node: Ray node id.
+        pid: process id, shown where the process dies.
+    """
+
+    rank: int
+    part: str
+    layout: dict[str, Any] | None
+    node: str
+    pid: int
+
+
+def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
+    """The spec of a rank from a checked config.
+
+    Args:
+        cfg: the whole config.
+        model_path: folder or hub id of the model to train.
+        log_dir: where the ranks log.
+    """
+    backend, trainer = cfg.backend, cfg.trainer
+    engine = {
+        "fsdp_size": backend.fsdp_size,
+        "model_dtype": backend.master_dtype,
+        "mixed_precision": {
+            "param_dtype": backend.param_dtype,
+            "reduce_dtype": backend.reduce_dtype,
+            "buffer_dtype": "fp32",
+        },
+        "param_offload": backend.param_offload,
+        "optimizer_offload": backend.optimizer_offload,
+        "use_torch_compile": False,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 1,
+        "infer_micro_batch_size_per_gpu": 1,
+        "wrap_policy": {"min_num_params": 0},
+        **plain(backend.overrides),
+    }
+    optimizer = {
+        "lr": trainer.lr,
+        "betas": tuple(trainer.betas),
+        "weight_decay": trainer.weight_decay,
+        "clip_grad": trainer.clip_grad,
+        "lr_scheduler_type": trainer.lr_scheduler,
+        "lr_warmup_steps": trainer.warmup_steps,
+        "total_training_steps": trainer.steps,
+    }
+    algorithm = cfg.algorithm
+    loss = {}
+    if algorithm.kind == "grpo":
+        high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
+        loss = {
+            "clip_ratio": algorithm.clip_ratio,
+            "clip_ratio_low": algorithm.clip_ratio,
+            "clip_ratio_high": high,
+            "clip_ratio_c": algorithm.clip_ratio_c,
+            "loss_agg_mode": algorithm.loss_agg_mode,
+            "entropy_coeff": algorithm.entropy_coeff,
+        }
+    return WorkerSpec(
+        strategy=backend.strategy,
+        engine=engine,
+        optimizer=optimizer,
+        model_path=model_path,
+        attn_implementation=cfg.model.attn_implementation,
+        trust_remote_code=cfg.model.trust_remote_code,
+        gradient_checkpointing=trainer.gradient_checkpointing,
+        algorithm=algorithm.kind,
+        loss=loss,
+        mini_batches=trainer.mini_batches,
+        epochs=trainer.epochs,
+        micro_batch_size=trainer.micro_batch_size,
+        temperature=cfg.explorer.temperature,
+        seed=cfg.seed,
+        wire_dtype=dtype_name(cfg.sync.wire_dtype),
+        bucket_bytes=cfg.sync.bucket_mb * 2**20,
+        timeout_s=backend.timeout_s,
+        log_dir=log_dir,
+    )

@@ -1,0 +1,269 @@
+"""One trainer rank: verl's `TrainingWorker` with hooks for versions and checkpoints. verl's `RayWorkerGroup` starts
+one per rank.
+
+Which methods are collective is said at each: all ranks are to be called, in the same order.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import random
+import shutil
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss, sft_loss
+
+from trinity_sync.backends.fsdp import FsdpBackend
+from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.process import own_log, peak_rss
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.sync import nccl
+from trinity_sync.sync.parts import part_name
+from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.trainer.spec import RankInfo, WorkerSpec
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.slots import map_segment
+from trinity_sync.weights.staging import pin_segment, stage
+
+# With less than this left, a write that failed has failed for want of space.
+_FULL_DISK_BYTES = 1 << 20
+
+
+class TrinityWorker(TrainingWorker):
+    """A rank of the trainer group.
+
+    Args:
+        spec: what to build.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        own_log(spec.log_dir, f"trainer-rank-{os.environ['RANK']}")
+        self._spec = spec
+        # verl's own call would name gloo twice on a CPU, which torch refuses, and sets no timeout. It leaves a group
+        # alone that is there.
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(
+            backend,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=spec.timeout_s),
+        )
+        super().__init__(_worker_config(spec))
+        self._segments: dict[int, mmap.mmap] = {}
+        self._agent: Any = None
+        self._coordinator: CheckpointCoordinator | None = None
+
+    def initialise(self) -> RankInfo:
+        """Build model, optimizer and scheduler. Collective."""
+        self.reset()
+        self.set_loss_fn(_loss(self._spec))
+        random.seed(self._spec.seed + self.rank)
+        np.random.seed((self._spec.seed + self.rank) % 2**32)
+        torch.manual_seed(self._spec.seed + self.rank)
+        self._backend = FsdpBackend(self.engine, self._spec.wire_dtype)
+        shards = self._backend.shards()
+        self._part = part_name(self.rank)
+        self._layout = PartLayout.build(self._part, shards, self._spec.bucket_bytes)
+        return RankInfo(
+            rank=self.rank,
+            part=self._part,
+            layout=self._layout.to_json() if shards else None,
+            node=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+        )
+
+    def attach(self, agent: Any, paths: dict[int, str], monitor: Any, attempt: int, timeout_s: float) -> None:
+        """Connect to the node's agent, its slots and the checkpoint monitor.
+
+        Args:
+            agent: handle of this node's agent.
+            paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
+            monitor: handle of the checkpoint monitor.
+            attempt: of the run.
+            timeout_s: limit of the waits for a background save, seconds.
+        """
+        self._agent = agent
+        self._segments = {
+            slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
+        }
+        for segment in self._segments.values():
+            pin_segment(segment)
+        self._coordinator = CheckpointCoordinator(
+            monitor,
+            node_id=ray.get_runtime_context().get_node_id(),
+            job_id=f"rank-{self.rank}",
+            timeout_s=timeout_s,
+            attempt=attempt,
+        )
+
+    # -- training
+
+    def train_step(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
+        """One training step on this rank's share of the batch. Collective.
+
+        Args:
+            step: the trainer's global step.
+            batch: the whole batch, the same on every rank.
+            advantages: one per sequence (GRPO), None for pairs.
+        """
+        spec = self._spec
+        ranks = self.engine.get_data_parallel_size()
+        mine = share(len(batch), self.engine.get_data_parallel_rank(), ranks, spec.mini_batches)
+        local = len(mine) // spec.mini_batches
+        settings = {
+            "micro_batch": micro_batch_size(local, spec.micro_batch_size),
+            "global_mini_batch": len(batch) // spec.mini_batches,
+        }
+        prompts, responses = [batch.prompt_ids(i) for i in mine], [batch.response_ids(i) for i in mine]
+        if isinstance(batch, PairBatch):
+            data = sft_batch(prompts, responses, **settings)
+        else:
+            assert advantages is not None, "samples come with advantages"
+            old = [batch.log_probs_of(i) for i in mine]
+            data = grpo_batch(prompts, responses, old, advantages[mine], temperature=spec.temperature, **settings)
+        tu.assign_non_tensor(
+            data,
+            mini_batch_size=len(batch) // spec.mini_batches,
+            epochs=spec.epochs,
+            seed=spec.seed + step,
+            dataloader_kwargs={"shuffle": False},
+        )
+        output = self.train_mini_batch(data)
+        return _plain(tu.get(output, "metrics")) if output is not None else {}
+
+    # -- versions
+
+    def stage(self, version: tuple[int, int], slot: int) -> float:
+        """Copy this rank's shards into the slot and tell the agent. Collective where the engine offloads.
+
+        Returns:
+            Seconds in which the trainer was blocked.
+        """
+        started = time.perf_counter()
+        sources = self._backend.sources()
+        if self._segments:
+            stage(self._layout, sources, self._segments[slot])
+        blocked = time.perf_counter() - started
+        if self._segments:
+            self._agent.part_staged.remote(Version(*version), slot, self._part)
+        return blocked
+
+    def send_round(self, invitation: nccl.Round) -> int:
+        """Send this rank's staged part to the explorers of a round; bytes sent."""
+        return nccl.send(invitation, self._part, self._layout, self._segments[invitation.slot])
+
+    # -- checkpoints
+
+    def save(self, step: int, folder: str) -> float:
+        """Copy the training state and write it to `folder` in the background, part ``rank-…`` of the step. Collective.
+
+        Returns:
+            Seconds in which the trainer was blocked.
+        """
+        assert self._coordinator is not None, "attach() comes first"
+        started = time.perf_counter()
+        state = self._backend.state()
+        target = Path(folder) / "actor"
+        is_first = self.rank == 0
+
+        def write() -> list[Path]:
+            target.mkdir(parents=True, exist_ok=True)
+            # The manifest has a digest of every file; torch's own CRC32 would cost a quarter of the time again.
+            torch.serialization.set_crc32_options(False)
+            written = []
+            for name, value in state.items():
+                _save(value, target / name)
+                written.append(target / name)
+            return written + (self._backend.write_metadata(target) if is_first else [])
+
+        self._coordinator.save_async("full", write, step, part=self._part)
+        return time.perf_counter() - started
+
+    def load(self, folder: str) -> None:
+        """Restore the training state from a full checkpoint's folder. Collective."""
+        self._backend.load(Path(folder) / "actor")
+
+    def write_token(self, folder: str, token: str) -> None:
+        """Rank 0: leave a token in the checkpoint folder for `read_token`."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / f".token-{token}").write_text(token)
+
+    def read_token(self, folder: str, token: str) -> bool:
+        """Whether this rank sees what rank 0 wrote, that is, whether the folder is shared."""
+        path = Path(folder) / f".token-{token}"
+        return path.exists() and path.read_text() == token
+
+    def finish_saves(self) -> None:
+        """Wait for this rank's background saves; raises what one of them raised."""
+        assert self._coordinator is not None, "attach() comes first"
+        self._coordinator.wait_all()
+
+    def memory(self) -> dict[str, int]:
+        """Peak resident bytes of this process."""
+        return {"peak_rss": peak_rss(), "pid": os.getpid()}
+
+
+def _save(value: Any, path: Path) -> None:
+    """`torch.save`, with a full disk called by its name: torch reports a short write as a wrong position."""
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:
+        if shutil.disk_usage(path.parent).free < _FULL_DISK_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
+        raise
+
+
+def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
+    return TrainingWorkerConfig(
+        model_type="language_model",
+        model_config=HFModelConfig(
+            path=spec.model_path,
+            use_remove_padding=False,
+            trust_remote_code=spec.trust_remote_code,
+            enable_gradient_checkpointing=spec.gradient_checkpointing,
+            override_config={"attn_implementation": spec.attn_implementation},
+        ),
+        engine_config=FSDPEngineConfig(strategy=spec.strategy, **spec.engine),
+        optimizer_config=FSDPOptimizerConfig(**spec.optimizer),
+        checkpoint_config=CheckpointConfig(),
+    )
+
+
+def _loss(spec: WorkerSpec) -> Any:
+    if spec.algorithm == "sft":
+        return partial(sft_loss, None)
+    # The fields of verl's actor config that its loss does not read still have to pass verl's own checks.
+    config = ActorConfig(
+        strategy=spec.strategy, ppo_micro_batch_size_per_gpu=1, rollout_n=1, use_torch_compile=False, **spec.loss
+    )
+    return partial(ppo_loss, config)
+
+
+def _plain(metrics: dict[str, Any]) -> dict[str, float]:
+    """verl's metrics as floats: lists (one entry per mini-batch or micro-batch) by their mean, verl's Metric by its
+    aggregate.
+    """
+    return {name: _number(value) for name, value in metrics.items()}
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, list | tuple):
+        return float(np.mean([_number(item) for item in value]))
+    if hasattr(value, "aggregate"):
+        return _number(value.aggregate())
+    return float(value)
