@@ -52,8 +52,8 @@ def make_models(folder: Path) -> None:
 class Ranks:
     """Processes that go through the cases: `ranks` of them, started here.
 
-    A case has `strategy`, `model` (``"tied"`` or ``"untied"``) and `fsdp_size`. Each start of ranks makes the models anew,
-    and they are the same.
+    A case has `strategy`, `model` (``"tied"`` or ``"untied"``) and `fsdp_size`. Each start of ranks makes the models
+    anew, and they are the same.
     """
 
     def __init__(self, folder: Path, ranks: int, cases: Sequence[Mapping[str, Any]]) -> None:
