@@ -6,6 +6,10 @@ Which methods are collective is said at each: all ranks are to be called, in the
 
 from __future__ import annotations
 
+# First of all: what verl imports depends on it.
+import trinity_sync.backends.lean_verl  # noqa: F401
+
+# isort: split
 import errno
 import mmap
 import os
