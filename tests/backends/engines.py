@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,16 @@ class Ranks:
     """Processes that go through the cases: `ranks` of them, started here.
 
     A case has `strategy`, `model` (``"tied"`` or ``"untied"``) and `fsdp_size`. Each start of ranks makes the models
-    anew, and they are the same.
+    anew, and they are the same. `target` is what a process runs, instead of the cases of the FSDP engines.
     """
 
-    def __init__(self, folder: Path, ranks: int, cases: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        cases: Sequence[Mapping[str, Any]],
+        target: Callable[..., None] | None = None,
+    ) -> None:
         self._folder = folder
         self._ranks = ranks
         with socket.socket() as probe:
@@ -64,7 +70,8 @@ class Ranks:
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self._processes = [
-            context.Process(target=_rank, args=(rank, ranks, port, folder, list(cases))) for rank in range(ranks)
+            context.Process(target=target or _rank, args=(rank, ranks, port, folder, list(cases)))
+            for rank in range(ranks)
         ]
         before = {name: os.environ.get(name) for name in PLATFORM}
         os.environ.update(PLATFORM)
@@ -84,11 +91,11 @@ class Ranks:
             for process in self._processes:
                 process.kill()
         assert [process.exitcode for process in self._processes] == [0] * self._ranks
-        found = [json.loads(_facts_file(self._folder, self._ranks, rank).read_text()) for rank in range(self._ranks)]
+        found = [json.loads(facts_file(self._folder, self._ranks, rank).read_text()) for rank in range(self._ranks)]
         return [list(of_case) for of_case in zip(*found, strict=True)]
 
 
-def _facts_file(folder: Path, ranks: int, rank: int) -> Path:
+def facts_file(folder: Path, ranks: int, rank: int) -> Path:
     return folder / f"facts-{ranks}-{rank}.json"
 
 
@@ -111,7 +118,7 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[st
     ]
     for of_case in facts:
         of_case |= {"refused_before": refused, "refused_now": _torch_refuses_cpu_parameters()}
-    _facts_file(folder, ranks, rank).write_text(json.dumps(facts))
+    facts_file(folder, ranks, rank).write_text(json.dumps(facts))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -143,11 +150,11 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
     facts: dict[str, Any] = {"device": get_device_name(), "cuda": torch.cuda.is_available()}
 
     facts["file"] = state_digest(load_file(model / "model.safetensors"), "BF16")
-    facts["initial"] = _digest(backend, ranks)
+    facts["initial"] = digest(backend, ranks)
     # The learning rate warms up from 0, so the first step changes nothing.
-    _step(engine, rank, 0)
-    _step(engine, rank, 1)
-    facts["after_step"] = _digest(backend, ranks)
+    step(engine, rank, 0)
+    step(engine, rank, 1)
+    facts["after_step"] = digest(backend, ranks)
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
     if case["model"] == "tied":
         exported.pop("lm_head.weight", None)
@@ -159,8 +166,8 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
     facts["state"] = _hash(state)
     facts["rng_saved"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
     _write(state, saves / "ours" / "actor")
-    _step(engine, rank, 2)
-    facts["next"] = _digest(backend, ranks)
+    step(engine, rank, 2)
+    facts["next"] = digest(backend, ranks)
     facts["next_state"] = _hash(backend.state())
     facts["lr_next"] = engine.lr_scheduler.get_last_lr()
     facts["state_after_training"] = _hash(state)
@@ -168,17 +175,17 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
     torch.manual_seed(999)
     dist.barrier()
     backend.load(saves / "ours" / "actor")
-    facts["loaded"] = _digest(backend, ranks)
+    facts["loaded"] = digest(backend, ranks)
     facts["rng_loaded"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-    _step(engine, rank, 2)
-    facts["next_after_load"] = _digest(backend, ranks)
+    step(engine, rank, 2)
+    facts["next_after_load"] = digest(backend, ranks)
     facts["next_state_after_load"] = _hash(backend.state())
     facts["lr_next_after_load"] = engine.lr_scheduler.get_last_lr()
 
     engine.save_checkpoint(str(saves / "verl" / "actor"), global_step=3)
-    _step(engine, rank, 3)
+    step(engine, rank, 3)
     backend.load(saves / "verl" / "actor")
-    facts["loaded_from_verl"] = _digest(backend, ranks)
+    facts["loaded_from_verl"] = digest(backend, ranks)
     facts["verl_names"] = sorted(path.name for path in (saves / "verl" / "actor").glob(f"*_rank_{rank}.pt"))
     if rank == 0:
         facts["metadata"] = sorted(
@@ -219,7 +226,7 @@ def _engine(model: str, strategy: str, fsdp_size: int) -> Any:
     return engine
 
 
-def _step(engine: Any, rank: int, number: int) -> None:
+def step(engine: Any, rank: int, number: int) -> None:
     from functools import partial
 
     import numpy as np
@@ -237,7 +244,7 @@ def _step(engine: Any, rank: int, number: int) -> None:
     engine.lr_scheduler_step()
 
 
-def _digest(backend: Any, ranks: int) -> str:
+def digest(backend: Any, ranks: int) -> str:
     """Version digest from what all ranks stage; checks on the way that together they hold each tensor once."""
     import torch.distributed as dist
 

@@ -48,6 +48,21 @@ class FsdpConfig(BackendConfig):
 
 
 @dataclass(kw_only=True)
+class MegatronConfig(BackendConfig):
+    """megatron-core, through verl's engine."""
+
+    strategy: str = _choice("megatron")
+    tp: int = _number(at_least=1)
+    pp: int = _number(at_least=1)
+    sequence_parallel: bool = MISSING
+    dtype: str = _choice(*DTYPES)
+    param_offload: bool = MISSING
+    optimizer_offload: bool = MISSING
+    optimizer_format: str = _choice("fully_reshardable", "dp_reshardable")
+    restore_rng: bool = MISSING
+
+
+@dataclass(kw_only=True)
 class SyncConfig:
     """How versions of the weights reach the explorers."""
 
@@ -284,6 +299,7 @@ class Config:
 SCHEMA: dict[str, type] = {
     "root": Config,
     "fsdp": FsdpConfig,
+    "megatron": MegatronConfig,
     "sync": SyncConfig,
     "keep_all": KeepAll,
     "keep_last": KeepLast,

@@ -27,10 +27,19 @@ import torch
 import torch.distributed as dist
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.config import (
+    ActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+    TrainingWorkerConfig,
+)
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
+from trinity_sync.backends.base import WritesItself
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.process import own_log, peak_rss
@@ -67,6 +76,10 @@ class TrinityWorker(TrainingWorker):
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timedelta(seconds=spec.timeout_s),
         )
+        if spec.strategy == "megatron":
+            from trinity_sync.backends.megatron.engine import prepare
+
+            prepare()
         super().__init__(_worker_config(spec))
         self._segments: dict[int, mmap.mmap] = {}
         self._agent: Any = None
@@ -76,10 +89,11 @@ class TrinityWorker(TrainingWorker):
         """Build model, optimizer and scheduler. Collective."""
         self.reset()
         self.set_loss_fn(_loss(self._spec))
-        random.seed(self._spec.seed + self.rank)
-        np.random.seed((self._spec.seed + self.rank) % 2**32)
-        torch.manual_seed(self._spec.seed + self.rank)
-        self._backend = FsdpBackend(self.engine, self._spec.wire_dtype)
+        seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        self._backend = _backend(self._spec, self.engine)
         shards = self._backend.shards()
         self._part = part_name(self.rank)
         self._layout = PartLayout.build(self._part, shards, self._spec.bucket_bytes)
@@ -181,8 +195,11 @@ class TrinityWorker(TrainingWorker):
         """
         assert self._coordinator is not None, "attach() comes first"
         started = time.perf_counter()
-        state = self._backend.state()
         target = Path(folder) / "actor"
+        if isinstance(self._backend, WritesItself):
+            self._coordinator.save_async("full", self._backend.begin_save(target), step, part=self._part)
+            return time.perf_counter() - started
+        state = self._backend.state()
         is_first = self.rank == 0
 
         def write() -> list[Path]:
@@ -232,7 +249,23 @@ def _save(value: Any, path: Path) -> None:
         raise
 
 
+def _backend(spec: WorkerSpec, engine: Any) -> Any:
+    """The backend of the engine. Megatron's is imported where it is chosen: it takes seconds."""
+    if spec.strategy == "megatron":
+        from trinity_sync.backends.megatron.backend import MegatronBackend
+
+        return MegatronBackend(engine, spec.wire_dtype, spec.timeout_s)
+    return FsdpBackend(engine, spec.wire_dtype)
+
+
+def _engine_configs(spec: WorkerSpec) -> tuple[Any, Any]:
+    if spec.strategy == "megatron":
+        return McoreEngineConfig(**spec.engine), McoreOptimizerConfig(**spec.optimizer)
+    return FSDPEngineConfig(strategy=spec.strategy, **spec.engine), FSDPOptimizerConfig(**spec.optimizer)
+
+
 def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
+    engine, optimizer = _engine_configs(spec)
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -242,8 +275,8 @@ def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
             enable_gradient_checkpointing=spec.gradient_checkpointing,
             override_config={"attn_implementation": spec.attn_implementation},
         ),
-        engine_config=FSDPEngineConfig(strategy=spec.strategy, **spec.engine),
-        optimizer_config=FSDPOptimizerConfig(**spec.optimizer),
+        engine_config=engine,
+        optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
 

@@ -11,7 +11,6 @@ False. `STAND_INS` is the whole list; the tests check that each of them is neede
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,24 +52,8 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-class _Stream:
-    """The one order of execution of a CPU: whatever is waited for has happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
 def _nothing(*_: Any, **__: Any) -> None:
-    """There is nothing to wait for and nothing to choose."""
+    """There is no device to wait for."""
 
 
 def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
@@ -81,12 +64,8 @@ def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
 STAND_INS: dict[str, Any] = {
     # every buffer is asked for on the current device
     "torch.cuda.current_device": lambda: _CPU,
-    # pipeline stages, and writers of checkpoints, wait for the device
+    # ranks that exchange what they loaded of a checkpoint wait for the device
     "torch.cuda.synchronize": _nothing,
-    # the distributed data parallel wrapper waits for the stream that copied the parameters
-    "torch.cuda.current_stream": _Stream,
-    "torch.cuda.Stream": _Stream,
-    "torch.cuda.stream": lambda *_: contextlib.nullcontext(),
     # one generator serves both as the host's and the device's: the RNG tracker forks it to draw initial weights
     "torch.cuda.manual_seed": torch.manual_seed,
     "torch.cuda.get_rng_state": _get_rng_state,
