@@ -375,16 +375,19 @@ class _Job:
         cfg = self._cfg
         layouts: dict[str, dict[str, Any]] = {}
         for info in self._infos:
+            held = layouts.setdefault(info.node, {})
             if info.layout is not None:
-                layouts.setdefault(info.node, {})[info.part] = info.layout
+                held[info.part] = info.layout
         config = AgentConfig(
             run_key=self._run_key,
             slots=cfg.sync.slots,
             root=cfg.sync.shm_dir,
             fallback=str(self._folder.path / "slots"),
             verify=cfg.sync.verify,
-            nodes=len(layouts),
+            nodes=sum(bool(held) for held in layouts.values()),
             threads=max(1, (os.cpu_count() or 2) // 2),
+            durable=cfg.checkpoint.fsync,
+            save_timeout_s=cfg.checkpoint.timeout_s,
             log_dir=self._logs,
         )
         lead = None
@@ -393,7 +396,10 @@ class _Job:
             actor = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
             self._agents[node] = actor.remote(config, self._synchronizer.actor, lead)
             lead = lead or self._agents[node]
-        calls = {f"the agent of node {node}": self._agents[node].register.remote(layouts[node]) for node in layouts}
+        calls = {
+            f"the agent of node {node}": self._agents[node].register.remote(layouts[node], self._coordinator_of(node))
+            for node in layouts
+        }
         slots = resolve(calls, "make its slots", cfg.cluster.start_timeout_s)
         for arena in slots.values():
             for note in arena["notes"]:
@@ -406,6 +412,21 @@ class _Job:
                 (self._agents.get(info.node), mine, self._monitor, self._recorder.attempt, cfg.checkpoint.timeout_s)
             )
         self._trainer.call_each("attach", arguments, "attach to its node agent", cfg.cluster.start_timeout_s)
+
+    def _coordinator_of(self, node: str) -> Any:
+        """Makes the coordinator through which a node's agent saves; passed in, as the agent knows no checkpoints."""
+        from functools import partial
+
+        from trinity_sync.checkpoint import CheckpointCoordinator
+
+        return partial(
+            CheckpointCoordinator,
+            self._monitor,
+            node_id=node,
+            job_id="node-agent",
+            timeout_s=self._cfg.checkpoint.timeout_s,
+            attempt=self._recorder.attempt,
+        )
 
     # -- run
 

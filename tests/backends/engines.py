@@ -158,12 +158,13 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
     facts["names"] = sorted(state)
     facts["state"] = _hash(state)
     facts["rng_saved"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-    _write(state, saves / "ours" / "actor")
+    lazy = Lazy(backend, state)
     _step(engine, rank, 2)
+    facts["held"] = lazy.held
+    lazy.write(saves / "ours" / "actor")
     facts["next"] = _digest(backend, ranks)
     facts["next_state"] = _hash(backend.state())
     facts["lr_next"] = engine.lr_scheduler.get_last_lr()
-    facts["state_after_training"] = _hash(state)
 
     torch.manual_seed(999)
     dist.barrier()
@@ -257,12 +258,28 @@ def _digest(backend: Any, ranks: int) -> str:
     return digest_rows(held).version_digest()
 
 
-def _write(state: Mapping[str, Any], folder: Path) -> None:
-    import torch
+class Lazy:
+    """A snapshot of a state that is copied while the engine trains on, and written later."""
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in state.items():
-        torch.save(value, folder / name)
+    def __init__(self, backend: Any, state: Mapping[str, Any]) -> None:
+        from trinity_sync.weights.snapshot import Snapshot, plan
+
+        planned = plan(state)
+        self._segment = bytearray(planned.nbytes)
+        self.held = 0
+        backend.before_change(self._hold)
+        self._snapshot = Snapshot(planned, self._segment, "the state", in_background=True)
+
+    def _hold(self) -> None:
+        self.held += 1
+        self._snapshot.hold_until_copied(LIMIT_S)
+
+    def write(self, folder: Path) -> None:
+        from trinity_sync.weights.image import fill
+
+        folder.mkdir(parents=True, exist_ok=True)
+        for image in self._snapshot.file_images(folder, LIMIT_S):
+            fill(Path(image.path), image.extents, self._segment, durable=False)
 
 
 def _hash(state: Mapping[str, Any]) -> str:

@@ -75,6 +75,9 @@ class PretendGroup:
             self._coordinators[part].save_async("full", lambda part=part: self._write(folder, part), step, part=part)
         return [0.25, 0.5]
 
+    def save_blocked(self, step: int) -> list[float]:
+        return [0.25, 0.75]
+
     def _write(self, folder: str, part: str) -> list[Path]:
         assert self.may_write.wait(LIMIT)
         if part in self.broken:
@@ -151,7 +154,7 @@ def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, ste
     (event,) = run.log.events
     assert event.pop("total_s") >= 0
     assert event == {
-        **{"event": "commit", "step": step, "kind": FULL, "digest": "d1", "blocked_s": 0.5},
+        **{"event": "commit", "step": step, "kind": FULL, "digest": "d1", "blocked_s": 0.75},
         "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"),
     }
     assert run.log.faults == []

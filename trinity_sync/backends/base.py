@@ -4,14 +4,17 @@ Who calls what, in this order, on every rank:
 
 1. `build_engine(spec)` makes verl's engine; verl's worker initialises it (collective).
 2. `shards()` once: the layout never changes while a run lives.
-3. `sources()` for each version: the live local tensors in the shards' order. They change at `deadline`, so whoever
-   copies later must have copied by then.
-4. `state()` for each full checkpoint: a copy of everything a resume needs, in the files that verl itself would write.
+3. `sources()` for each version: the live local tensors in the shards' order.
+4. `state()` for each full checkpoint: everything a resume needs, in the files that verl itself would write. Its tensors
+   may be live too.
+
+What is live changes at `deadline`, so whoever copies later must have copied by then; `before_change` calls back just
+before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -40,8 +43,14 @@ class Backend(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """File name -> object for `torch.save`: copies, safe to write while training goes on. Collective: all ranks
-        call it.
+        """File name -> object for `torch.save`. Its tensors do not change before `deadline`; everything else in it is
+        a copy. Collective: all ranks call it.
+        """
+        ...
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on the training thread, each time before what `state` gave changes. Nothing is called
+        where the deadline is ``now``: there it may change at any time.
         """
         ...
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,15 @@ class FsdpBackend:
         wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
     """
 
-    # Optimizer and parameters change at the optimizer's step; FSDP unshards into other storage in between.
-    deadline: Deadline = "optimizer_step"
-
     def __init__(self, engine: Any, wire_dtype: str) -> None:
         self._engine = engine
         self._wire_dtype = wire_dtype
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
+        # Optimizer and parameters change at the optimizer's step; FSDP unshards into other storage in between.
+        # Offloading moves them to other storage after each use.
+        offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
+        self.deadline: Deadline = "now" if offloads else "optimizer_step"
         self._pieces = self._find_pieces()
 
     # -- versions
@@ -172,10 +173,13 @@ class FsdpBackend:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every save
             with _sharded(self._engine.module):
-                model = _copied(self._engine.module.state_dict())
-                optimizer = _copied(self._engine.optimizer.state_dict())
+                model = self._engine.module.state_dict()
+                optimizer = self._engine.optimizer.state_dict()
         extra = {"lr_scheduler": copy.deepcopy(self._engine.lr_scheduler.state_dict()), "rng": manager.get_rng_state()}
         return {f"model_{suffix}": model, f"optim_{suffix}": optimizer, f"extra_state_{suffix}": extra}
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        self._engine.optimizer.register_step_pre_hook(lambda *_: callback())
 
     def write_metadata(self, folder: Path) -> list[Path]:
         module = self._engine.module
@@ -213,16 +217,3 @@ def _sharded(module: torch.nn.Module) -> Any:
         ShardedStateDictConfig(offload_to_cpu=offload),
         ShardedOptimStateDictConfig(offload_to_cpu=offload),
     )
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy on the CPU of nested containers of tensors: what a background writer may read while training goes
-    on.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone() if value.device.type != "cpu" else value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return copy.deepcopy(value)

@@ -28,6 +28,10 @@ STATE_FILE = "trainer_state.json"
 _DIGEST = "weights-digest"
 
 
+# The ranks are between two steps when they are asked, or gone.
+_ASK_S = 30.0
+
+
 class SaveLog(Protocol):
     """Where saves report."""
 
@@ -147,7 +151,15 @@ class FullSaves:
             self._failed = error
             self._log.fault(f"save of step {step}", error)
             return
-        record_commit(self._log, result, blocked)
+        record_commit(self._log, result, self._blocked(step, blocked))
+
+    def _blocked(self, step: int, begun: float) -> float:
+        """With what the optimizer's step waited after the save had begun, where the ranks can still say."""
+        try:
+            waited = self._trainer.call("save_blocked", step, what="say how long they waited", timeout_s=_ASK_S)
+            return max(*waited, begun)
+        except TrinityError:
+            return begun
 
     def _raise_failure(self) -> None:
         if self._failed is not None:
