@@ -93,16 +93,28 @@ class _Start:
                 f"to go on, give more, such as trainer.steps={found.step * 2}"
             )
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
-        saved, wanted = (
-            (found.manifest.backend, found.manifest.world_size),
-            (cfg.backend.strategy, cfg.backend.ranks),
-        )
-        if saved != wanted:
-            raise ConfigError(
-                f"{found.path} was saved by backend={saved[0]} on backend.ranks={saved[1]}, this run asks for "
-                f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks"
-            )
+        _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
         return cls(found.step, True, checkpoints, found.path)
+
+
+def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> None:
+    """Whether the run's engine can load what another one saved."""
+    wanted = (cfg.backend.strategy, cfg.backend.ranks)
+    if (backend, world_size) == wanted:
+        return
+    if (path / "actor" / "dcp").is_dir() and {backend, wanted[0]} <= {"fsdp", "fsdp2"}:
+        if world_size != wanted[1]:
+            print(
+                f"note: {path} was saved by {world_size} trainer ranks; weights and optimizer are the same on "
+                f"{wanted[1]}, the random numbers of a rank are not",
+                file=sys.stderr,
+            )
+        return
+    raise ConfigError(
+        f"{path} was saved by backend={backend} on backend.ranks={world_size}, this run asks for "
+        f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks "
+        f"(a run with checkpoint.format=dcp can be resumed on others)"
+    )
 
 
 def _recorder(cfg: DictConfig, folder: RunFolder, start: _Start) -> Recorder:
@@ -271,13 +283,6 @@ class _Job:
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
         cfg, recorder = self._cfg, self._recorder
-        if cfg.checkpoint.interval % cfg.sync.interval:
-            print(
-                f"note: checkpoint.interval={cfg.checkpoint.interval} is no multiple of "
-                f"sync.interval={cfg.sync.interval}: after a resume the explorers begin with the checkpoint's weights, "
-                f"so a resumed run is not bit for bit the same",
-                file=sys.stderr,
-            )
         recorder.phase("starting the coordinators")
         store.set_start(self._start.checkpoints, self._start.step, recorder.attempt)
         config = SynchronizerConfig(
@@ -432,6 +437,7 @@ class _Job:
 
     def loop(self) -> None:
         from trinity_sync.trainer.loop import LoopSettings, TrainingLoop
+        from trinity_sync.trainer.published import PublishedState
         from trinity_sync.trainer.saves import FullSaves, SaveSettings
 
         cfg = self._cfg
@@ -447,7 +453,15 @@ class _Job:
             ranks=[info.part for info in self._infos],
             timeout_s=cfg.checkpoint.timeout_s,
         )
-        full_saves = FullSaves(self._monitor, self._trainer, saves, self._recorder)
+        holders = {info.node for info in self._infos if info.layout is not None}
+        published = PublishedState(
+            self._synchronizer,
+            {node: self._agents[node] for node in self._agents if node in holders},
+            cfg.sync.timeout_s,
+        )
+        full_saves = FullSaves(
+            self._monitor, self._trainer, saves, self._recorder, published if self._with_explorers else None
+        )
         mode = self._mode(saves)
         settings = LoopSettings(
             steps=cfg.trainer.steps,
@@ -468,6 +482,7 @@ class _Job:
             parts=parts,
             saves=full_saves,
             log=self._recorder,
+            restored=self._restored(published, parts),
         )
         self._recorder.phase("sending the first version")
         try:
@@ -477,6 +492,25 @@ class _Job:
                 full_saves.settle(_SETTLE_S)
             raise
         self._synchronizer.notify_no_new_model_state_dict()
+
+    def _restored(self, published: Any, parts: list[str]) -> Any:
+        """What explorers held when the checkpoint was saved from which this run goes on, if that can be restored."""
+        from functools import partial
+
+        from trinity_sync.trainer.published import EXPLORER, published_step
+
+        folder = self._start.folder
+        if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
+            return None
+        step = published_step(folder, parts)
+        if step is None:
+            print(
+                f"note: {folder} was saved by other trainer ranks, so the explorers begin with its own weights: "
+                f"the resumed run is not bit for bit the same",
+                file=sys.stderr,
+            )
+            return None
+        return step, partial(published.restore, folder)
 
     def _mode(self, saves: Any) -> Any:
         from trinity_sync.sync.base import TrainerSide

@@ -39,7 +39,7 @@ class PretendBackend:
         self.weights = {"weight": torch.zeros(numel)}
         self._callbacks: list[Callable[[], None]] = []
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self, form: str) -> Mapping[str, Any]:
         return {"model.pt": dict(self.weights), "extra.pt": {"rng": torch.get_rng_state()}}
 
     def before_change(self, callback: Callable[[], None]) -> None:
@@ -86,7 +86,9 @@ class Saves:
 
     def saver(self, backend: Any, *, lazy: bool = True) -> StateSaver:
         coordinator = CheckpointCoordinator(self.monitor, job_id="rank-0", timeout_s=LIMIT, attempt=0)
-        return StateSaver(backend, self.agent, coordinator, PART, writes_metadata=True, lazy=lazy, timeout_s=LIMIT)
+        return StateSaver(
+            backend, self.agent, coordinator, PART, writes_metadata=True, form="verl", lazy=lazy, timeout_s=LIMIT
+        )
 
     def begin(self, step: int, parts: list[str] | None = None) -> Path:
         return Path(ray.get(self.monitor.begin.remote(step, 0, FULL, parts or [PART]), timeout=LIMIT))

@@ -24,6 +24,11 @@ from trinity_sync.weights.shards import Shard
 
 Deadline = Literal["optimizer_step", "offload", "now"]
 
+Format = Literal["verl", "dcp"]
+
+DISTRIBUTED = "dcp"
+"""Folder of the ``dcp`` format below the checkpoint's ``actor``; see `Backend.write_distributed`."""
+
 
 class Backend(Protocol):
     """One rank's view of its training engine. All tensors are in Hugging Face coordinates."""
@@ -42,9 +47,19 @@ class Backend(Protocol):
         """
         ...
 
-    def state(self) -> Mapping[str, Any]:
-        """File name -> object for `torch.save`. Its tensors do not change before `deadline`; everything else in it is
-        a copy. Collective: all ranks call it.
+    def state(self, form: Format) -> Mapping[str, Any]:
+        """File name -> object for `torch.save`; under `DISTRIBUTED`, what is for `write_distributed`. Its tensors do
+        not change before `deadline`; everything else in it is a copy. Collective: all ranks call it.
+        """
+        ...
+
+    def open_group(self, timeout_s: float) -> None:
+        """Make the process group that `write_distributed` uses, if any, with this limit for its waits. Collective."""
+        ...
+
+    def write_distributed(self, value: Any, folder: Path) -> list[Path]:
+        """Write a copy of what `state` gave under `DISTRIBUTED` into `folder`; the files that this rank wrote.
+        Collective; called in a thread beside training.
         """
         ...
 
@@ -61,5 +76,5 @@ class Backend(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what `state` saved, on the same number of ranks. Collective."""
+        """Restore what was saved: ``verl`` on the same number of ranks, ``dcp`` on any. Collective."""
         ...

@@ -121,7 +121,7 @@ class CheckpointConfig:
 
     dir: str | None = MISSING
     interval: int = _number(at_least=0)
-    format: str = _choice("verl")
+    format: str = _choice("verl", "dcp")
     snapshot: str = _choice("lazy", "eager")
     mirror: str | None = MISSING
     timeout_s: float = _number(more_than=0)

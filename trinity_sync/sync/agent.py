@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ import ray
 
 from trinity_sync.errors import RunError
 from trinity_sync.process import own_log, peak_rss
-from trinity_sync.protocol.versions import Version
+from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.parts import PartInfo, shard_file
 from trinity_sync.sync.state import Coordinator, StatePart, StateSlots
 from trinity_sync.weights.digests import RowDigests, bucket_digests, digest_rows
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.shard_file import write_shard_file
+from trinity_sync.weights.shard_file import open_shard_file, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
 
 
@@ -211,16 +212,48 @@ class NodeAgent:
         """
         return await self._run(self._write, slot, Path(folder), metadata, fsync)
 
-    def _write(self, slot: int, folder: Path, metadata: dict[str, str], fsync: bool) -> list[tuple[str, int, str]]:
+    def _write(
+        self, slot: int, folder: Path, metadata: dict[str, str], fsync: bool, name: str | None = None
+    ) -> list[tuple[str, int, str]]:
         files = []
         for part, layout in self._layouts.items():
-            relative = shard_file(part)
+            relative = shard_file(part) if name is None else name.format(part)
             (folder / relative).parent.mkdir(parents=True, exist_ok=True)
             nbytes, digest = write_shard_file(folder / relative, layout, self._maps[slot, part], metadata, fsync=fsync)
             files.append((relative, nbytes, digest))
         return files
 
     # -- full checkpoints
+
+    async def save_published(self, step: int, folder: str, part: str, lease: Lease) -> None:
+        """Write this node's parts of a leased version into a full checkpoint's staging folder, and report `part`."""
+        assert self._coordinator is not None, "register() brought a coordinator"
+        loop = asyncio.get_running_loop()
+
+        def write() -> list[tuple[str, int, str]]:
+            files = self._write(lease.slot, Path(folder), {}, self._config.durable, "explorer/{}.safetensors")
+            released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
+            if not released.result(self._config.save_timeout_s):
+                raise RunError(f"version {lease.version} was no longer held when it was written (sync.lease_s)")
+            return files
+
+        await self._wait(partial(self._coordinator.save_sync, write, step, part=part, queues=True))
+
+    async def _release(self, lease: Lease) -> bool:
+        return bool(await self._synchronizer.release.remote(lease.id))
+
+    async def restore_published(self, version: Version, slot: int, folder: str) -> None:
+        """Fill a slot with what `save_published` wrote, and report its parts as if their ranks had staged them."""
+        await self._run(self._read_into, slot, Path(folder))
+        for part in self._layouts:
+            await self.part_staged(version, slot, part)
+
+    def _read_into(self, slot: int, folder: Path) -> None:
+        for part, layout in self._layouts.items():
+            found, data = open_shard_file(folder / f"{part}.safetensors")
+            if found.digest != layout.digest:
+                raise RunError(f"{folder}/{part}.safetensors is laid out for other trainer ranks than this run's")
+            memoryview(self._maps[slot, part])[: layout.nbytes] = data
 
     async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:
         """The file into which a rank copies its training state, and what the user should know; see `StateSlots`."""

@@ -103,7 +103,8 @@ class TrainingLoop:
         parts: names of the parts that make a version.
         saves: full checkpoints.
         log: where to report.
-
+        restored: the step of the version that explorers begin with, where it is not the trainer's, and what fills a
+            slot with it.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class TrainingLoop:
         parts: list[str],
         saves: FullSaves,
         log: Log,
+        restored: tuple[int, Callable[[Version, int], None]] | None = None,
     ) -> None:
+        self._restored = restored
         self._settings = settings
         self._trainer = trainer
         self._data = data
@@ -130,8 +133,7 @@ class TrainingLoop:
     def run(self, on_start: Callable[[], None] = lambda: None) -> None:
         """All steps. `on_start` is called once the explorers hold the first version."""
         settings = self._settings
-        version = Version(settings.attempt, settings.first - 1)
-        self._publish(self._stage(version), _Timing())
+        self._publish(self._first_version(), _Timing())
         on_start()
         for step in range(settings.first, settings.steps + 1):
             self._step(step)
@@ -158,7 +160,8 @@ class TrainingLoop:
                 self._synchronizer.call("discard", version)
             if save:
                 with timing.of("save"):
-                    self._saves.begin(step, staged.sealed.digest, {**metrics, **_batch_metrics(batch)})
+                    numbers = {**metrics, **_batch_metrics(batch)}
+                    self._saves.begin(step, staged.sealed.digest, numbers, published=publish)
         timing.seconds["timing/step"] = time.perf_counter() - started
         self._log.metrics(step, {**_batch_metrics(batch), **metrics, **lags, **timing.seconds})
         self._saves.poll()
@@ -189,6 +192,18 @@ class TrainingLoop:
                 f"sync.max_staleness={self._settings.max_staleness}"
             )
         return {"staleness/mean": float(np.average(lags, weights=counts)), "staleness/max": float(max(lags))}
+
+    def _first_version(self) -> _Staged:
+        """The trainer's weights; after a resume, what the explorers held where that was something else."""
+        settings = self._settings
+        if self._restored is None:
+            return self._stage(Version(settings.attempt, settings.first - 1))
+        started = time.perf_counter()
+        step, restore = self._restored
+        version = Version(settings.attempt, step)
+        limit = settings.sync_timeout_s
+        restore(version, self._synchronizer.call("begin", version, self._parts, limit, timeout_s=limit + 5))
+        return _Staged(self._synchronizer.call("wait_sealed", version, limit, timeout_s=limit + 5), 0.0, started)
 
     def _stage(self, version: Version) -> _Staged:
         started = time.perf_counter()

@@ -21,6 +21,7 @@ from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer.group import TrainerGroup
+from trinity_sync.trainer.published import PublishedState
 
 STATE_FILE = "trainer_state.json"
 
@@ -75,9 +76,18 @@ class FullSaves:
         trainer: the group of ranks.
         settings: see `SaveSettings`.
         log: where to report.
+        published: saves what explorers hold; None where there are none.
     """
 
-    def __init__(self, monitor: Any, trainer: TrainerGroup, settings: SaveSettings, log: SaveLog) -> None:
+    def __init__(
+        self,
+        monitor: Any,
+        trainer: TrainerGroup,
+        settings: SaveSettings,
+        log: SaveLog,
+        published: PublishedState | None = None,
+    ) -> None:
+        self._published = published
         self._monitor = monitor
         self._trainer = trainer
         self._settings = settings
@@ -85,13 +95,14 @@ class FullSaves:
         self._pending: dict[Any, tuple[int, float]] = {}
         self._failed: TrinityError | None = None
 
-    def begin(self, step: int, digest: str | None, metrics: dict[str, float]) -> None:
+    def begin(self, step: int, digest: str | None, metrics: dict[str, float], *, published: bool = True) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps.
 
         Args:
             step: the global step.
             digest: version digest of the weights, None where versions are not digested.
             metrics: of the step, for the manifest and the retention policies.
+            published: the explorers hold the version of this step; else what they hold is saved, too.
 
         Raises:
             TrinityError: what an earlier save failed of.
@@ -100,17 +111,22 @@ class FullSaves:
         self._raise_failure()
         settings = self._settings
         self._log.saving(step)
-        folder = _begin(
-            self._monitor, Version(settings.attempt, step), "full", [*settings.ranks, "driver"], settings, metrics
-        )
+        behind = self._published if not published else None
+        parts = [*settings.ranks, *(behind.parts() if behind is not None else ()), "driver"]
+        folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
         call = self._monitor.wait_committed.remote(step, settings.attempt, settings.timeout_s, kind="full")
         blocked = self._trainer.call(
             "save", step, str(folder), what=f"copy the state of step {step}", timeout_s=settings.timeout_s
         )
         self._pending[call] = (step, max(blocked))
         state = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-        files = [FileEntry.of(folder, STATE_FILE)]
+        texts = {STATE_FILE: json.dumps(state, indent=2) + "\n"}
+        if behind is not None:
+            texts |= dict([behind.save(step, folder)])
+        for name, text in texts.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(text)
+        files = [FileEntry.of(folder, name) for name in texts]
         done = self._monitor.notify_finished.remote(
             step, part="driver", attempt=settings.attempt, files=files, digest=digest
         )

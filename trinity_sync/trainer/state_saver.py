@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.backends.base import Backend
+from trinity_sync.backends.base import DISTRIBUTED, Backend, Format
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.sync.remote import resolve_one
@@ -36,6 +36,7 @@ class StateSaver:
         coordinator: of this process.
         part: name of the rank's part.
         writes_metadata: this rank writes what all have in common (rank 0).
+        form: format of the files.
         lazy: copy during the next forward and backward where the engine allows it.
         timeout_s: limit of each wait, seconds.
     """
@@ -48,6 +49,7 @@ class StateSaver:
         part: str,
         *,
         writes_metadata: bool,
+        form: Format,
         lazy: bool,
         timeout_s: float,
     ) -> None:
@@ -56,6 +58,7 @@ class StateSaver:
         self._coordinator = coordinator
         self._part = part
         self._writes_metadata = writes_metadata
+        self._format: Format = form
         self._in_background = lazy and backend.deadline == "optimizer_step"
         self._timeout_s = timeout_s
         self._reserved = -1
@@ -66,6 +69,8 @@ class StateSaver:
         self._handed_over.set()
         self._step = -1
         self._blocked_s = 0.0
+        if form == "dcp":
+            backend.open_group(timeout_s)
         if self._in_background:
             backend.before_change(self._hold)
 
@@ -74,7 +79,7 @@ class StateSaver:
         states. Collective.
         """
         if self._reserved < 0:
-            self._reserve(plan(self._backend.state()))
+            self._reserve(plan(self._backend.state(self._format)))
 
     def save(self, step: int, folder: Path) -> float:
         """Begin to save the state after `step` into the staging folder `folder`. Collective.
@@ -89,7 +94,7 @@ class StateSaver:
             raise WaitTimeout(_AGENT, f"take over the state before step {step}", self._timeout_s)
         written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
         resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
-        planned = plan(self._backend.state())
+        planned = plan(self._backend.state(self._format))
         snapshot = Snapshot(
             planned, self._segment_for(planned), f"the state of step {step}", in_background=self._in_background
         )
@@ -122,12 +127,17 @@ class StateSaver:
             self._handed_over.set()
 
     def _write_and_hand_over(self, snapshot: Snapshot, step: int, folder: Path) -> None:
+        names = snapshot.names
         target = folder / "actor"
         target.mkdir(parents=True, exist_ok=True)
         files: list[tuple[str, Any]] = [
             (str(Path(image.path).relative_to(folder)), image.extents)
-            for image in snapshot.file_images(target, self._timeout_s)
+            for image in snapshot.file_images(target, self._timeout_s, names - {DISTRIBUTED})
         ]
+        if DISTRIBUTED in names:
+            value = snapshot.tensors(DISTRIBUTED, self._timeout_s)
+            written = self._backend.write_distributed(value, target / DISTRIBUTED)
+            files += [(str(path.relative_to(folder)), ()) for path in written]
         if self._writes_metadata:
             files += [(str(path.relative_to(folder)), ()) for path in self._backend.write_metadata(target)]
         given = StatePart(part=self._part, step=step, folder=str(folder), files=files)

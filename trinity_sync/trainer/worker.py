@@ -111,6 +111,7 @@ class TrinityWorker(TrainingWorker):
             coordinator,
             self._part,
             writes_metadata=self.rank == 0,
+            form=self._spec.checkpoint_format,
             lazy=self._spec.lazy_snapshot,
             timeout_s=timeout_s,
         )

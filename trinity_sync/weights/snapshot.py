@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights.image import Extent
 from trinity_sync.weights.layout import ALIGNMENT, Segment
-from trinity_sync.weights.torch_file import Hole, storages, write_skeleton
+from trinity_sync.weights.torch_file import Hole, rebuilt, storages, write_skeleton
 
 _CHUNK_BYTES = 64 << 20
 _MAX_CONSTANT_BYTES = 1 << 20
@@ -106,6 +106,11 @@ class Snapshot:
         else:
             self._copy()
 
+    @property
+    def names(self) -> set[str]:
+        """Of the files."""
+        return set(self._plan.files)
+
     def hold_until_copied(self, timeout_s: float) -> float:
         """Wait until the state may change; seconds waited. An error of the copy is left to `file_images`.
 
@@ -117,27 +122,54 @@ class Snapshot:
             raise WaitTimeout("the snapshot", f"copy {self._what}", timeout_s)
         return time.perf_counter() - started
 
-    def file_images(self, folder: Path, timeout_s: float) -> list[FileImage]:
-        """Write the skeletons of all files below `folder`, which exists, and say what goes into them.
+    def tensors(self, name: str, timeout_s: float) -> Any:
+        """A value of the state with its tensors in the segment instead of where training changes them.
+
+        Raises:
+            RunError: the copy failed.
+            WaitTimeout: the copy takes longer than `timeout_s`.
+        """
+        self._wait_whole(timeout_s)
+        places = self._offsets()
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            start = places[storage._cdata]
+            held = self._target[start : start + storage.nbytes()].view(tensor.dtype)
+            return held.as_strided(tensor.size(), tensor.stride(), held.storage_offset() + tensor.storage_offset())
+
+        return rebuilt(self._plan.files[name], place)
+
+    def file_images(self, folder: Path, timeout_s: float, names: Collection[str] | None = None) -> list[FileImage]:
+        """Write the skeletons of files below `folder`, which exists, and say what goes into them.
+
+        Args:
+            names: of the files; None: all.
 
         Raises:
             RunError: the copy failed.
             WaitTimeout: the copy takes longer than `timeout_s`.
             OSError: a skeleton cannot be written.
         """
-        self.hold_until_copied(timeout_s)
-        if self._error is not None:
-            raise RunError(f"{self._what} could not be copied: {self._error}") from self._error
-        places = {storage._cdata: offset for storage, offset in self._plan.places}
+        self._wait_whole(timeout_s)
+        places = self._offsets()
         images = []
-        for name, value in self._plan.files.items():
-            path = folder / name
+        for name in self._plan.files if names is None else names:
+            path, value = folder / name, self._plan.files[name]
             holes = write_skeleton(value, path)
             copied = [hole for hole in holes if hole.storage._cdata in places]
             _write_constants(path, [hole for hole in holes if hole.storage._cdata not in places])
             extents = tuple((hole.offset, places[hole.storage._cdata], hole.storage.nbytes()) for hole in copied)
             images.append(FileImage(str(path), extents))
         return images
+
+    def _wait_whole(self, timeout_s: float) -> None:
+        self.hold_until_copied(timeout_s)
+        if self._error is not None:
+            raise RunError(f"{self._what} could not be copied: {self._error}") from self._error
+
+    def _offsets(self) -> dict[int, int]:
+        return {storage._cdata: offset for storage, offset in self._plan.places}
 
     def _copy(self) -> None:
         try:
