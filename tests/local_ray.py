@@ -10,11 +10,14 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from trinity_sync.cluster import start_ray
+
 
 @contextmanager
 def running() -> Iterator[None]:
     """Ray for the length of the block."""
-    ray.init(
+    start_ray(
+        120.0,
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,

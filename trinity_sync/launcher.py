@@ -47,13 +47,14 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
         ConfigError: an input turned out to be wrong before anything started.
         RunError: the run failed; the run's record says so too.
     """
-    with RunFolder.open(run_dir, resume=resume) as folder, _interruptible():
+    stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
+    with RunFolder.open(run_dir, resume=resume) as folder, _interruptible(stop):
         start = _Start.find(cfg, folder, resume)
         recorder = _recorder(cfg, folder, start)
         peaks: dict[str, int] = {}
         with recorder:
             try:
-                _run(cfg, folder, start, recorder, peaks)
+                _run(cfg, folder, start, recorder, peaks, stop)
             except KeyboardInterrupt:
                 recorder.finish("interrupted", peak_memory=peaks)
                 return 130
@@ -142,7 +143,14 @@ def _threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
-def _run(cfg: DictConfig, folder: RunFolder, start: _Start, recorder: Recorder, peaks: dict[str, int]) -> None:
+def _run(
+    cfg: DictConfig,
+    folder: RunFolder,
+    start: _Start,
+    recorder: Recorder,
+    peaks: dict[str, int],
+    stop: threading.Event | None,
+) -> None:
     use_gpu = accelerator_count() > 0 or (cfg.cluster.address is not None and _cluster_has_gpus(cfg.cluster.address))
     env = {
         "OMP_NUM_THREADS": str(_threads()),
@@ -159,7 +167,7 @@ def _run(cfg: DictConfig, folder: RunFolder, start: _Start, recorder: Recorder, 
     cpus = cfg.backend.ranks + replicas + 1
     try:
         with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
-            job = _Job(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu)
+            job = _Job(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
             try:
                 job.start(preparing)
                 job.loop()
@@ -224,14 +232,18 @@ def _cluster_has_gpus(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does. Signal handlers exist in the main thread only; elsewhere nothing changes."""
+def _interruptible(stop: threading.Event | None) -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does; with `stop` the first one only sets it. Signal handlers exist in the main
+    thread only; elsewhere nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+        if stop is None or stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -259,7 +271,9 @@ class _Job:
         ray_cluster: Cluster,
         run_key: str,
         use_gpu: bool,
+        stop: threading.Event | None,
     ) -> None:
+        self._stop = stop
         self._cfg = cfg
         self._folder = folder
         self._start = start
@@ -483,6 +497,7 @@ class _Job:
             saves=full_saves,
             log=self._recorder,
             restored=self._restored(published, parts),
+            stop=self._stop,
         )
         self._recorder.phase("sending the first version")
         try:
@@ -492,6 +507,8 @@ class _Job:
                 full_saves.settle(_SETTLE_S)
             raise
         self._synchronizer.notify_no_new_model_state_dict()
+        if self._stop is not None and self._stop.is_set():
+            raise KeyboardInterrupt
 
     def _restored(self, published: Any, parts: list[str]) -> Any:
         """What explorers held when the checkpoint was saved from which this run goes on, if that can be restored."""

@@ -127,6 +127,7 @@ class CheckpointConfig:
     timeout_s: float = _number(more_than=0)
     save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")
     fsync: bool = MISSING
+    save_on_sigterm: bool = MISSING
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ is a function of the seed and the step, so a resumed or repeated run sees the sa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -105,6 +106,7 @@ class TrainingLoop:
         log: where to report.
         restored: the step of the version that explorers begin with, where it is not the trainer's, and what fills a
             slot with it.
+        stop: once set, the step under way is finished and saved, and is the last.
     """
 
     def __init__(
@@ -119,7 +121,9 @@ class TrainingLoop:
         saves: FullSaves,
         log: Log,
         restored: tuple[int, Callable[[Version, int], None]] | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
+        self._stop = stop or threading.Event()
         self._restored = restored
         self._settings = settings
         self._trainer = trainer
@@ -136,10 +140,12 @@ class TrainingLoop:
         self._publish(self._first_version(), _Timing())
         on_start()
         for step in range(settings.first, settings.steps + 1):
-            self._step(step)
+            if self._step(step):
+                break
         self._saves.finish()
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> bool:
+        """One step; whether the run is to stop after it."""
         settings, timing = self._settings, _Timing()
         started = time.perf_counter()
         with timing.of("generate"):
@@ -149,7 +155,8 @@ class TrainingLoop:
             metrics = self._train(step, batch)
         last = step == settings.steps
         publish = last or step % settings.sync_interval == 0
-        save = last or bool(settings.save_interval and step % settings.save_interval == 0)
+        stops = self._stop.is_set()
+        save = last or stops or bool(settings.save_interval and step % settings.save_interval == 0)
         if publish or save:
             version = Version(settings.attempt, step)
             with timing.of("stage"):
@@ -165,6 +172,7 @@ class TrainingLoop:
         timing.seconds["timing/step"] = time.perf_counter() - started
         self._log.metrics(step, {**_batch_metrics(batch), **metrics, **lags, **timing.seconds})
         self._saves.poll()
+        return stops
 
     def _train(self, step: int, batch: SampleBatch | PairBatch) -> dict[str, float]:
         shared = ray.put(batch)

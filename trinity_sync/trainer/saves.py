@@ -3,8 +3,10 @@ side of the monitor.
 
 A full save, step by step: `begin` makes the staging folder and announces the parts; all ranks copy their state (the
 trainer is blocked for that only) and write it in the background; the driver adds its own part and the version digest;
-the monitor commits. `poll` records what was committed meanwhile; `finish` waits for the rest. A save that failed is
-recorded as a fault at once and raised by the next `begin` or by `finish`.
+the monitor commits. `poll` records what was committed meanwhile; `finish` waits for the rest.
+
+A save that fails does not end the run: it is recorded as a fault at once, the checkpoint before it stays in force, and
+the next save is tried. Where the newest save of a run has failed, `finish` raises it.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ class FullSaves:
         self._settings = settings
         self._log = log
         self._pending: dict[Any, tuple[int, float]] = {}
-        self._failed: TrinityError | None = None
+        self._failed: tuple[int, TrinityError] | None = None
+        self._succeeded = -1
 
     def begin(self, step: int, digest: str | None, metrics: dict[str, float], *, published: bool = True) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps.
@@ -105,15 +108,24 @@ class FullSaves:
             published: the explorers hold the version of this step; else what they hold is saved, too.
 
         Raises:
-            TrinityError: what an earlier save failed of.
+            TrinityError: a rank cannot copy its state.
         """
         self.poll()
-        self._raise_failure()
-        settings = self._settings
         self._log.saving(step)
+        try:
+            self._begin(step, digest, metrics, published)
+        except _SaveFailed as failure:
+            self._monitor.fail_step.remote(step, str(failure), attempt=self._settings.attempt)
+            self._fail(step, failure)
+
+    def _begin(self, step: int, digest: str | None, metrics: dict[str, float], published: bool) -> None:
+        settings = self._settings
         behind = self._published if not published else None
         parts = [*settings.ranks, *(behind.parts() if behind is not None else ()), "driver"]
-        folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
+        try:
+            folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
+        except TrinityError as error:
+            raise _SaveFailed(str(error)) from error
         call = self._monitor.wait_committed.remote(step, settings.attempt, settings.timeout_s, kind="full")
         blocked = self._trainer.call(
             "save", step, str(folder), what=f"copy the state of step {step}", timeout_s=settings.timeout_s
@@ -123,10 +135,13 @@ class FullSaves:
         texts = {STATE_FILE: json.dumps(state, indent=2) + "\n"}
         if behind is not None:
             texts |= dict([behind.save(step, folder)])
-        for name, text in texts.items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(text)
-        files = [FileEntry.of(folder, name) for name in texts]
+        try:
+            for name, text in texts.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_text(text)
+            files = [FileEntry.of(folder, name) for name in texts]
+        except OSError as error:
+            raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
         done = self._monitor.notify_finished.remote(
             step, part="driver", attempt=settings.attempt, files=files, digest=digest
         )
@@ -144,7 +159,7 @@ class FullSaves:
         """Wait for all saves and for the background work of the ranks.
 
         Raises:
-            TrinityError: what a save failed of.
+            TrinityError: what the newest save failed of.
         """
         settings = self._settings
         for call, (step, _) in list(self._pending.items()):
@@ -164,10 +179,16 @@ class FullSaves:
         try:
             result = resolve_one(call, "the checkpoint monitor", what, 1.0)
         except TrinityError as error:
-            self._failed = error
-            self._log.fault(f"save of step {step}", error)
+            self._fail(step, error)
             return
+        self._succeeded = max(self._succeeded, step)
         record_commit(self._log, result, self._blocked(step, blocked))
+
+    def _fail(self, step: int, error: TrinityError) -> None:
+        # The wait for the commit and the driver's own part may both tell of one failure.
+        if self._failed is None or self._failed[0] != step:
+            self._log.fault(f"save of step {step}", error)
+        self._failed = (step, error)
 
     def _blocked(self, step: int, begun: float) -> float:
         """With what the optimizer's step waited after the save had begun, where the ranks can still say."""
@@ -178,9 +199,13 @@ class FullSaves:
             return begun
 
     def _raise_failure(self) -> None:
-        if self._failed is not None:
-            error, self._failed = self._failed, None
-            raise RunError(f"a checkpoint could not be saved: {error}") from error
+        failed, self._failed = self._failed, None
+        if failed is not None and failed[0] > self._succeeded:
+            raise RunError(f"the newest checkpoint could not be saved: {failed[1]}") from failed[1]
+
+
+class _SaveFailed(RunError):  # noqa: N818 - it says what happened
+    """The driver's share of a save failed."""
 
 
 class WeightSaves:

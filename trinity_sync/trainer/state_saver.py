@@ -12,6 +12,7 @@ import mmap
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,9 @@ class StateSaver:
             raise WaitTimeout(_AGENT, f"take over the state before step {step}", self._timeout_s)
         written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
         resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
+        with suppress(Exception):
+            # What failed before was told to the monitor, and is no reason not to try again.
+            self._coordinator.wait_all()
         planned = plan(self._backend.state(self._format))
         snapshot = Snapshot(
             planned, self._segment_for(planned), f"the state of step {step}", in_background=self._in_background
@@ -111,7 +115,7 @@ class StateSaver:
         return self._blocked_s if step == self._step else 0.0
 
     def finish(self) -> None:
-        """Wait until the saves of this rank are handed over; raises what one of them raised."""
+        """Wait until the saves of this rank are handed over; raises what the newest of them raised."""
         self._coordinator.wait_all()
 
     def _hold(self) -> None:
