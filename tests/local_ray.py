@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
+
+from trinity_sync.cluster import start_ray
 
 
 @contextmanager
 def running() -> Iterator[None]:
     """Ray for the length of the block."""
-    ray.init(
+    start_ray(
+        120.0,
         num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
@@ -24,6 +29,14 @@ def running() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def kill(actor: Any) -> None:
+    """Kill an actor that is not restarted, and return when nothing reaches it any more."""
+    ray.kill(actor)
+    with suppress(RayActorError):
+        while True:
+            ray.get(actor.__ray_ready__.remote(), timeout=60)
 
 
 @pytest.fixture(scope="module")

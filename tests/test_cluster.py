@@ -28,7 +28,14 @@ MARK = "TRINITY_TEST_MARK"
 
 
 def settings(**changes: Any) -> Any:
-    return SimpleNamespace(**{"address": None, "num_cpus": None, "object_store_mb": 80, "temp_dir": None, **changes})
+    usual = {
+        "address": None,
+        "num_cpus": None,
+        "object_store_mb": 80,
+        "start_timeout_s": 120.0,
+        "temp_dir": None,
+    }
+    return SimpleNamespace(**(usual | changes))
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -176,9 +183,7 @@ def closed_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize(
-    "pattern", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "no-such-host.invalid:{}", "rubbish", "auto"]
-)
+@pytest.mark.parametrize("pattern", ["127.0.0.1:{}", "ray://127.0.0.1:{}", "no-such-host.invalid:{}", "rubbish"])
 def test_an_address_without_a_cluster_is_a_mistake_in_the_configuration(
     pattern: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

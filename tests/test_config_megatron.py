@@ -36,6 +36,7 @@ def test_layouts_that_fit_the_ranks_pass(layout: tuple[int, int, int]) -> None:
         (["sync.wire_dtype=fp32"], "sync.wire_dtype", "set it to bf16"),
         (["model.architecture.model_type=gpt2"], "backend", "llama, qwen2, qwen3"),
         (["trainer.warmup_steps=140"], "trainer.warmup_steps", "139 or less"),
+        (["checkpoint.format=dcp"], "checkpoint.format", "set it to verl"),
         (["checkpoint.save_strategy=single_process"], "checkpoint.save_strategy", "unrestricted"),
         (["backend.optimizer_format=flat"], "backend.optimizer_format", "fully_reshardable, dp_reshardable"),
     ],

@@ -14,6 +14,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,23 +78,41 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
             # environment.
             local = {**env, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
             with _environment(local), _own_sigterm():
-                try:
-                    ray.init(
-                        address="local",  # whatever RAY_ADDRESS says
-                        num_cpus=settings.num_cpus or max(cpus, os.cpu_count() or 1),
-                        include_dashboard=False,
-                        object_store_memory=settings.object_store_mb * 2**20,
-                        _temp_dir=str(folder),
-                        # Processes start when an actor needs them: idle ones would only compete with the imports of
-                        # the others.
-                        _system_config={"prestart_worker_first_driver": False},
-                        **common,
-                    )
-                except (OSError, ValueError, RuntimeError) as error:
-                    raise RunError(f"Ray did not start: {_first_line(error)}. Its logs were in {folder}") from error
+                start_ray(
+                    settings.start_timeout_s,
+                    address="local",  # whatever RAY_ADDRESS says
+                    num_cpus=settings.num_cpus or max(cpus, os.cpu_count() or 1),
+                    include_dashboard=False,
+                    object_store_memory=settings.object_store_mb * 2**20,
+                    _temp_dir=str(folder),
+                    # Processes start when an actor needs them: idle ones would only compete with the imports of
+                    # the others.
+                    _system_config={"prestart_worker_first_driver": False},
+                    **common,
+                )
         stack.callback(ray.shutdown)
         per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
         yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
+
+
+def start_ray(limit_s: float, **options: Any) -> None:
+    """`ray.init`, again where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits.
+
+    Raises:
+        RunError: it does not start, for another reason or within `limit_s`.
+    """
+    import ray
+
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            ray.init(**options)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if "timed out" in str(error) and time.monotonic() < deadline:
+                continue
+            raise RunError(f"Ray did not start: {_first_line(error)}") from error
 
 
 def check_reachable(address: str) -> None:

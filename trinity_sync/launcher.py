@@ -47,13 +47,14 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
         ConfigError: an input turned out to be wrong before anything started.
         RunError: the run failed; the run's record says so too.
     """
-    with RunFolder.open(run_dir, resume=resume) as folder, _interruptible():
+    stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
+    with RunFolder.open(run_dir, resume=resume) as folder, _interruptible(stop):
         start = _Start.find(cfg, folder, resume)
         recorder = _recorder(cfg, folder, start)
         peaks: dict[str, int] = {}
         with recorder:
             try:
-                _run(cfg, folder, start, recorder, peaks)
+                _run(cfg, folder, start, recorder, peaks, stop)
             except KeyboardInterrupt:
                 recorder.finish("interrupted", peak_memory=peaks)
                 return 130
@@ -93,16 +94,28 @@ class _Start:
                 f"to go on, give more, such as trainer.steps={found.step * 2}"
             )
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
-        saved, wanted = (
-            (found.manifest.backend, found.manifest.world_size),
-            (cfg.backend.strategy, cfg.backend.ranks),
-        )
-        if saved != wanted:
-            raise ConfigError(
-                f"{found.path} was saved by backend={saved[0]} on backend.ranks={saved[1]}, this run asks for "
-                f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks"
-            )
+        _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
         return cls(found.step, True, checkpoints, found.path)
+
+
+def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> None:
+    """Whether the run's engine can load what another one saved."""
+    wanted = (cfg.backend.strategy, cfg.backend.ranks)
+    if (backend, world_size) == wanted:
+        return
+    if (path / "actor" / "dcp").is_dir() and {backend, wanted[0]} <= {"fsdp", "fsdp2"}:
+        if world_size != wanted[1]:
+            print(
+                f"note: {path} was saved by {world_size} trainer ranks; weights and optimizer are the same on "
+                f"{wanted[1]}, the random numbers of a rank are not",
+                file=sys.stderr,
+            )
+        return
+    raise ConfigError(
+        f"{path} was saved by backend={backend} on backend.ranks={world_size}, this run asks for "
+        f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks "
+        f"(a run with checkpoint.format=dcp can be resumed on others)"
+    )
 
 
 def _recorder(cfg: DictConfig, folder: RunFolder, start: _Start) -> Recorder:
@@ -130,7 +143,14 @@ def _threads() -> int:
     return int(os.environ.get("OMP_NUM_THREADS", "1"))
 
 
-def _run(cfg: DictConfig, folder: RunFolder, start: _Start, recorder: Recorder, peaks: dict[str, int]) -> None:
+def _run(
+    cfg: DictConfig,
+    folder: RunFolder,
+    start: _Start,
+    recorder: Recorder,
+    peaks: dict[str, int],
+    stop: threading.Event | None,
+) -> None:
     use_gpu = accelerator_count() > 0 or (cfg.cluster.address is not None and _cluster_has_gpus(cfg.cluster.address))
     env = {
         "OMP_NUM_THREADS": str(_threads()),
@@ -147,7 +167,7 @@ def _run(cfg: DictConfig, folder: RunFolder, start: _Start, recorder: Recorder, 
     cpus = cfg.backend.ranks + replicas + 1
     try:
         with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
-            job = _Job(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu)
+            job = _Job(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
             try:
                 job.start(preparing)
                 job.loop()
@@ -212,14 +232,18 @@ def _cluster_has_gpus(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does. Signal handlers exist in the main thread only; elsewhere nothing changes."""
+def _interruptible(stop: threading.Event | None) -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does; with `stop` the first one only sets it. Signal handlers exist in the main
+    thread only; elsewhere nothing changes.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+        if stop is None or stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
 
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
@@ -247,7 +271,9 @@ class _Job:
         ray_cluster: Cluster,
         run_key: str,
         use_gpu: bool,
+        stop: threading.Event | None,
     ) -> None:
+        self._stop = stop
         self._cfg = cfg
         self._folder = folder
         self._start = start
@@ -271,13 +297,6 @@ class _Job:
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
         cfg, recorder = self._cfg, self._recorder
-        if cfg.checkpoint.interval % cfg.sync.interval:
-            print(
-                f"note: checkpoint.interval={cfg.checkpoint.interval} is no multiple of "
-                f"sync.interval={cfg.sync.interval}: after a resume the explorers begin with the checkpoint's weights, "
-                f"so a resumed run is not bit for bit the same",
-                file=sys.stderr,
-            )
         recorder.phase("starting the coordinators")
         store.set_start(self._start.checkpoints, self._start.step, recorder.attempt)
         config = SynchronizerConfig(
@@ -375,16 +394,19 @@ class _Job:
         cfg = self._cfg
         layouts: dict[str, dict[str, Any]] = {}
         for info in self._infos:
+            held = layouts.setdefault(info.node, {})
             if info.layout is not None:
-                layouts.setdefault(info.node, {})[info.part] = info.layout
+                held[info.part] = info.layout
         config = AgentConfig(
             run_key=self._run_key,
             slots=cfg.sync.slots,
             root=cfg.sync.shm_dir,
             fallback=str(self._folder.path / "slots"),
             verify=cfg.sync.verify,
-            nodes=len(layouts),
+            nodes=sum(bool(held) for held in layouts.values()),
             threads=max(1, (os.cpu_count() or 2) // 2),
+            durable=cfg.checkpoint.fsync,
+            save_timeout_s=cfg.checkpoint.timeout_s,
             log_dir=self._logs,
         )
         lead = None
@@ -393,7 +415,10 @@ class _Job:
             actor = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
             self._agents[node] = actor.remote(config, self._synchronizer.actor, lead)
             lead = lead or self._agents[node]
-        calls = {f"the agent of node {node}": self._agents[node].register.remote(layouts[node]) for node in layouts}
+        calls = {
+            f"the agent of node {node}": self._agents[node].register.remote(layouts[node], self._coordinator_of(node))
+            for node in layouts
+        }
         slots = resolve(calls, "make its slots", cfg.cluster.start_timeout_s)
         for arena in slots.values():
             for note in arena["notes"]:
@@ -407,10 +432,26 @@ class _Job:
             )
         self._trainer.call_each("attach", arguments, "attach to its node agent", cfg.cluster.start_timeout_s)
 
+    def _coordinator_of(self, node: str) -> Any:
+        """Makes the coordinator through which a node's agent saves; passed in, as the agent knows no checkpoints."""
+        from functools import partial
+
+        from trinity_sync.checkpoint import CheckpointCoordinator
+
+        return partial(
+            CheckpointCoordinator,
+            self._monitor,
+            node_id=node,
+            job_id="node-agent",
+            timeout_s=self._cfg.checkpoint.timeout_s,
+            attempt=self._recorder.attempt,
+        )
+
     # -- run
 
     def loop(self) -> None:
         from trinity_sync.trainer.loop import LoopSettings, TrainingLoop
+        from trinity_sync.trainer.published import PublishedState
         from trinity_sync.trainer.saves import FullSaves, SaveSettings
 
         cfg = self._cfg
@@ -426,7 +467,15 @@ class _Job:
             ranks=[info.part for info in self._infos],
             timeout_s=cfg.checkpoint.timeout_s,
         )
-        full_saves = FullSaves(self._monitor, self._trainer, saves, self._recorder)
+        holders = {info.node for info in self._infos if info.layout is not None}
+        published = PublishedState(
+            self._synchronizer,
+            {node: self._agents[node] for node in self._agents if node in holders},
+            cfg.sync.timeout_s,
+        )
+        full_saves = FullSaves(
+            self._monitor, self._trainer, saves, self._recorder, published if self._with_explorers else None
+        )
         mode = self._mode(saves)
         settings = LoopSettings(
             steps=cfg.trainer.steps,
@@ -447,6 +496,8 @@ class _Job:
             parts=parts,
             saves=full_saves,
             log=self._recorder,
+            restored=self._restored(published, parts),
+            stop=self._stop,
         )
         self._recorder.phase("sending the first version")
         try:
@@ -456,6 +507,27 @@ class _Job:
                 full_saves.settle(_SETTLE_S)
             raise
         self._synchronizer.notify_no_new_model_state_dict()
+        if self._stop is not None and self._stop.is_set():
+            raise KeyboardInterrupt
+
+    def _restored(self, published: Any, parts: list[str]) -> Any:
+        """What explorers held when the checkpoint was saved from which this run goes on, if that can be restored."""
+        from functools import partial
+
+        from trinity_sync.trainer.published import EXPLORER, published_step
+
+        folder = self._start.folder
+        if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
+            return None
+        step = published_step(folder, parts)
+        if step is None:
+            print(
+                f"note: {folder} was saved by other trainer ranks, so the explorers begin with its own weights: "
+                f"the resumed run is not bit for bit the same",
+                file=sys.stderr,
+            )
+            return None
+        return step, partial(published.restore, folder)
 
     def _mode(self, saves: Any) -> Any:
         from trinity_sync.sync.base import TrainerSide

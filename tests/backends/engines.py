@@ -53,7 +53,8 @@ class Ranks:
     """Processes that go through the cases: `ranks` of them, started here.
 
     A case has `strategy`, `model` (``"tied"`` or ``"untied"``) and `fsdp_size`. Each start of ranks makes the models
-    anew, and they are the same. `target` is what a process runs, instead of the cases of the FSDP engines.
+    anew, and they are the same. `saved` are events by ``strategy-model``: two ranks have saved for one to load.
+    `target` is what each process runs, where it is not the cases of the FSDP engines.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Ranks:
         folder: Path,
         ranks: int,
         cases: Sequence[Mapping[str, Any]],
+        saved: Mapping[str, Any],
         target: Callable[..., None] | None = None,
     ) -> None:
         self._folder = folder
@@ -70,7 +72,7 @@ class Ranks:
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self._processes = [
-            context.Process(target=target or _rank, args=(rank, ranks, port, folder, list(cases)))
+            context.Process(target=target or _rank, args=(rank, ranks, port, folder, list(cases), saved))
             for rank in range(ranks)
         ]
         before = {name: os.environ.get(name) for name in PLATFORM}
@@ -99,7 +101,9 @@ def facts_file(folder: Path, ranks: int, rank: int) -> Path:
     return folder / f"facts-{ranks}-{rank}.json"
 
 
-def _rank(rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]]) -> None:
+def _rank(
+    rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
+) -> None:
     import warnings
 
     warnings.simplefilter("ignore")
@@ -114,7 +118,8 @@ def _rank(rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[st
         make_models(models)
     dist.barrier()
     facts = [
-        _examine(case, models, folder / f"saves-{ranks}-{number}", rank, ranks) for number, case in enumerate(cases)
+        _examine(case, models, folder / f"saves-{ranks}-{number}", rank, ranks, Shared(folder, saved))
+        for number, case in enumerate(cases)
     ]
     for of_case in facts:
         of_case |= {"refused_before": refused, "refused_now": _torch_refuses_cpu_parameters()}
@@ -135,7 +140,9 @@ def _torch_refuses_cpu_parameters() -> bool:
     return False
 
 
-def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, ranks: int) -> dict[str, Any]:
+def _examine(
+    case: Mapping[str, Any], models: Path, saves: Path, rank: int, ranks: int, shared: Shared
+) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from safetensors.torch import load_file
@@ -161,16 +168,17 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
     facts["exported_by_verl"] = state_digest(exported, "BF16")
 
     torch.manual_seed(100 + rank)
-    state = backend.state()
+    state = backend.state("verl")
     facts["names"] = sorted(state)
     facts["state"] = _hash(state)
     facts["rng_saved"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-    _write(state, saves / "ours" / "actor")
+    lazy = Lazy(backend, state)
     step(engine, rank, 2)
+    facts["held"] = lazy.held
+    lazy.write(saves / "ours" / "actor")
     facts["next"] = digest(backend, ranks)
-    facts["next_state"] = _hash(backend.state())
+    facts["next_state"] = _hash(backend.state("verl"))
     facts["lr_next"] = engine.lr_scheduler.get_last_lr()
-    facts["state_after_training"] = _hash(state)
 
     torch.manual_seed(999)
     dist.barrier()
@@ -179,7 +187,7 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
     facts["rng_loaded"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
     step(engine, rank, 2)
     facts["next_after_load"] = digest(backend, ranks)
-    facts["next_state_after_load"] = _hash(backend.state())
+    facts["next_state_after_load"] = _hash(backend.state("verl"))
     facts["lr_next_after_load"] = engine.lr_scheduler.get_last_lr()
 
     engine.save_checkpoint(str(saves / "verl" / "actor"), global_step=3)
@@ -192,7 +200,7 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
             str(path.relative_to(saves / "ours")) for path in backend.write_metadata(saves / "ours" / "actor")
         )
     dist.barrier()
-    return facts
+    return facts | _distributed(backend, engine, case, saves, rank, shared)
 
 
 def _engine(model: str, strategy: str, fsdp_size: int) -> Any:
@@ -264,12 +272,103 @@ def digest(backend: Any, ranks: int) -> str:
     return digest_rows(held).version_digest()
 
 
-def _write(state: Mapping[str, Any], folder: Path) -> None:
+def _distributed(
+    backend: Any, engine: Any, case: Mapping[str, Any], saves: Path, rank: int, shared: Shared
+) -> dict[str, Any]:
+    """Save and load in the format for any number of ranks; what two ranks saved is loaded by one as well."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size()
+    backend.open_group(LIMIT_S)
+    lazy = Lazy(backend, backend.state("dcp"))
+    facts: dict[str, Any] = {"dcp_saved": _whole(backend)}
+    step(engine, rank, 7)
+    lazy.write(saves / "dcp" / "actor")
+    torch.manual_seed(1)
+    facts["dcp_changed"] = _whole(backend)
+    dist.barrier()
+    backend.load(saves / "dcp" / "actor")
+    facts["dcp_loaded"] = _whole(backend)
+    if rank == 0 and ranks == 2:
+        shared.announce(case, saves / "dcp" / "actor", facts["dcp_saved"])
+    if ranks == 1:
+        folder, expected = shared.wait_for(case)
+        backend.load(folder)
+        facts["dcp_of_two"] = expected
+        facts["dcp_of_two_loaded"] = _whole(backend)
+    return facts
+
+
+def _whole(backend: Any) -> str:
+    """Of all tensors of model and optimizer by name, put together from all ranks."""
+    import torch
+    from torch.distributed.checkpoint.state_dict import _gather_state_dict
+
+    found = hashlib.sha256()
+    whole = _gather_state_dict(backend.state("dcp")["dcp"])
+    for name, tensor in sorted(_flat(whole)):
+        found.update(name.encode())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _flat(value: Any, name: str = "") -> list[tuple[str, Any]]:
     import torch
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in state.items():
-        torch.save(value, folder / name)
+    if isinstance(value, Mapping):
+        return [entry for key, item in value.items() for entry in _flat(item, f"{name}.{key}")]
+    return [(name, value)] if isinstance(value, torch.Tensor) else []
+
+
+class Shared:
+    """What runs with different numbers of ranks tell each other."""
+
+    def __init__(self, folder: Path, saved: Any) -> None:
+        self._folder = folder
+        self._saved = saved
+
+    def announce(self, case: Mapping[str, Any], saved: Path, digest: str) -> None:
+        """Two ranks have saved. Of the cases, the one with this model and either engine counts."""
+        name = f"{case['strategy']}-{case['model']}"
+        if name in self._saved:
+            (self._folder / f"dcp-{name}.json").write_text(json.dumps([str(saved), digest]))
+            self._saved[name].set()
+
+    def wait_for(self, case: Mapping[str, Any]) -> tuple[Path, str]:
+        """What two ranks have saved of this model, with the other engine."""
+        name = f"fsdp2-{case['model']}"
+        assert self._saved[name].wait(LIMIT_S)
+        saved, digest = json.loads((self._folder / f"dcp-{name}.json").read_text())
+        return Path(saved), digest
+
+
+class Lazy:
+    """A snapshot of a state that is copied while the engine trains on, and written later."""
+
+    def __init__(self, backend: Any, state: Mapping[str, Any]) -> None:
+        from trinity_sync.weights.snapshot import Snapshot, plan
+
+        planned = plan(state)
+        self._segment = bytearray(planned.nbytes)
+        self.held = 0
+        self._backend = backend
+        backend.before_change(self._hold)
+        self._snapshot = Snapshot(planned, self._segment, "the state", in_background=True)
+
+    def _hold(self) -> None:
+        self.held += 1
+        self._snapshot.hold_until_copied(LIMIT_S)
+
+    def write(self, folder: Path) -> None:
+        from trinity_sync.weights.image import fill
+
+        folder.mkdir(parents=True, exist_ok=True)
+        names = self._snapshot.names - {"dcp"}
+        if names < self._snapshot.names:
+            self._backend.write_distributed(self._snapshot.tensors("dcp", LIMIT_S), folder / "dcp")
+        for image in self._snapshot.file_images(folder, LIMIT_S, names):
+            fill(Path(image.path), image.extents, self._segment, durable=False)
 
 
 def _hash(state: Mapping[str, Any]) -> str:

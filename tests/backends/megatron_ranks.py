@@ -54,7 +54,9 @@ def make_models(folder: Path) -> None:
         character_tokenizer(VOCABULARY).save_pretrained(folder / name)
 
 
-def run(rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]]) -> None:
+def run(
+    rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
+) -> None:
     """One process. A case has `world` ranks (the first ones), `tp`, `pp`, `model`, and what it does: `do`."""
     import warnings
 

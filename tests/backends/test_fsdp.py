@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -38,7 +39,10 @@ def facts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         (ranks, {name: case for name, case in cases.items() if name in wanted})
         for ranks, cases in ((1, ONE), (2, TWO), (4, FOUR))
     ]
-    started = [(cases, Ranks(folder, ranks, list(cases.values()))) for ranks, cases in chosen if cases]
+    saved = {f"fsdp2-{case['model']}": multiprocessing.get_context("spawn").Event() for case in ONE.values()}
+    if wanted & ONE.keys():
+        chosen[1] = (2, TWO)
+    started = [(cases, Ranks(folder, ranks, list(cases.values()), saved)) for ranks, cases in chosen if cases]
     found: Facts = {}
     for cases, ranks in started:
         found |= dict(zip(cases, ranks.facts(), strict=True))
@@ -62,9 +66,10 @@ def test_after_a_step_the_version_is_what_verl_exports(facts: Facts, case: str) 
 
 
 @every_case
-def test_a_state_is_a_copy_that_training_does_not_change(facts: Facts, case: str) -> None:
+def test_who_copies_the_state_later_is_told_before_it_changes(facts: Facts, case: str) -> None:
+    """That the copy was whole by then shows when it is loaded, below."""
     for rank in facts[case]:
-        assert rank["state_after_training"] == rank["state"]
+        assert rank["held"] == 1
 
 
 @every_case
@@ -82,6 +87,19 @@ def test_a_resumed_engine_goes_on_bit_for_bit(facts: Facts, case: str) -> None:
 def test_verls_own_checkpoints_are_read_too(facts: Facts, case: str) -> None:
     for rank in facts[case]:
         assert rank["loaded_from_verl"] == rank["next_after_load"]
+
+
+@every_case
+def test_the_format_for_any_number_of_ranks_restores_weights_and_optimizer(facts: Facts, case: str) -> None:
+    """Copied while the next step ran, and written after it."""
+    for rank in facts[case]:
+        assert rank["dcp_loaded"] == rank["dcp_saved"] != rank["dcp_changed"]
+
+
+@pytest.mark.parametrize("case", ONE)
+def test_what_two_ranks_of_fsdp2_saved_is_loaded_by_one_of_either_engine(facts: Facts, case: str) -> None:
+    (rank,) = facts[case]
+    assert rank["dcp_of_two_loaded"] == rank["dcp_of_two"] != rank["dcp_saved"]
 
 
 @every_case

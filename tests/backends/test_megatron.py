@@ -49,7 +49,7 @@ FOUR: dict[str, dict[str, Any]] = {
 
 def _facts(tmp_path_factory: pytest.TempPathFactory, ranks: int, cases: dict[str, dict[str, Any]]) -> Facts:
     folder = tmp_path_factory.mktemp("megatron")
-    started = Ranks(folder, ranks, list(cases.values()), megatron_ranks.run)
+    started = Ranks(folder, ranks, list(cases.values()), {}, megatron_ranks.run)
     found = dict(zip(cases, started.facts(), strict=True))
     return {name: [rank for rank in of_case if len(rank) > 2] for name, of_case in found.items()}
 

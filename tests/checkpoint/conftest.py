@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import ray
 
+from tests import local_ray
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    with local_ray.running():
+        yield
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 
+from tests import local_ray
 from tests.checkpoint.helpers import names
 from trinity_sync.checkpoint import CheckpointCoordinator, store
 from trinity_sync.checkpoint.layout import FileEntry, staging_dir, step_dir
@@ -242,7 +243,7 @@ def test_a_turn_that_does_not_come_is_a_timeout(make_monitor: Callable[..., Any]
 def test_a_monitor_that_is_gone_is_an_error_and_no_hang(make_monitor: Callable[..., Any]) -> None:
     monitor = make_monitor()
     coordinator = CheckpointCoordinator(monitor, timeout_s=LIMIT)
-    ray.kill(monitor)
+    local_ray.kill(monitor)
     with pytest.raises(RunError, match="monitor is gone"):
         coordinator.save_sync(lambda: None, 20)
     with pytest.raises(RunError, match="monitor is gone"):

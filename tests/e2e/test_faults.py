@@ -101,11 +101,34 @@ def test_a_full_disk_fails_the_save_and_keeps_the_run_folder_readable(folder: Pa
         assert run.code == 1
         assert "No space left on device" in run.output
         assert run.record["status"] == "failed"
-        assert [event["where"] for event in run.events("fault")] == ["save of step 2"]
+        assert [event["where"] for event in run.events("fault")] == ["save of step 2", "save of step 3"]
+        assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2, 3]
         assert not list(disk.glob("global_step_*"))
         assert not list(disk.glob(".staging/*"))
     finally:
         subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.all
+def test_a_preempted_run_saves_the_step_it_is_in_and_goes_on_from_there(folder: Path) -> None:
+    started = start(
+        folder,
+        *LONG,
+        "checkpoint.interval=0",
+        "checkpoint.save_on_sigterm=true",
+        "sync.interval=3",
+        "sync.max_staleness=2",
+    )
+    kill_at(started, "step 40/400", lambda run: run.process.pid, signal.SIGTERM)
+    run = started.finish()
+    assert run.code == 130, run.output
+    assert run.record["status"] == "interrupted"
+    assert_ended_clean(run, started.process.pid)
+    (saved,) = run.manifests
+    assert saved >= 40
+    again = resume(folder, f"trainer.steps={saved + 2}")
+    assert again.code == 0, again.output
+    assert [line["step"] for line in again.lines("metrics.jsonl")] == list(range(1, saved + 3))
 
 
 @pytest.mark.all

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import Run, launch, resume, start
 
-SETTINGS = ("trainer.steps=30", "checkpoint.interval=5", "trainer.lr_scheduler=cosine", "seed=7")
+# At the checkpoint of step 10, from which the killed run goes on, the explorers hold version 9.
+SETTINGS = (
+    "trainer.steps=30",
+    "checkpoint.interval=5",
+    "sync.interval=3",
+    "sync.max_staleness=2",
+    "trainer.lr_scheduler=cosine",
+    "seed=7",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +48,8 @@ def test_a_resumed_run_ends_with_the_same_digests(uninterrupted: Run, resumed: R
 
 def test_a_resumed_run_has_the_same_metrics(uninterrupted: Run, resumed: Run) -> None:
     def figures(run: Run) -> list[tuple[float, ...]]:
-        return [(line["step"], line["reward/mean"], line["loss"], line["lr"]) for line in run.lines("metrics.jsonl")]
+        names = ("step", "reward/mean", "loss", "lr", "staleness/mean")
+        return [tuple(line[name] for name in names) for line in run.lines("metrics.jsonl")]
 
     assert [line[0] for line in figures(resumed)] == list(range(1, 31))
     assert figures(resumed) == figures(uninterrupted)
@@ -57,3 +67,23 @@ def test_a_completed_run_goes_on_with_more_steps_only(resumed: Run) -> None:
     again = resume(resumed.folder)
     assert again.code == 2
     assert "has reached step 30 of trainer.steps=30" in again.output
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("other", ["backend.ranks=1", "backend=fsdp"])
+def test_a_run_goes_on_with_another_engine_where_its_format_allows(tmp_path: Path, other: str) -> None:
+    run = launch(tmp_path / "run", "checkpoint.format=dcp", "trainer.steps=4")
+    assert run.code == 0, run.output
+    again = resume(run.folder, "trainer.steps=6", other)
+    assert again.code == 0, again.output
+    first = next(event for event in again.events("publish") if event["attempt"] == 1)
+    assert (first["version"], first["digest"]) == (4, run.digests[4])
+    assert sorted(again.manifests) == [4, 6]
+
+
+@pytest.mark.all
+def test_files_of_verls_format_are_refused_for_another_engine(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "trainer.steps=2")
+    again = resume(run.folder, "trainer.steps=4", "backend.ranks=1")
+    assert again.code == 2
+    assert "checkpoint.format=dcp" in again.output

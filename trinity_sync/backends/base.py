@@ -4,9 +4,12 @@ Who calls what, in this order, on every rank:
 
 1. `build_engine(spec)` makes verl's engine; verl's worker initialises it (collective).
 2. `shards()` once: the layout never changes while a run lives.
-3. `sources()` for each version: the live local tensors in the shards' order. They change at `deadline`, so whoever
-   copies later must have copied by then.
-4. `state()` for each full checkpoint: a copy of everything a resume needs, in the files that verl itself would write.
+3. `sources()` for each version: the live local tensors in the shards' order.
+4. `state()` for each full checkpoint: everything a resume needs, in the files that verl itself would write. Its tensors
+   may be live too.
+
+What is live changes at `deadline`, so whoever copies later must have copied by then; `before_change` calls back just
+before it.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ import torch
 from trinity_sync.weights.shards import Shard
 
 Deadline = Literal["optimizer_step", "offload", "now"]
+
+Format = Literal["verl", "dcp"]
+
+DISTRIBUTED = "dcp"
+"""Folder of the ``dcp`` format below the checkpoint's ``actor``; see `Backend.write_distributed`."""
 
 
 class Backend(Protocol):
@@ -39,9 +47,25 @@ class Backend(Protocol):
         """
         ...
 
-    def state(self) -> Mapping[str, Any]:
-        """File name -> object for `torch.save`: copies, safe to write while training goes on. Collective: all ranks
-        call it.
+    def state(self, form: Format) -> Mapping[str, Any]:
+        """File name -> object for `torch.save`; under `DISTRIBUTED`, what is for `write_distributed`. Its tensors do
+        not change before `deadline`; everything else in it is a copy. Collective: all ranks call it.
+        """
+        ...
+
+    def open_group(self, timeout_s: float) -> None:
+        """Make the process group that `write_distributed` uses, if any, with this limit for its waits. Collective."""
+        ...
+
+    def write_distributed(self, value: Any, folder: Path) -> list[Path]:
+        """Write a copy of what `state` gave under `DISTRIBUTED` into `folder`; the files that this rank wrote.
+        Collective; called in a thread beside training.
+        """
+        ...
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, on the training thread, each time before what `state` gave changes. Nothing is called
+        where the deadline is ``now``: there it may change at any time.
         """
         ...
 
@@ -52,7 +76,7 @@ class Backend(Protocol):
         ...
 
     def load(self, folder: Path) -> None:
-        """Restore what `state` saved, on the same number of ranks. Collective."""
+        """Restore what was saved: ``verl`` on the same number of ranks, ``dcp`` on any. Collective."""
         ...
 
 

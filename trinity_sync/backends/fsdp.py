@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import copy
 import json
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
-from verl.utils.fsdp_utils import fsdp_version, get_fsdp_state_ctx
+from verl.utils.fsdp_utils import fsdp_version
 
-from trinity_sync.backends.base import Deadline
+from trinity_sync.backends.base import Deadline, Format
+from trinity_sync.backends.fsdp_state import FsdpState
 from trinity_sync.weights.shards import Shard, flat_range, row_slice, whole
 from trinity_sync.weights.tensors import from_torch, saved_tensors, wire_name
 
@@ -47,14 +44,16 @@ class FsdpBackend:
         wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
     """
 
-    # Optimizer and parameters change at the optimizer's step; FSDP unshards into other storage in between.
-    deadline: Deadline = "optimizer_step"
-
     def __init__(self, engine: Any, wire_dtype: str) -> None:
         self._engine = engine
         self._wire_dtype = wire_dtype
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
+        # Optimizer and parameters change at the optimizer's step; FSDP unshards into other storage in between.
+        # Offloading moves them to other storage after each use.
+        offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
+        self.deadline: Deadline = "now" if offloads else "optimizer_step"
+        self._state = FsdpState(engine)
         self._pieces = self._find_pieces()
 
     # -- versions
@@ -166,16 +165,17 @@ class FsdpBackend:
 
     # -- full checkpoints
 
-    def state(self) -> Mapping[str, Any]:
-        manager = self._engine.checkpoint_manager
-        suffix = f"world_size_{self._world_size}_rank_{self._rank}.pt"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every save
-            with _sharded(self._engine.module):
-                model = _copied(self._engine.module.state_dict())
-                optimizer = _copied(self._engine.optimizer.state_dict())
-        extra = {"lr_scheduler": copy.deepcopy(self._engine.lr_scheduler.state_dict()), "rng": manager.get_rng_state()}
-        return {f"model_{suffix}": model, f"optim_{suffix}": optimizer, f"extra_state_{suffix}": extra}
+    def state(self, form: Format) -> Mapping[str, Any]:
+        return self._state.files(form)
+
+    def open_group(self, timeout_s: float) -> None:
+        self._state.open_group(timeout_s)
+
+    def write_distributed(self, value: Any, folder: Path) -> list[Path]:
+        return self._state.write_distributed(value, folder)
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        self._engine.optimizer.register_step_pre_hook(lambda *_: callback())
 
     def write_metadata(self, folder: Path) -> list[Path]:
         module = self._engine.module
@@ -194,35 +194,10 @@ class FsdpBackend:
         return [config, *sorted(path for path in hugging_face.rglob("*") if path.is_file())]
 
     def load(self, folder: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._engine.load_checkpoint(str(folder), del_local_after_load=False)
+        self._state.load(folder)
 
 
 def _local_shard(handle: Any) -> torch.Tensor:
     """The master copy of what this rank holds of a flat parameter, whatever the forward pass has unsharded."""
     flat = handle.flat_param
     return getattr(flat, "_local_shard", flat).detach()
-
-
-def _sharded(module: torch.nn.Module) -> Any:
-    offload = torch.cuda.is_available()
-    return get_fsdp_state_ctx(
-        module,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=offload),
-        ShardedOptimStateDictConfig(offload_to_cpu=offload),
-    )
-
-
-def _copied(value: Any) -> Any:
-    """A deep copy on the CPU of nested containers of tensors: what a background writer may read while training goes
-    on.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone() if value.device.type != "cpu" else value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
-    return copy.deepcopy(value)

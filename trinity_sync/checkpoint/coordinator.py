@@ -23,10 +23,12 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from trinity_sync.checkpoint.layout import FileEntry, digest_file, staging_dir, step_dir
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.parts import FileTuple
 
-#: Writes the part's files. Returns what it wrote, as entries or as paths (absolute, or relative to the staging folder).
-#: None or anything that is no list: not said, the monitor then takes what it finds in the step's folder.
-SaveFn: TypeAlias = Callable[[], Iterable[str | os.PathLike[str] | FileEntry] | object]
+#: Writes the part's files. Returns what it wrote, as entries (or the tuples of their fields) or as paths (absolute, or
+#: relative to the staging folder). None or anything that is no list: not said, the monitor then takes what it finds in
+#: the step's folder.
+SaveFn: TypeAlias = Callable[[], Iterable[str | os.PathLike[str] | FileEntry | FileTuple] | object]
 
 _WHO = "the checkpoint monitor"
 
@@ -93,7 +95,14 @@ class CheckpointCoordinator:
         self._untold: list[BaseException] = []
 
     def save_async(
-        self, name: str, save_fn: SaveFn, global_step: int, is_state_dict: bool = False, *, part: str | None = None
+        self,
+        name: str,
+        save_fn: SaveFn,
+        global_step: int,
+        is_state_dict: bool = False,
+        *,
+        part: str | None = None,
+        hands_over: bool = False,
     ) -> None:
         """Run `save_fn` in the background. The state that it writes has to be a snapshot already.
 
@@ -101,6 +110,8 @@ class CheckpointCoordinator:
             name: saves of one name never overlap: the earlier one is waited for first.
             is_state_dict: it writes weights.
             part: the part's name; None: the part is only counted.
+            hands_over: `save_fn` gives the part to another writer, which has its turn when `save_fn` returns and
+                reports the part's end. Until then this process answers for the part; it takes no turn of its own.
 
         Raises:
             what the earlier save of this name raised; this one is not started then, and its part is reported failed.
@@ -118,7 +129,7 @@ class CheckpointCoordinator:
 
         def run() -> None:
             try:
-                self._save(saving, save_fn, collective=False)
+                self._save(saving, save_fn, queues=not hands_over, reports=not hands_over)
             except BaseException as error:
                 save.error = error
                 with self._lock:
@@ -129,17 +140,24 @@ class CheckpointCoordinator:
         save.thread.start()
 
     def save_sync(
-        self, save_fn: SaveFn, global_step: int, is_state_dict: bool = False, *, part: str | None = None
+        self,
+        save_fn: SaveFn,
+        global_step: int,
+        is_state_dict: bool = False,
+        *,
+        part: str | None = None,
+        queues: bool = False,
     ) -> None:
         """Run `save_fn` on the calling thread, for saves with collective barriers; arguments as for `save_async`.
 
-        It does not queue for its turn, whatever the save strategy: a rank that waited would hold up its peers in the
-        barrier.
+        Args:
+            queues: wait for the turn that the save strategy gives. Not for collective saves: a rank that waited would
+                hold up its peers in the barrier.
 
         Raises:
             what `save_fn` raises, at once, after it was reported.
         """
-        self._save(_Part(global_step, part, is_state_dict, secrets.token_hex(16)), save_fn, collective=True)
+        self._save(_Part(global_step, part, is_state_dict, secrets.token_hex(16)), save_fn, queues=queues, reports=True)
 
     def wait_all(self) -> None:
         """Return when no background save is running.
@@ -191,14 +209,18 @@ class CheckpointCoordinator:
 
     # ---- one save
 
-    def _save(self, part: _Part, save_fn: SaveFn, *, collective: bool) -> None:
+    def _save(self, part: _Part, save_fn: SaveFn, *, queues: bool, reports: bool) -> None:
         try:
-            self._ask_for_turn(part, collective)
-            files = self._entries(part.step, save_fn())
+            self._ask_for_turn(part, collective=not queues)
+            written = save_fn()
+            files = self._entries(part.step, written) if reports else None
         except BaseException as error:
             with contextlib.suppress(RunError):
                 self._report_failed(part, _describe(error))
             raise
+        if not reports:
+            self._ask("notify_handed_over", part.ticket, part.step, what=f"let a part of step {part.step} go")
+            return
         self._ask(
             "notify_finished",
             part.step,
@@ -243,9 +265,11 @@ class CheckpointCoordinator:
         # The seed's save functions return whatever their last call did; what is no list of files says nothing of files.
         return [self._entry(step, item) for item in written] if isinstance(written, Iterable) else None
 
-    def _entry(self, step: int, written: str | os.PathLike[str] | FileEntry) -> FileEntry:
+    def _entry(self, step: int, written: str | os.PathLike[str] | FileEntry | FileTuple) -> FileEntry:
         if isinstance(written, FileEntry):
             return written
+        if isinstance(written, tuple):
+            return FileEntry(*written)
         facts = self._ask_facts()
         root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
         if root is None:

@@ -405,6 +405,11 @@ class CheckpointMonitor:
         self._apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
         await self._journal(step)
 
+    async def notify_handed_over(self, ticket: str, step: int) -> None:
+        """Another writer answers for the part from now on; it has its turn already."""
+        self._apply(self._book.cancel(ticket))
+        await self._journal(step)
+
     async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
         """A writer's process (without a `job_id`: every one of the node) is gone, says somebody who knows."""
         self._apply(self._book.writer_lost(node_id, job_id, error=error))

@@ -220,6 +220,13 @@ def _check_megatron_settings(get: Get) -> Iterator[Problem]:
             "trainer.warmup_steps",
             f"is {warmup}, as many as trainer.steps; backend=megatron needs less, set it to {steps - 1} or less",
         )
+    form = get("checkpoint.format")
+    if form != "verl":
+        yield Problem(
+            "checkpoint.format",
+            f"is {form}, which is for fsdp and fsdp2; with backend=megatron verl's files are megatron-core's, which "
+            "other layouts can load too, so set it to verl",
+        )
     writers = get("checkpoint.save_strategy")
     if writers != "unrestricted":
         yield Problem(

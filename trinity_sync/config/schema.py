@@ -136,11 +136,13 @@ class CheckpointConfig:
 
     dir: str | None = MISSING
     interval: int = _number(at_least=0)
-    format: str = _choice("verl")
+    format: str = _choice("verl", "dcp")
+    snapshot: str = _choice("lazy", "eager")
     mirror: str | None = MISSING
     timeout_s: float = _number(more_than=0)
     save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")
     fsync: bool = MISSING
+    save_on_sigterm: bool = MISSING
 
 
 @dataclass(kw_only=True)

@@ -11,20 +11,24 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 
+from trinity_sync.errors import RunError
 from trinity_sync.process import own_log, peak_rss
-from trinity_sync.protocol.versions import Version
+from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.parts import PartInfo, shard_file
+from trinity_sync.sync.state import Coordinator, StatePart, StateSlots
 from trinity_sync.weights.digests import RowDigests, bucket_digests, digest_rows
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.shard_file import write_shard_file
+from trinity_sync.weights.shard_file import open_shard_file, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
 
 
@@ -40,6 +44,8 @@ class AgentConfig:
         verify: ``full``, ``bucket`` or ``off``.
         nodes: how many nodes hold parts.
         threads: workers for digests and writes.
+        durable: fsync the files of full checkpoints (`checkpoint.fsync`).
+        save_timeout_s: limit until a part of a full checkpoint has its turn to be written, seconds.
         log_dir: where this process logs, None for Ray's own logs.
     """
 
@@ -50,6 +56,8 @@ class AgentConfig:
     verify: str
     nodes: int
     threads: int
+    durable: bool = True
+    save_timeout_s: float = 1800.0
     log_dir: str | None = None
 
 
@@ -70,26 +78,41 @@ class NodeAgent:
         self._node = ray.get_runtime_context().get_node_id()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="digest")
         self._tasks = ThreadPoolExecutor(4, thread_name_prefix="agent")
+        # Each rank of the node may wait here for a disk; what is quick must not queue behind that.
+        self._waits = ThreadPoolExecutor(256, thread_name_prefix="wait")
         self._layouts: dict[str, PartLayout] = {}
         self._arena: SlotArena | None = None
         self._maps: dict[tuple[int, str], mmap.mmap] = {}
         self._staged: dict[Version, set[str]] = {}
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
+        self._states = StateSlots(
+            config.run_key,
+            config.root,
+            Path(config.fallback),
+            durable=config.durable,
+            timeout_s=config.save_timeout_s,
+        )
+        self._coordinator: Coordinator | None = None
         # While this process lives, so does the call; the synchronizer watches it.
         self._held: Any = None
 
-    async def register(self, layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    async def register(
+        self, layouts: dict[str, dict[str, Any]], make_coordinator: Callable[[], Coordinator] | None = None
+    ) -> dict[str, Any]:
         """Make the slots for this node's parts.
 
         Args:
-            layouts: part -> `PartLayout.to_json()`.
+            layouts: part -> `PartLayout.to_json()`; none where the node's ranks hold replicas only.
+            make_coordinator: makes the `CheckpointCoordinator` through which this agent saves; None: it saves nothing.
 
         Returns:
             ``paths``: {slot: {part: file}}, and ``notes``: what the user should know (such as a fallback from shared
             memory).
         """
         self._layouts = {part: PartLayout.from_json(layout) for part, layout in layouts.items()}
+        if make_coordinator is not None:
+            self._coordinator = await self._run(make_coordinator)
         self._held = self._synchronizer.hold.remote()
         self._synchronizer.watch.remote(f"the agent of node {self._node}", [self._held])
         return await self._run(self._create)
@@ -189,14 +212,62 @@ class NodeAgent:
         """
         return await self._run(self._write, slot, Path(folder), metadata, fsync)
 
-    def _write(self, slot: int, folder: Path, metadata: dict[str, str], fsync: bool) -> list[tuple[str, int, str]]:
+    def _write(
+        self, slot: int, folder: Path, metadata: dict[str, str], fsync: bool, name: str | None = None
+    ) -> list[tuple[str, int, str]]:
         files = []
         for part, layout in self._layouts.items():
-            relative = shard_file(part)
+            relative = shard_file(part) if name is None else name.format(part)
             (folder / relative).parent.mkdir(parents=True, exist_ok=True)
             nbytes, digest = write_shard_file(folder / relative, layout, self._maps[slot, part], metadata, fsync=fsync)
             files.append((relative, nbytes, digest))
         return files
+
+    # -- full checkpoints
+
+    async def save_published(self, step: int, folder: str, part: str, lease: Lease) -> None:
+        """Write this node's parts of a leased version into a full checkpoint's staging folder, and report `part`."""
+        assert self._coordinator is not None, "register() brought a coordinator"
+        loop = asyncio.get_running_loop()
+
+        def write() -> list[tuple[str, int, str]]:
+            files = self._write(lease.slot, Path(folder), {}, self._config.durable, "explorer/{}.safetensors")
+            released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
+            if not released.result(self._config.save_timeout_s):
+                raise RunError(f"version {lease.version} was no longer held when it was written (sync.lease_s)")
+            return files
+
+        await self._wait(partial(self._coordinator.save_sync, write, step, part=part, queues=True))
+
+    async def _release(self, lease: Lease) -> bool:
+        return bool(await self._synchronizer.release.remote(lease.id))
+
+    async def restore_published(self, version: Version, slot: int, folder: str) -> None:
+        """Fill a slot with what `save_published` wrote, and report its parts as if their ranks had staged them."""
+        await self._run(self._read_into, slot, Path(folder))
+        for part in self._layouts:
+            await self.part_staged(version, slot, part)
+
+    def _read_into(self, slot: int, folder: Path) -> None:
+        for part, layout in self._layouts.items():
+            found, data = open_shard_file(folder / f"{part}.safetensors")
+            if found.digest != layout.digest:
+                raise RunError(f"{folder}/{part}.safetensors is laid out for other trainer ranks than this run's")
+            memoryview(self._maps[slot, part])[: layout.nbytes] = data
+
+    async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:
+        """The file into which a rank copies its training state, and what the user should know; see `StateSlots`."""
+        return await self._wait(self._states.reserve, part, nbytes)
+
+    async def take_state(self, given: StatePart) -> None:
+        """Become the writer of a rank's part of a full checkpoint; returns when the rank need not live any more."""
+        if self._coordinator is None:
+            raise RunError(f"the agent of node {self._node} was given no checkpoint monitor to save {given.part} with")
+        await self._wait(self._states.take, given, self._coordinator)
+
+    async def wait_state_written(self, part: str, timeout_s: float) -> None:
+        """Wait until a part's state segment may be used again."""
+        await self._wait(self._states.wait_written, part, timeout_s)
 
     async def memory(self) -> dict[str, int]:
         """Peak resident bytes of this process, shared slots included."""
@@ -204,12 +275,16 @@ class NodeAgent:
 
     async def close(self) -> None:
         """Give the shared memory back. Safe to call twice."""
+        await self._run(self._states.close)
         if self._arena is not None:
             self._maps.clear()
             await self._run(self._arena.close)
 
     async def _run(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._tasks, function, *args)
+
+    async def _wait(self, function: Any, *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
 
 
 def _version_digest(collected: list[RowDigests]) -> str:

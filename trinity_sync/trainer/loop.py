@@ -9,6 +9,7 @@ is a function of the seed and the step, so a resumed or repeated run sees the sa
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -103,7 +104,9 @@ class TrainingLoop:
         parts: names of the parts that make a version.
         saves: full checkpoints.
         log: where to report.
-
+        restored: the step of the version that explorers begin with, where it is not the trainer's, and what fills a
+            slot with it.
+        stop: once set, the step under way is finished and saved, and is the last.
     """
 
     def __init__(
@@ -117,7 +120,11 @@ class TrainingLoop:
         parts: list[str],
         saves: FullSaves,
         log: Log,
+        restored: tuple[int, Callable[[Version, int], None]] | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
+        self._stop = stop or threading.Event()
+        self._restored = restored
         self._settings = settings
         self._trainer = trainer
         self._data = data
@@ -130,14 +137,15 @@ class TrainingLoop:
     def run(self, on_start: Callable[[], None] = lambda: None) -> None:
         """All steps. `on_start` is called once the explorers hold the first version."""
         settings = self._settings
-        version = Version(settings.attempt, settings.first - 1)
-        self._publish(self._stage(version), _Timing())
+        self._publish(self._first_version(), _Timing())
         on_start()
         for step in range(settings.first, settings.steps + 1):
-            self._step(step)
+            if self._step(step):
+                break
         self._saves.finish()
 
-    def _step(self, step: int) -> None:
+    def _step(self, step: int) -> bool:
+        """One step; whether the run is to stop after it."""
         settings, timing = self._settings, _Timing()
         started = time.perf_counter()
         with timing.of("generate"):
@@ -147,7 +155,8 @@ class TrainingLoop:
             metrics = self._train(step, batch)
         last = step == settings.steps
         publish = last or step % settings.sync_interval == 0
-        save = last or bool(settings.save_interval and step % settings.save_interval == 0)
+        stops = self._stop.is_set()
+        save = last or stops or bool(settings.save_interval and step % settings.save_interval == 0)
         if publish or save:
             version = Version(settings.attempt, step)
             with timing.of("stage"):
@@ -158,10 +167,12 @@ class TrainingLoop:
                 self._synchronizer.call("discard", version)
             if save:
                 with timing.of("save"):
-                    self._saves.begin(step, staged.sealed.digest, {**metrics, **_batch_metrics(batch)})
+                    numbers = {**metrics, **_batch_metrics(batch)}
+                    self._saves.begin(step, staged.sealed.digest, numbers, published=publish)
         timing.seconds["timing/step"] = time.perf_counter() - started
         self._log.metrics(step, {**_batch_metrics(batch), **metrics, **lags, **timing.seconds})
         self._saves.poll()
+        return stops
 
     def _train(self, step: int, batch: SampleBatch | PairBatch) -> dict[str, float]:
         shared = ray.put(batch)
@@ -189,6 +200,18 @@ class TrainingLoop:
                 f"sync.max_staleness={self._settings.max_staleness}"
             )
         return {"staleness/mean": float(np.average(lags, weights=counts)), "staleness/max": float(max(lags))}
+
+    def _first_version(self) -> _Staged:
+        """The trainer's weights; after a resume, what the explorers held where that was something else."""
+        settings = self._settings
+        if self._restored is None:
+            return self._stage(Version(settings.attempt, settings.first - 1))
+        started = time.perf_counter()
+        step, restore = self._restored
+        version = Version(settings.attempt, step)
+        limit = settings.sync_timeout_s
+        restore(version, self._synchronizer.call("begin", version, self._parts, limit, timeout_s=limit + 5))
+        return _Staged(self._synchronizer.call("wait_sealed", version, limit, timeout_s=limit + 5), 0.0, started)
 
     def _stage(self, version: Version) -> _Staged:
         started = time.perf_counter()

@@ -3,8 +3,10 @@ side of the monitor.
 
 A full save, step by step: `begin` makes the staging folder and announces the parts; all ranks copy their state (the
 trainer is blocked for that only) and write it in the background; the driver adds its own part and the version digest;
-the monitor commits. `poll` records what was committed meanwhile; `finish` waits for the rest. A save that failed is
-recorded as a fault at once and raised by the next `begin` or by `finish`.
+the monitor commits. `poll` records what was committed meanwhile; `finish` waits for the rest.
+
+A save that fails does not end the run: it is recorded as a fault at once, the checkpoint before it stays in force, and
+the next save is tried. Where the newest save of a run has failed, `finish` raises it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,16 @@ from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer.group import TrainerGroup
+from trinity_sync.trainer.published import PublishedState
 
 STATE_FILE = "trainer_state.json"
 
 # The part of a weights-only save that brings the version digest. A full save of the same step has a "driver" part.
 _DIGEST = "weights-digest"
+
+
+# The ranks are between two steps when they are asked, or gone.
+_ASK_S = 30.0
 
 
 class SaveLog(Protocol):
@@ -71,42 +78,70 @@ class FullSaves:
         trainer: the group of ranks.
         settings: see `SaveSettings`.
         log: where to report.
+        published: saves what explorers hold; None where there are none.
     """
 
-    def __init__(self, monitor: Any, trainer: TrainerGroup, settings: SaveSettings, log: SaveLog) -> None:
+    def __init__(
+        self,
+        monitor: Any,
+        trainer: TrainerGroup,
+        settings: SaveSettings,
+        log: SaveLog,
+        published: PublishedState | None = None,
+    ) -> None:
+        self._published = published
         self._monitor = monitor
         self._trainer = trainer
         self._settings = settings
         self._log = log
         self._pending: dict[Any, tuple[int, float]] = {}
-        self._failed: TrinityError | None = None
+        self._failed: tuple[int, TrinityError] | None = None
+        self._succeeded = -1
 
-    def begin(self, step: int, digest: str | None, metrics: dict[str, float]) -> None:
+    def begin(self, step: int, digest: str | None, metrics: dict[str, float], *, published: bool = True) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps.
 
         Args:
             step: the global step.
             digest: version digest of the weights, None where versions are not digested.
             metrics: of the step, for the manifest and the retention policies.
+            published: the explorers hold the version of this step; else what they hold is saved, too.
 
         Raises:
-            TrinityError: what an earlier save failed of.
+            TrinityError: a rank cannot copy its state.
         """
         self.poll()
-        self._raise_failure()
-        settings = self._settings
         self._log.saving(step)
-        folder = _begin(
-            self._monitor, Version(settings.attempt, step), "full", [*settings.ranks, "driver"], settings, metrics
-        )
+        try:
+            self._begin(step, digest, metrics, published)
+        except _SaveFailed as failure:
+            self._monitor.fail_step.remote(step, str(failure), attempt=self._settings.attempt)
+            self._fail(step, failure)
+
+    def _begin(self, step: int, digest: str | None, metrics: dict[str, float], published: bool) -> None:
+        settings = self._settings
+        behind = self._published if not published else None
+        parts = [*settings.ranks, *(behind.parts() if behind is not None else ()), "driver"]
+        try:
+            folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
+        except TrinityError as error:
+            raise _SaveFailed(str(error)) from error
         call = self._monitor.wait_committed.remote(step, settings.attempt, settings.timeout_s, kind="full")
         blocked = self._trainer.call(
             "save", step, str(folder), what=f"copy the state of step {step}", timeout_s=settings.timeout_s
         )
         self._pending[call] = (step, max(blocked))
         state = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
-        (folder / STATE_FILE).write_text(json.dumps(state, indent=2) + "\n")
-        files = [FileEntry.of(folder, STATE_FILE)]
+        texts = {STATE_FILE: json.dumps(state, indent=2) + "\n"}
+        if behind is not None:
+            texts |= dict([behind.save(step, folder)])
+        try:
+            for name, text in texts.items():
+                (folder / name).parent.mkdir(exist_ok=True)
+                (folder / name).write_text(text)
+            files = [FileEntry.of(folder, name) for name in texts]
+        except OSError as error:
+            raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
         done = self._monitor.notify_finished.remote(
             step, part="driver", attempt=settings.attempt, files=files, digest=digest
         )
@@ -124,7 +159,7 @@ class FullSaves:
         """Wait for all saves and for the background work of the ranks.
 
         Raises:
-            TrinityError: what a save failed of.
+            TrinityError: what the newest save failed of.
         """
         settings = self._settings
         for call, (step, _) in list(self._pending.items()):
@@ -144,15 +179,33 @@ class FullSaves:
         try:
             result = resolve_one(call, "the checkpoint monitor", what, 1.0)
         except TrinityError as error:
-            self._failed = error
-            self._log.fault(f"save of step {step}", error)
+            self._fail(step, error)
             return
-        record_commit(self._log, result, blocked)
+        self._succeeded = max(self._succeeded, step)
+        record_commit(self._log, result, self._blocked(step, blocked))
+
+    def _fail(self, step: int, error: TrinityError) -> None:
+        # The wait for the commit and the driver's own part may both tell of one failure.
+        if self._failed is None or self._failed[0] != step:
+            self._log.fault(f"save of step {step}", error)
+        self._failed = (step, error)
+
+    def _blocked(self, step: int, begun: float) -> float:
+        """With what the optimizer's step waited after the save had begun, where the ranks can still say."""
+        try:
+            waited = self._trainer.call("save_blocked", step, what="say how long they waited", timeout_s=_ASK_S)
+            return max(*waited, begun)
+        except TrinityError:
+            return begun
 
     def _raise_failure(self) -> None:
-        if self._failed is not None:
-            error, self._failed = self._failed, None
-            raise RunError(f"a checkpoint could not be saved: {error}") from error
+        failed, self._failed = self._failed, None
+        if failed is not None and failed[0] > self._succeeded:
+            raise RunError(f"the newest checkpoint could not be saved: {failed[1]}") from failed[1]
+
+
+class _SaveFailed(RunError):  # noqa: N818 - it says what happened
+    """The driver's share of a save failed."""
 
 
 class WeightSaves:

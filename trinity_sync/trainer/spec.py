@@ -5,7 +5,7 @@ one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 
@@ -32,6 +32,8 @@ class WorkerSpec:
         seed: of the run.
         wire_dtype: dtype of floating parameters in versions, as safetensors names it.
         bucket_bytes: unit of transfer and checking.
+        checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
+        lazy_snapshot: copy training states during the next forward and backward (`checkpoint.snapshot`).
         timeout_s: limit of a collective of the engine's process group, seconds.
         log_dir: where the rank logs, None for Ray's own logs.
     """
@@ -52,6 +54,8 @@ class WorkerSpec:
     seed: int
     wire_dtype: str
     bucket_bytes: int
+    checkpoint_format: Literal["verl", "dcp"]
+    lazy_snapshot: bool
     timeout_s: float
     log_dir: str | None = None
 
@@ -114,6 +118,8 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         seed=cfg.seed,
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         bucket_bytes=cfg.sync.bucket_mb * 2**20,
+        checkpoint_format=cfg.checkpoint.format,
+        lazy_snapshot=cfg.checkpoint.snapshot == "lazy",
         timeout_s=backend.timeout_s,
         log_dir=log_dir,
     )

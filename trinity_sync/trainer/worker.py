@@ -10,11 +10,9 @@ from __future__ import annotations
 import trinity_sync.backends.lean_verl  # noqa: F401
 
 # isort: split
-import errno
 import mmap
 import os
 import random
-import shutil
 import time
 from datetime import timedelta
 from functools import partial
@@ -39,7 +37,6 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
-from trinity_sync.backends.base import WritesItself
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.process import own_log, peak_rss
@@ -49,12 +46,11 @@ from trinity_sync.sync import nccl
 from trinity_sync.sync.parts import part_name
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.spec import RankInfo, WorkerSpec
+from trinity_sync.trainer.state_saver import StateSaver
+from trinity_sync.trainer.whole_saver import Saver, WholeSaver
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import pin_segment, stage
-
-# With less than this left, a write that failed has failed for want of space.
-_FULL_DISK_BYTES = 1 << 20
 
 
 class TrinityWorker(TrainingWorker):
@@ -83,7 +79,7 @@ class TrinityWorker(TrainingWorker):
         super().__init__(_worker_config(spec))
         self._segments: dict[int, mmap.mmap] = {}
         self._agent: Any = None
-        self._coordinator: CheckpointCoordinator | None = None
+        self._saver: Saver
 
     def initialise(self) -> RankInfo:
         """Build model, optimizer and scheduler. Collective."""
@@ -121,12 +117,25 @@ class TrinityWorker(TrainingWorker):
         }
         for segment in self._segments.values():
             pin_segment(segment)
-        self._coordinator = CheckpointCoordinator(
+        coordinator = CheckpointCoordinator(
             monitor,
             node_id=ray.get_runtime_context().get_node_id(),
             job_id=f"rank-{self.rank}",
             timeout_s=timeout_s,
             attempt=attempt,
+        )
+        if self._spec.strategy == "megatron":
+            self._saver = WholeSaver(self._backend, coordinator, self._part)
+            return
+        self._saver = StateSaver(
+            self._backend,
+            agent,
+            coordinator,
+            self._part,
+            writes_metadata=self.rank == 0,
+            form=self._spec.checkpoint_format,
+            lazy=self._spec.lazy_snapshot,
+            timeout_s=timeout_s,
         )
 
     # -- training
@@ -162,6 +171,7 @@ class TrinityWorker(TrainingWorker):
             dataloader_kwargs={"shuffle": False},
         )
         output = self.train_mini_batch(data)
+        self._saver.prepare()
         return _plain(tu.get(output, "metrics")) if output is not None else {}
 
     # -- versions
@@ -188,32 +198,16 @@ class TrinityWorker(TrainingWorker):
     # -- checkpoints
 
     def save(self, step: int, folder: str) -> float:
-        """Copy the training state and write it to `folder` in the background, part ``rank-…`` of the step. Collective.
+        """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective.
 
         Returns:
-            Seconds in which the trainer was blocked.
+            Seconds in which the trainer was blocked so far.
         """
-        assert self._coordinator is not None, "attach() comes first"
-        started = time.perf_counter()
-        target = Path(folder) / "actor"
-        if isinstance(self._backend, WritesItself):
-            self._coordinator.save_async("full", self._backend.begin_save(target), step, part=self._part)
-            return time.perf_counter() - started
-        state = self._backend.state()
-        is_first = self.rank == 0
+        return self._saver.save(step, Path(folder))
 
-        def write() -> list[Path]:
-            target.mkdir(parents=True, exist_ok=True)
-            # The manifest has a digest of every file; torch's own CRC32 would cost a quarter of the time again.
-            torch.serialization.set_crc32_options(False)
-            written = []
-            for name, value in state.items():
-                _save(value, target / name)
-                written.append(target / name)
-            return written + (self._backend.write_metadata(target) if is_first else [])
-
-        self._coordinator.save_async("full", write, step, part=self._part)
-        return time.perf_counter() - started
+    def save_blocked(self, step: int) -> float:
+        """Seconds in which the trainer was blocked for the save of `step`, with what the optimizer's step waited."""
+        return self._saver.blocked_s(step)
 
     def load(self, folder: str) -> None:
         """Restore the training state from a full checkpoint's folder. Collective."""
@@ -230,23 +224,12 @@ class TrinityWorker(TrainingWorker):
         return path.exists() and path.read_text() == token
 
     def finish_saves(self) -> None:
-        """Wait for this rank's background saves; raises what one of them raised."""
-        assert self._coordinator is not None, "attach() comes first"
-        self._coordinator.wait_all()
+        """Wait until this rank's saves are in other hands; raises what one of them raised."""
+        self._saver.finish()
 
     def memory(self) -> dict[str, int]:
         """Peak resident bytes of this process."""
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
-
-
-def _save(value: Any, path: Path) -> None:
-    """`torch.save`, with a full disk called by its name: torch reports a short write as a wrong position."""
-    try:
-        torch.save(value, path)
-    except RuntimeError as error:
-        if shutil.disk_usage(path.parent).free < _FULL_DISK_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise
 
 
 def _backend(spec: WorkerSpec, engine: Any) -> Any:

@@ -1,0 +1,192 @@
+"""A rank's training state on its way to the disk: through the agent's segment, with the real agent and monitor."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests import local_ray
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, store
+from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import FULL
+from trinity_sync.sync import Synchronizer, SynchronizerConfig
+from trinity_sync.sync.agent import AgentConfig, NodeAgent
+from trinity_sync.trainer.state_saver import StateSaver
+
+LIMIT = 60.0
+PART = "rank-00000"
+
+cluster = local_ray.cluster
+_numbers = itertools.count()
+
+
+class PretendBackend:
+    """An engine that is a dict of tensors."""
+
+    def __init__(self, numel: int = 1000, deadline: str = "optimizer_step") -> None:
+        self.deadline = deadline
+        self.weights = {"weight": torch.zeros(numel)}
+        self._callbacks: list[Callable[[], None]] = []
+
+    def state(self, form: str) -> Mapping[str, Any]:
+        return {"model.pt": dict(self.weights), "extra.pt": {"rng": torch.get_rng_state()}}
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def write_metadata(self, folder: Path) -> list[Path]:
+        (folder / "config.json").write_text("{}")
+        return [folder / "config.json"]
+
+    def train(self, step: int) -> None:
+        for callback in self._callbacks:
+            callback()
+        self.weights["weight"].fill_(step)
+
+
+class Saves:
+    """What a rank, its agent and the driver have to do with saves."""
+
+    def __init__(self, root: Path, coordinator: type[CheckpointCoordinator] = CheckpointCoordinator) -> None:
+        self.root = root / "checkpoints"
+        number = next(_numbers)
+        self.synchronizer = Synchronizer.get_actor(
+            SynchronizerConfig(slots=2, lease_s=600.0, timeout_s=LIMIT), namespace=f"states-{number}"
+        )
+        self.monitor = CheckpointMonitor.get_actor(
+            f"states-{number}", None, str(self.root), config=MonitorConfig(timeout_s=LIMIT)
+        )
+        shm = root / "shm"
+        shm.mkdir()
+        settings = AgentConfig(
+            run_key=f"states-{number}",
+            slots=2,
+            root=str(shm),
+            fallback=str(root / "slots"),
+            verify="off",
+            nodes=1,
+            threads=1,
+        )
+        self.agent = (
+            ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=100).remote(settings, self.synchronizer.actor)
+        )
+        make = partial(coordinator, self.monitor, job_id="node-agent", timeout_s=LIMIT, attempt=0)
+        ray.get(self.agent.register.remote({}, make), timeout=LIMIT)
+
+    def saver(self, backend: Any, *, lazy: bool = True) -> StateSaver:
+        coordinator = CheckpointCoordinator(self.monitor, job_id="rank-0", timeout_s=LIMIT, attempt=0)
+        return StateSaver(
+            backend, self.agent, coordinator, PART, writes_metadata=True, form="verl", lazy=lazy, timeout_s=LIMIT
+        )
+
+    def begin(self, step: int, parts: list[str] | None = None) -> Path:
+        return Path(ray.get(self.monitor.begin.remote(step, 0, FULL, parts or [PART]), timeout=LIMIT))
+
+    def committed(self, step: int) -> dict[str, torch.Tensor]:
+        """The weights of a step, once it is committed."""
+        ray.get(self.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
+        folder = self.root / f"global_step_{step}"
+        assert store.verify(folder).ok
+        return torch.load(folder / "actor" / "model.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def saves(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    return Saves(tmp_path_factory.mktemp("saves"))
+
+
+@pytest.fixture
+def step() -> int:
+    """One that no test has used."""
+    return 100 * next(_numbers)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("deadline", ["optimizer_step", "now"])
+def test_what_is_saved_is_the_state_at_the_time_of_the_save(saves: Saves, step: int, lazy: bool, deadline: str) -> None:
+    backend = PretendBackend(deadline=deadline)
+    saver = saves.saver(backend, lazy=lazy)
+    for number in range(step, step + 3):
+        backend.train(number)
+        saver.prepare()
+        assert saver.save(number, saves.begin(number)) >= 0
+    backend.train(999)
+    saver.finish()
+    for number in range(step, step + 3):
+        assert saves.committed(number)["weight"].eq(number).all()
+        names = {path.name for path in (saves.root / f"global_step_{number}" / "actor").iterdir()}
+        assert names == {"model.pt", "extra.pt", "config.json"}
+
+
+def test_a_state_that_grows_gets_a_larger_segment(saves: Saves, step: int) -> None:
+    backend = PretendBackend()
+    saver = saves.saver(backend)
+    saver.prepare()
+    for number in range(step, step + 3):
+        backend.weights["weight"] = torch.full((5000 * (number - step + 1),), float(number))
+        saver.save(number, saves.begin(number))
+        assert saves.committed(number)["weight"].shape == (5000 * (number - step + 1),)
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A rank in a process of its own."""
+
+    def save(self, saves: Saves, step: int, folder: Path) -> int:
+        self._saver = saves.saver(PretendBackend())
+        self._saver.save(step, folder)
+        self._saver.finish()
+        return os.getpid()
+
+
+def test_a_rank_that_dies_after_it_has_handed_over_loses_nothing(saves: Saves, step: int) -> None:
+    rank = Rank.remote()
+    folder = saves.begin(step, [PART, "driver"])
+    pid = ray.get(rank.save.remote(saves, step, folder), timeout=LIMIT)
+    os.kill(pid, signal.SIGKILL)
+    local_ray.kill(rank)
+    ray.get(saves.monitor.notify_finished.remote(step, part="driver"), timeout=LIMIT)
+    assert saves.committed(step)["weight"].eq(0).all()
+
+
+def test_a_save_whose_files_cannot_be_written_fails_the_step_and_the_next_one_works(saves: Saves, step: int) -> None:
+    backend = PretendBackend()
+    saver = saves.saver(backend)
+    folder = saves.begin(step)
+    (folder / "actor").write_text("in the way")
+    saver.save(step, folder)
+    with pytest.raises(FileExistsError):
+        saver.finish()
+    with pytest.raises(RunError, match=f"step {step} failed.*FileExistsError"):
+        ray.get(saves.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
+    saver.save(step + 1, saves.begin(step + 1))
+    assert saves.committed(step + 1)["weight"].eq(0).all()
+
+
+class Stuck(CheckpointCoordinator):
+    """Never comes to the end of a save."""
+
+    def save_sync(self, save_fn: Any, *args: Any, **kwargs: Any) -> None:
+        super().save_sync(lambda: (save_fn(), threading.Event().wait()), *args, **kwargs)
+
+
+def test_an_agent_that_dies_while_it_writes_is_noticed(cluster: None, tmp_path: Path, step: int) -> None:
+    saves = Saves(tmp_path, coordinator=Stuck)
+    saver = saves.saver(PretendBackend())
+    saver.save(step, saves.begin(step))
+    saver.finish()
+    os.kill(ray.get(saves.agent.memory.remote(), timeout=LIMIT)["pid"], signal.SIGKILL)
+    with pytest.raises(RunError, match=f"part '{PART}' failed: the writer node-agent .* was lost"):
+        ray.get(saves.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
+    assert not (saves.root / f"global_step_{step}").exists()

@@ -1,0 +1,197 @@
+"""Files written around their tensors: what torch reads from them is what was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.weights import snapshot as snapshot_module
+from trinity_sync.weights.image import ImageError, fill
+from trinity_sync.weights.snapshot import Snapshot, plan
+from trinity_sync.weights.torch_file import storages, write_skeleton
+
+LIMIT = 30.0
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Any:
+    """DTensors need a process group, if only of one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def write(files: dict[str, Any], folder: Path, *, in_background: bool = True) -> list[Path]:
+    """All of it, as rank and agent do together."""
+    planned = plan(files)
+    segment = bytearray(planned.nbytes + 100)
+    images = Snapshot(planned, segment, "the state", in_background=in_background).file_images(folder, LIMIT)
+    for image in images:
+        fill(Path(image.path), image.extents, segment, durable=False)
+    return [Path(image.path) for image in images]
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert type(first) is type(second)
+    if isinstance(first, DTensor):
+        assert first.placements == second.placements
+        assert_same(first.to_local(), second.to_local())
+    elif isinstance(first, torch.Tensor):
+        assert (first.dtype, first.shape, first.stride()) == (second.dtype, second.shape, second.stride())
+        assert bits(first).equal(bits(second))
+    elif isinstance(first, dict):
+        assert list(first) == list(second)
+        for key in first:
+            assert_same(first[key], second[key])
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second)
+        for one, other in zip(first, second, strict=True):
+            assert_same(one, other)
+    else:
+        assert first == second
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def state(seed: int) -> dict[str, Any]:
+    """As an optimizer's: tensors of all kinds, scalars, some of them sharing storage."""
+    generator = torch.Generator().manual_seed(seed)
+    shared = torch.randn(10, 12, generator=generator)
+    mesh = init_device_mesh("cpu", (1,))
+    return {
+        "state": {
+            0: {"step": torch.tensor(3.0), "exp_avg": shared, "tied": shared},
+            1: {"view": shared[2:5], "transposed": shared.t(), "empty": torch.empty(0, 4), "flag": True},
+        },
+        "sharded": DTensor.from_local(torch.randn(6, 4, generator=generator), mesh, [Shard(0)], run_check=False),
+        "param_groups": [{"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1]}],
+    }
+
+
+def test_torch_reads_back_what_was_saved_and_nothing_needs_unsafe_pickles(tmp_path: Path) -> None:
+    first, second = state(1), {"rng": torch.get_rng_state(), "scheduler": {"last_epoch": 7}}
+    paths = write({"optim.pt": first, "extra.pt": second}, tmp_path)
+    for path, value in zip(paths, (first, second), strict=True):
+        assert_same(torch.load(path, weights_only=True), value)
+        reference = tmp_path / "reference" / path.name
+        reference.parent.mkdir(exist_ok=True)
+        torch.save(value, reference)
+        assert path.stat().st_size == reference.stat().st_size
+
+
+@settings(deadline=None)
+@given(
+    shapes=st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), min_size=0, max_size=6
+    ),
+    data=st.data(),
+)
+def test_any_mixture_of_tensors_survives(
+    tmp_path_factory: pytest.TempPathFactory, shapes: list[tuple[torch.dtype, list[int]]], data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("files")
+    made = [(torch.rand(shape) * 100).to(dtype) for dtype, shape in shapes]
+    picked = data.draw(st.lists(st.sampled_from(range(len(made))), max_size=8)) if made else []
+    value = {"list": [made[i] for i in picked], "tuple": tuple(made), "none": None}
+    (path,) = write({"x.pt": value}, folder, in_background=False)
+    assert_same(torch.load(path, weights_only=True), value)
+
+
+def test_what_changes_after_the_deadline_is_not_in_the_file(tmp_path: Path) -> None:
+    value = {"weight": torch.ones(1000)}
+    planned = plan({"x.pt": value})
+    segment = bytearray(planned.nbytes)
+    snapshot = Snapshot(planned, segment, "the state", in_background=True)
+    snapshot.hold_until_copied(LIMIT)
+    value["weight"].zero_()
+    (image,) = snapshot.file_images(tmp_path, LIMIT)
+    fill(Path(image.path), image.extents, segment, durable=True)
+    assert torch.load(image.path, weights_only=True)["weight"].eq(1).all()
+
+
+def test_the_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
+    from trinity_sync.checkpoint.layout import digest_file
+
+    planned = plan({"x.pt": state(2)})
+    segment = bytearray(planned.nbytes)
+    (image,) = Snapshot(planned, segment, "the state", in_background=True).file_images(tmp_path, LIMIT)
+    assert fill(Path(image.path), image.extents, segment, durable=False) == digest_file(Path(image.path))
+
+
+def test_a_tensor_shared_by_two_files_is_copied_once(tmp_path: Path) -> None:
+    weight = torch.randn(64)
+    assert plan({"a": {"x": weight}, "b": [weight, weight.view(8, 8)]}).nbytes == weight.nbytes
+    for path in write({"a": {"x": weight}, "b": [weight]}, tmp_path):
+        assert weight.equal(storages_as_tensor(path))
+
+
+def storages_as_tensor(path: Path) -> torch.Tensor:
+    (storage,) = storages(torch.load(path, weights_only=True))
+    return torch.empty(0).set_(storage)
+
+
+def test_a_copy_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Snapshot, "_copy", lambda self: None)
+    snapshot = Snapshot(plan({"x": torch.ones(3)}), bytearray(64), "the state of step 7", in_background=True)
+    with pytest.raises(WaitTimeout, match="the state of step 7"):
+        snapshot.hold_until_copied(0.01)
+
+
+def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(Snapshot, "_copy_one", broken)
+    snapshot = Snapshot(plan({"x": torch.ones(3)}), bytearray(64), "the state of step 7", in_background=True)
+    snapshot.hold_until_copied(LIMIT)
+    with pytest.raises(RunError, match="the state of step 7 could not be copied: device lost"):
+        snapshot.file_images(tmp_path, LIMIT)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_segment_that_is_too_small_is_refused() -> None:
+    with pytest.raises(RunError, match="needs 4032 bytes, its segment has 10"):
+        Snapshot(plan({"x": torch.ones(1000)}), bytearray(10), "the state", in_background=False)
+
+
+class Hidden:
+    """A container that `tensors` does not look into."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_tensors_that_the_plan_does_not_know_are_not_written_as_holes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot_module, "_MAX_CONSTANT_BYTES", 100)
+    snapshot = Snapshot(plan({"x": Hidden(torch.ones(100))}), bytearray(10), "the state", in_background=False)
+    with pytest.raises(RunError, match="400 bytes are pickled that the snapshot does not hold"):
+        snapshot.file_images(tmp_path, LIMIT)
+
+
+def test_saving_beside_it_is_left_alone(tmp_path: Path) -> None:
+    """torch's hook is global; who does not record is not affected."""
+    torch.save({"x": torch.arange(5)}, tmp_path / "plain.pt")
+    assert torch.load(tmp_path / "plain.pt", weights_only=True)["x"].tolist() == [0, 1, 2, 3, 4]
+    holes = write_skeleton({"x": torch.arange(5)}, tmp_path / "x.pt")
+    assert [hole.storage.nbytes() for hole in holes] == [40]
+
+
+@pytest.mark.parametrize("extents", [[(90, 0, 20)], [(0, 90, 20)], [(10, 0, 10), (15, 0, 10)]])
+def test_extents_that_do_not_fit_are_refused(tmp_path: Path, extents: list[tuple[int, int, int]]) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(100))
+    with pytest.raises(ImageError, match="do not fit"):
+        fill(path, extents, bytes(100), durable=False)

@@ -1,0 +1,237 @@
+"""The training state of verl's FSDP engine, saved and restored, in two formats.
+
+``verl``: the files that verl itself would write, one set per rank, for the same number of ranks. ``dcp``: model and
+optimizer through torch.distributed.checkpoint under the parameters' names, which any number of ranks, and FSDP as well
+as FSDP2, can load; LR scheduler and RNG per rank beside it.
+
+Files are loaded without running what is pickled in them: torch's ``weights_only`` with a list of what may occur.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+from verl.utils.fsdp_utils import (
+    fsdp_version,
+    get_fsdp_state_ctx,
+    load_fsdp_model_to_gpu,
+    load_fsdp_optimizer,
+    offload_fsdp_model_to_cpu,
+    offload_fsdp_optimizer,
+)
+
+from trinity_sync.backends.base import DISTRIBUTED, Format
+from trinity_sync.errors import RunError
+
+_OPTIONS = StateDictOptions()
+# What numpy's RNG state is pickled with; torch's own list has the rest.
+_NUMPY: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.ndarray(0).__reduce__()[0]]
+
+
+class FsdpState:
+    """What a resume needs of one rank.
+
+    Args:
+        engine: verl's, initialised.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._group: Any = None
+
+    def files(self, form: Format) -> dict[str, Any]:
+        """File name -> live value, with `DISTRIBUTED` in place of a file for what `write_distributed` takes.
+        Collective.
+        """
+        extra = {
+            "lr_scheduler": copy.deepcopy(self._engine.lr_scheduler.state_dict()),
+            "rng": self._engine.checkpoint_manager.get_rng_state(),
+        }
+        names = {name: self._file(name) for name in ("model", "optim", "extra_state")}
+        with self._on_device(), self._sharded():
+            if form == "dcp":
+                return {DISTRIBUTED: self._distributed(), names["extra_state"]: extra}
+            return {
+                names["model"]: self._engine.module.state_dict(),
+                names["optim"]: self._engine.optimizer.state_dict(),
+                names["extra_state"]: extra,
+            }
+
+    def write_distributed(self, value: Any, folder: Path) -> list[Path]:
+        """Write what `files` gave under `DISTRIBUTED`, or a copy of it; the files that this rank wrote. Collective, in
+        a thread of its own if need be: it uses the process group of `open_group`, which nothing else uses.
+        """
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
+        dcp.save(value, storage_writer=writer, process_group=self._group)
+        written = sorted(folder.glob(f"__{self._rank}_*"))
+        return [*written, folder / ".metadata"] if self._rank == 0 else written
+
+    def open_group(self, timeout_s: float) -> None:
+        """Make the process group of `write_distributed`, whose waits are limited to `timeout_s`. Collective."""
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def load(self, folder: Path) -> None:
+        """Restore what was saved below `folder`, in either format. Collective.
+
+        Raises:
+            RunError: a file is missing or holds what it should not.
+        """
+        with self._on_device(), self._sharded():
+            if (folder / DISTRIBUTED).is_dir():
+                self._load_distributed(folder / DISTRIBUTED)
+            else:
+                self._engine.module.load_state_dict(_load(folder / self._file("model")))
+                self._engine.optimizer.load_state_dict(_load(folder / self._file("optim")))
+        self._load_extra(folder)
+        dist.barrier()
+
+    # -- torch.distributed.checkpoint
+
+    def _distributed(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self._engine.module, options=_OPTIONS),
+            "optim": get_optimizer_state_dict(self._engine.module, self._engine.optimizer, options=_OPTIONS),
+        }
+
+    def _load_distributed(self, folder: Path) -> None:
+        state = self._distributed()
+        try:
+            dcp.load(state, storage_reader=_SafeReader(folder), planner=_SafePlanner())
+        except dcp.CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise RunError(f"{folder} cannot be loaded: {type(first).__name__}: {first}") from error
+        set_model_state_dict(self._engine.module, state["model"], options=_OPTIONS)
+        set_optimizer_state_dict(self._engine.module, self._engine.optimizer, state["optim"], options=_OPTIONS)
+
+    # -- LR scheduler and RNG
+
+    def _load_extra(self, folder: Path) -> None:
+        own = folder / self._file("extra_state")
+        if own.exists():
+            extra = _load(own)
+            self._engine.checkpoint_manager.load_rng_state(extra["rng"])
+        else:
+            # Of another number of ranks: the learning rate is the same on all, the RNG of a rank has no counterpart.
+            others = sorted(folder.glob("extra_state_world_size_*_rank_0.pt"))
+            if not others:
+                raise RunError(f"{own} is missing, and so is that of any other number of ranks")
+            extra = _load(others[0])
+        self._engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+
+    # -- helpers
+
+    def _file(self, name: str) -> str:
+        return f"{name}_world_size_{self._ranks}_rank_{self._rank}.pt"
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Engines that offload have to be on their device where FSDP1 gathers, and where states are loaded."""
+        engine = self._engine
+        model, optimizer = engine.is_param_offload_enabled, engine.is_optimizer_offload_enabled
+        moves = torch.cuda.is_available() and fsdp_version(engine.module) == 1
+        if model and moves:
+            load_fsdp_model_to_gpu(engine.module)
+        if optimizer and moves:
+            load_fsdp_optimizer(engine.optimizer, torch.cuda.current_device())
+        try:
+            yield
+        finally:
+            if model and moves:
+                offload_fsdp_model_to_cpu(engine.module)
+            if optimizer and torch.cuda.is_available():
+                offload_fsdp_optimizer(engine.optimizer)
+
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
+        offload = torch.cuda.is_available()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
+            with get_fsdp_state_ctx(
+                self._engine.module,
+                StateDictType.SHARDED_STATE_DICT,
+                ShardedStateDictConfig(offload_to_cpu=offload),
+                ShardedOptimStateDictConfig(offload_to_cpu=offload),
+            ):
+                yield
+
+
+def _load(path: Path) -> Any:
+    if not path.exists():
+        raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
+    try:
+        with torch.serialization.safe_globals(_NUMPY):
+            return torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise RunError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+class _SafePlanner(DefaultLoadPlanner):
+    """Values that are no tensors must be such as torch reads as weights."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        torch.load(value, weights_only=True)
+        value.seek(0)
+        super().load_bytes(read_item, value)
+
+
+class _SafeReader(dcp.FileSystemReader):
+    """Metadata must consist of torch's own classes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                _SafeUnpickler(file).load()
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
+        return super().read_metadata(*args, **kwargs)
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    """Classes of torch's checkpoint metadata, and the few plain ones that occur in it."""
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        allowed = (
+            module.startswith(("torch.distributed.checkpoint.", "torch.distributed._shard."))
+            or (module, name) in _PLAIN
+        )
+        if not allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+_PLAIN: Mapping[tuple[str, str], None] = dict.fromkeys(
+    [
+        ("torch", "Size"),
+        ("torch", "device"),
+        ("torch.serialization", "_get_layout"),
+        ("torch._utils", "_rebuild_device_tensor_from_numpy"),
+        ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+        *(("torch", name) for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")),
+    ]
+)

@@ -1,0 +1,83 @@
+"""What the explorers hold, kept in a full checkpoint where it is not the checkpoint's own weights.
+
+Where `checkpoint.interval` is no multiple of `sync.interval`, the explorers are behind the trainer when a checkpoint is
+saved. A resume that gave them the checkpoint's weights would sample other data than the run that went on. So the node
+agents write the slot of the newest published version beside the training state, below ``explorer/``, and a resume
+publishes that version again before anything else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.remote import resolve
+from trinity_sync.sync.synchronizer import Synchronizer
+
+EXPLORER = "explorer"
+"""Folder of the shard files below the checkpoint's."""
+
+_FILE = "version.json"
+
+
+class PublishedState:
+    """Saves and restores the newest published version.
+
+    Args:
+        synchronizer: the run's synchronizer.
+        agents: of the nodes that hold parts, by Ray node id.
+        timeout_s: limit of each wait, seconds.
+    """
+
+    def __init__(self, synchronizer: Synchronizer, agents: Mapping[str, Any], timeout_s: float) -> None:
+        self._synchronizer = synchronizer
+        self._agents = agents
+        self._timeout_s = timeout_s
+
+    def parts(self) -> list[str]:
+        """Names of the parts that `save` adds to a checkpoint."""
+        return [_part(node) for node in self._agents]
+
+    def save(self, step: int, folder: Path) -> tuple[str, str]:
+        """Have the agents write the newest published version into a staging folder, and report it; does not wait.
+
+        Returns:
+            (name below `folder`, contents) of a file that goes into the driver's part.
+        """
+        newest = self._synchronizer.call("newest")
+        assert newest is not None, "explorers hold a version before the first step"
+        for node, agent in self._agents.items():
+            lease = self._synchronizer.call("lease", f"{_part(node)} of step {step}", newest)
+            agent.save_published.remote(step, str(folder), _part(node), lease)
+        return f"{EXPLORER}/{_FILE}", json.dumps({"step": newest.step}) + "\n"
+
+    def restore(self, folder: Path, version: Version, slot: int) -> None:
+        """Have the agents fill a slot with what `save` wrote below the checkpoint's `folder`, as the ranks would."""
+        calls = {
+            f"the agent of node {node}": agent.restore_published.remote(version, slot, str(folder / EXPLORER))
+            for node, agent in self._agents.items()
+        }
+        resolve(calls, f"restore version {version}", self._timeout_s)
+
+
+def published_step(folder: Path, parts: Sequence[str]) -> int | None:
+    """The step of the version in a checkpoint's folder that explorers held; None: that of the checkpoint itself.
+
+    Args:
+        folder: the checkpoint's.
+        parts: of the run; where they are not those that were saved, the version cannot be restored part by part.
+    """
+    path = folder / EXPLORER / _FILE
+    if not path.exists():
+        return None
+    saved = {file.name for file in (folder / EXPLORER).glob("*.safetensors")}
+    if saved != {f"{part}.safetensors" for part in parts}:
+        return None
+    return int(json.loads(path.read_text())["step"])
+
+
+def _part(node: str) -> str:
+    return f"{EXPLORER}-{node}"

@@ -1,0 +1,168 @@
+"""One rank's share of full checkpoints: the snapshot, and the hand-over to the node agent.
+
+The training thread stands still while the state is looked up and, at the optimizer's next step, for what is left of the
+copy. A background thread writes the small files and the skeletons of the large ones and hands over; the node agent does
+the rest. With ``checkpoint.snapshot=eager``, or where the engine's storage may change at any time, the training thread
+waits for the whole copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.backends.base import DISTRIBUTED, Backend, Format
+from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.errors import WaitTimeout
+from trinity_sync.sync.remote import resolve_one
+from trinity_sync.sync.state import StatePart
+from trinity_sync.weights.slots import map_segment
+from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
+from trinity_sync.weights.staging import pin_segment, unpin_segment
+
+_AGENT = "the node agent"
+
+
+class StateSaver:
+    """Saves of one rank.
+
+    Args:
+        backend: of the engine.
+        agent: handle of this node's agent.
+        coordinator: of this process.
+        part: name of the rank's part.
+        writes_metadata: this rank writes what all have in common (rank 0).
+        form: format of the files.
+        lazy: copy during the next forward and backward where the engine allows it.
+        timeout_s: limit of each wait, seconds.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        agent: Any,
+        coordinator: CheckpointCoordinator,
+        part: str,
+        *,
+        writes_metadata: bool,
+        form: Format,
+        lazy: bool,
+        timeout_s: float,
+    ) -> None:
+        self._backend = backend
+        self._agent = agent
+        self._coordinator = coordinator
+        self._part = part
+        self._writes_metadata = writes_metadata
+        self._format: Format = form
+        self._in_background = lazy and backend.deadline == "optimizer_step"
+        self._timeout_s = timeout_s
+        self._reserved = -1
+        self._reserving: Any = None
+        self._segment: mmap.mmap | None = None
+        self._copying: Snapshot | None = None
+        self._handed_over = threading.Event()
+        self._handed_over.set()
+        self._step = -1
+        self._blocked_s = 0.0
+        if form == "dcp":
+            backend.open_group(timeout_s)
+        if self._in_background:
+            backend.before_change(self._hold)
+
+    def prepare(self) -> None:
+        """Have the agent make the segment, so that the first save does not wait for it. Once the optimizer has its
+        states. Collective.
+        """
+        if self._reserved < 0:
+            self._reserve(plan(self._backend.state(self._format)))
+
+    def save(self, step: int, folder: Path) -> float:
+        """Begin to save the state after `step` into the staging folder `folder`. Collective.
+
+        Returns:
+            Seconds in which training stood still so far; see `blocked_s`.
+        """
+        started = time.perf_counter()
+        self._hold()
+        # There is one segment: what was saved before has to be on the disk.
+        if not self._handed_over.wait(self._timeout_s):
+            raise WaitTimeout(_AGENT, f"take over the state before step {step}", self._timeout_s)
+        written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
+        resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
+        with suppress(Exception):
+            # What failed before was told to the monitor, and is no reason not to try again.
+            self._coordinator.wait_all()
+        planned = plan(self._backend.state(self._format))
+        snapshot = Snapshot(
+            planned, self._segment_for(planned), f"the state of step {step}", in_background=self._in_background
+        )
+        self._copying = snapshot
+        self._handed_over.clear()
+        self._coordinator.save_async(
+            "full", lambda: self._hand_over(snapshot, step, folder), step, part=self._part, hands_over=True
+        )
+        self._step, self._blocked_s = step, time.perf_counter() - started
+        return self._blocked_s
+
+    def blocked_s(self, step: int) -> float:
+        """Seconds in which training stood still for the save of `step`, or 0 where that was long ago."""
+        return self._blocked_s if step == self._step else 0.0
+
+    def finish(self) -> None:
+        """Wait until the saves of this rank are handed over; raises what the newest of them raised."""
+        self._coordinator.wait_all()
+
+    def _hold(self) -> None:
+        """Called on the training thread before the state changes."""
+        if self._copying is not None:
+            self._blocked_s += self._copying.hold_until_copied(self._timeout_s)
+            self._copying = None
+
+    def _hand_over(self, snapshot: Snapshot, step: int, folder: Path) -> None:
+        try:
+            self._write_and_hand_over(snapshot, step, folder)
+        finally:
+            self._handed_over.set()
+
+    def _write_and_hand_over(self, snapshot: Snapshot, step: int, folder: Path) -> None:
+        names = snapshot.names
+        target = folder / "actor"
+        target.mkdir(parents=True, exist_ok=True)
+        files: list[tuple[str, Any]] = [
+            (str(Path(image.path).relative_to(folder)), image.extents)
+            for image in snapshot.file_images(target, self._timeout_s, names - {DISTRIBUTED})
+        ]
+        if DISTRIBUTED in names:
+            value = snapshot.tensors(DISTRIBUTED, self._timeout_s)
+            written = self._backend.write_distributed(value, target / DISTRIBUTED)
+            files += [(str(path.relative_to(folder)), ()) for path in written]
+        if self._writes_metadata:
+            files += [(str(path.relative_to(folder)), ()) for path in self._backend.write_metadata(target)]
+        given = StatePart(part=self._part, step=step, folder=str(folder), files=files)
+        resolve_one(
+            self._agent.take_state.remote(given), _AGENT, f"take over the state of step {step}", self._timeout_s + 5
+        )
+
+    def _reserve(self, planned: StatePlan) -> None:
+        self._reserved = planned.nbytes
+        self._reserving = self._agent.reserve_state.remote(self._part, planned.nbytes)
+
+    def _segment_for(self, planned: StatePlan) -> mmap.mmap:
+        if self._segment is not None and len(self._segment) >= planned.nbytes:
+            return self._segment
+        if self._segment is not None:
+            unpin_segment(self._segment)
+        if self._reserved < planned.nbytes:
+            self._reserve(planned)
+        path, notes = resolve_one(self._reserving, _AGENT, "make room for the training state", self._timeout_s)
+        for note in notes:
+            print(note, file=sys.stderr)
+        self._segment = map_segment(Path(path), planned.nbytes, writable=True)
+        pin_segment(self._segment)
+        return self._segment

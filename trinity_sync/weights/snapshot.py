@@ -1,0 +1,209 @@
+"""The lazy snapshot: a training state copied into shared memory while the next forward and backward pass run.
+
+The trainer is to stand still neither for the disk nor, where its engine allows, for the copy: parameters and optimizer
+states do not change before the optimizer's next step, so a thread copies them meanwhile and the optimizer's step waits
+for what is left. The method is that of CheckFreq (Mohan et al., FAST 2021) and DataStates-LLM (Maurya et al., HPDC
+2024), with shared memory in place of a private buffer, so that another process writes the files.
+
+One rank's snapshot, in order:
+
+1. `plan(state)` finds the storages of the state and gives each its place in a segment;
+2. `Snapshot(plan, segment)` begins to copy; `hold_until_copied` is called before the state changes;
+3. `file_images(folder)` writes the skeletons of the files and says which bytes of the segment go where in them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.weights.image import Extent
+from trinity_sync.weights.layout import ALIGNMENT, Segment
+from trinity_sync.weights.torch_file import Hole, rebuilt, storages, write_skeleton
+
+_CHUNK_BYTES = 64 << 20
+_MAX_CONSTANT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class StatePlan:
+    """The place of each storage of a state in a segment.
+
+    Attributes:
+        files: file name -> nested containers of live tensors.
+        places: storage -> offset in the segment, bytes, each a multiple of 64.
+        nbytes: length of the segment.
+    """
+
+    files: Mapping[str, Any]
+    places: tuple[tuple[torch.UntypedStorage, int], ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FileImage:
+    """A file whose large pieces are still in the segment; see `weights.image.fill`."""
+
+    path: str
+    extents: tuple[Extent, ...]
+
+
+def plan(files: Mapping[str, Any]) -> StatePlan:
+    """Lay a state out. Tensors that share a storage share its place.
+
+    Args:
+        files: file name -> value for `torch.save`.
+    """
+    places: list[tuple[torch.UntypedStorage, int]] = []
+    seen: set[int] = set()
+    end = 0
+    for value in files.values():
+        for storage in storages(value):
+            if storage._cdata in seen:
+                continue
+            seen.add(storage._cdata)
+            places.append((storage, end))
+            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    return StatePlan(files, tuple(places), end)
+
+
+class Snapshot:
+    """A state on its way into a segment.
+
+    CUDA storages are copied on a side stream, which sees what was enqueued on the current stream before; the segment
+    should be page-locked (`weights.staging.pin_segment`).
+
+    Args:
+        plan: of the state. Its tensors must not change until `hold_until_copied` returns.
+        segment: writable, at least ``plan.nbytes``; nobody reads it meanwhile.
+        what: names the snapshot in errors, such as ``"the state of step 20"``.
+        in_background: else the copy is complete when the constructor returns.
+    """
+
+    def __init__(self, plan: StatePlan, segment: Segment, what: str, *, in_background: bool) -> None:
+        self._plan = plan
+        self._what = what
+        held = len(memoryview(segment))
+        if plan.nbytes > held:
+            raise RunError(f"{what} needs {plan.nbytes} bytes, its segment has {held}")
+        self._target = torch.frombuffer(segment, dtype=torch.uint8)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        for storage, _ in plan.places:
+            if storage.device.type == "cuda" and storage.device not in self._streams:
+                self._streams[storage.device] = torch.cuda.Stream(storage.device)
+                self._streams[storage.device].wait_stream(torch.cuda.current_stream(storage.device))
+        self._copied = threading.Event()
+        self._error: Exception | None = None
+        if in_background:
+            threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
+        else:
+            self._copy()
+
+    @property
+    def names(self) -> set[str]:
+        """Of the files."""
+        return set(self._plan.files)
+
+    def hold_until_copied(self, timeout_s: float) -> float:
+        """Wait until the state may change; seconds waited. An error of the copy is left to `file_images`.
+
+        Raises:
+            WaitTimeout: the copy takes longer than `timeout_s`.
+        """
+        started = time.perf_counter()
+        if not self._copied.wait(timeout_s):
+            raise WaitTimeout("the snapshot", f"copy {self._what}", timeout_s)
+        return time.perf_counter() - started
+
+    def tensors(self, name: str, timeout_s: float) -> Any:
+        """A value of the state with its tensors in the segment instead of where training changes them.
+
+        Raises:
+            RunError: the copy failed.
+            WaitTimeout: the copy takes longer than `timeout_s`.
+        """
+        self._wait_whole(timeout_s)
+        places = self._offsets()
+
+        def place(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            start = places[storage._cdata]
+            held = self._target[start : start + storage.nbytes()].view(tensor.dtype)
+            return held.as_strided(tensor.size(), tensor.stride(), held.storage_offset() + tensor.storage_offset())
+
+        return rebuilt(self._plan.files[name], place)
+
+    def file_images(self, folder: Path, timeout_s: float, names: Collection[str] | None = None) -> list[FileImage]:
+        """Write the skeletons of files below `folder`, which exists, and say what goes into them.
+
+        Args:
+            names: of the files; None: all.
+
+        Raises:
+            RunError: the copy failed.
+            WaitTimeout: the copy takes longer than `timeout_s`.
+            OSError: a skeleton cannot be written.
+        """
+        self._wait_whole(timeout_s)
+        places = self._offsets()
+        images = []
+        for name in self._plan.files if names is None else names:
+            path, value = folder / name, self._plan.files[name]
+            holes = write_skeleton(value, path)
+            copied = [hole for hole in holes if hole.storage._cdata in places]
+            _write_constants(path, [hole for hole in holes if hole.storage._cdata not in places])
+            extents = tuple((hole.offset, places[hole.storage._cdata], hole.storage.nbytes()) for hole in copied)
+            images.append(FileImage(str(path), extents))
+        return images
+
+    def _wait_whole(self, timeout_s: float) -> None:
+        self.hold_until_copied(timeout_s)
+        if self._error is not None:
+            raise RunError(f"{self._what} could not be copied: {self._error}") from self._error
+
+    def _offsets(self) -> dict[int, int]:
+        return {storage._cdata: offset for storage, offset in self._plan.places}
+
+    def _copy(self) -> None:
+        try:
+            with torch.no_grad():
+                for storage, offset in self._plan.places:
+                    self._copy_one(storage, offset)
+            for stream in self._streams.values():
+                stream.synchronize()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._copied.set()
+
+    def _copy_one(self, storage: torch.UntypedStorage, offset: int) -> None:
+        nbytes = storage.nbytes()
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for start in range(0, nbytes, _CHUNK_BYTES):
+            stop = min(start + _CHUNK_BYTES, nbytes)
+            target = self._target[offset + start : offset + stop]
+            if storage.device.type == "cuda":
+                with torch.cuda.stream(self._streams[storage.device]):
+                    target.copy_(source[start:stop], non_blocking=True)
+            else:
+                target.copy_(source[start:stop])
+
+
+def _write_constants(path: Path, holes: list[Hole]) -> None:
+    """Write what pickling brings in beside the state's tensors: the ranks of a DTensor's mesh."""
+    large = [hole for hole in holes if hole.storage.nbytes() > _MAX_CONSTANT_BYTES]
+    if large:
+        raise RunError(
+            f"{path}: tensors of {large[0].storage.nbytes()} bytes are pickled that the snapshot does not hold"
+        )
+    with path.open("r+b") as file:
+        for hole in holes:
+            file.seek(hole.offset)
+            file.write(bytes(hole.storage.cpu()))
