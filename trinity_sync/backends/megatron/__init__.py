@@ -4,8 +4,9 @@
 - `cpu`: megatron-core on a machine without an accelerator. Never active where there is one.
 - `bridges`, `layers`: which model families there are, and their layers where Transformer Engine is missing.
 - `placement`: which rectangle of which Hugging Face tensor a local parameter holds.
-- `checkpoint`: full checkpoints through `megatron.core.dist_checkpointing`, in verl's folders.
+- `checkpoint`, `writer`, `optimizer_state`: full checkpoints through `megatron.core.dist_checkpointing`, in verl's folders.
+- `resume`: whether a checkpoint can be loaded in a layout.
 - `backend`: `trinity_sync.backends.base.Backend` on top of these.
 
-Nothing here is imported by a run with another backend: megatron-core takes seconds to import.
+But for `resume`, nothing here is imported by a run with another backend: megatron-core takes seconds to import.
 """

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
 from trinity_sync.backends.megatron import optimizer_state
+from trinity_sync.backends.megatron.resume import saved_layout
 from trinity_sync.backends.megatron.writer import Pending, finalise, plan
 
 _MODEL, _OPTIMIZER, _EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
@@ -123,12 +124,6 @@ def layout(engine: Any) -> dict[str, Any]:
             "fully_reshardable" if engine.engine_config.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
         ),
     }
-
-
-def saved_layout(folder: Path) -> dict[str, Any] | None:
-    """The layout of a checkpoint's `actor` folder, None where it does not say."""
-    contents: Mapping[str, Any] = json.loads((folder / _CONTENTS).read_text())
-    return contents.get("layout")
 
 
 def _ranks(of: Mapping[str, Any] | None) -> dict[str, int]:
