@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import store
 from trinity_sync.cluster import Cluster, check_reachable, cluster
@@ -67,12 +69,15 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
 
 @dataclass(frozen=True)
 class _Start:
-    """Where a run begins: after `step` (0 for a fresh one), from `folder` where there is a checkpoint."""
+    """Where a run begins: after `step` (0 for a fresh one), from `folder` where there is a checkpoint; with
+    `weights_only` from its weights, as its optimizer is another engine's.
+    """
 
     step: int
     resumed: bool
     checkpoints: Path
     folder: Path | None
+    weights_only: bool = False
 
     @classmethod
     def find(cls, cfg: DictConfig, run_folder: RunFolder, resume: bool) -> _Start:
@@ -94,15 +99,26 @@ class _Start:
                 f"to go on, give more, such as trainer.steps={found.step * 2}"
             )
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
-        _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
-        return cls(found.step, True, checkpoints, found.path)
+        whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
+        return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
 
 
-def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> None:
-    """Whether the run's engine can load what another one saved."""
+def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
+    """Whether the run's engine can load all that another one saved; else it takes the weights only."""
     wanted = (cfg.backend.strategy, cfg.backend.ranks)
+    if backend == wanted[0] == "megatron":
+        if note := check_layout(cfg, path):
+            print(f"note: {note}", file=sys.stderr)
+        return True
     if (backend, world_size) == wanted:
-        return
+        return True
+    if "megatron" in (backend, wanted[0]):
+        print(
+            f"note: {path} was saved by backend={backend}, this run goes on with backend={wanted[0]}: with the same "
+            f"weights and at the same place in the learning-rate schedule, but the optimizer's averages begin anew",
+            file=sys.stderr,
+        )
+        return False
     if (path / "actor" / "dcp").is_dir() and {backend, wanted[0]} <= {"fsdp", "fsdp2"}:
         if world_size != wanted[1]:
             print(
@@ -110,7 +126,7 @@ def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) ->
                 f"{wanted[1]}, the random numbers of a rank are not",
                 file=sys.stderr,
             )
-        return
+        return True
     raise ConfigError(
         f"{path} was saved by backend={backend} on backend.ranks={world_size}, this run asks for "
         f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks "
@@ -160,7 +176,7 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    preparing = _in_background(lambda: _prepare(cfg, folder.model))
+    preparing = _in_background(lambda: _prepare(cfg, folder.model, start))
     replicas = 0 if cfg.algorithm.kind == "sft" else cfg.explorer.replicas
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
@@ -180,8 +196,8 @@ def _run(
         store.recover(start.checkpoints)
 
 
-def _prepare(cfg: DictConfig, model_folder: Path) -> None:
-    """What the driver does while Ray starts: make the initial model, import verl."""
+def _prepare(cfg: DictConfig, model_folder: Path, start: _Start) -> None:
+    """While Ray starts: make the initial model, or one of another engine's weights, import verl."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -189,8 +205,21 @@ def _prepare(cfg: DictConfig, model_folder: Path) -> None:
         from trinity_sync.explorer.model_factory import make_model
 
         make_model(plain(cfg.model.architecture), cfg.seed, model_folder)
+    if start.weights_only:
+        from trinity_sync.checkpoint.export import export_checkpoint
+
+        assert start.folder is not None, "weights are taken from a checkpoint"
+        taken = _taken_weights(model_folder, start)
+        shutil.rmtree(taken, ignore_errors=True)
+        given = Path(cfg.model.path) if cfg.model.path else model_folder
+        export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
     with _quiet_imports():
         import trinity_sync.trainer.worker  # noqa: F401
+
+
+def _taken_weights(model_folder: Path, start: _Start) -> Path:
+    """Where the weights of another engine's checkpoint lie while the run starts, in Hugging Face format."""
+    return model_folder.with_name(f"model-of-step-{start.step}")
 
 
 @contextlib.contextmanager
@@ -283,6 +312,8 @@ class _Job:
         self._use_gpu = use_gpu
         self._logs = str(folder.logs)
         self._model_path = str(cfg.model.path or folder.model)
+        if start.weights_only:
+            self._model_path = str(_taken_weights(folder.model, start))
         self._synchronizer: Any = None
         self._monitor: Any = None
         self._agents: dict[str, Any] = {}
@@ -328,7 +359,11 @@ class _Job:
         self._start_agents()
         if self._pool is not None:
             self._pool.attach(self._agents)
-        if self._start.folder is not None:
+        if self._start.weights_only:
+            self._trainer.call(
+                "begin_at", self._start.step, what="set the schedule", timeout_s=cfg.cluster.start_timeout_s
+            )
+        elif self._start.folder is not None:
             recorder.phase(f"restoring step {self._start.step}")
             self._trainer.call(
                 "load", str(self._start.folder), what=f"load {self._start.folder}", timeout_s=cfg.checkpoint.timeout_s
@@ -519,7 +554,10 @@ class _Job:
         folder = self._start.folder
         if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
             return None
-        step = published_step(folder, parts)
+        moved = self._start.weights_only or (
+            self._cfg.backend.strategy == "megatron" and check_layout(self._cfg, folder) is not None
+        )
+        step = None if moved else published_step(folder, parts)
         if step is None:
             print(
                 f"note: {folder} was saved by other trainer ranks, so the explorers begin with its own weights: "

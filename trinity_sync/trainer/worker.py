@@ -14,6 +14,7 @@ import mmap
 import os
 import random
 import time
+import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -212,6 +213,13 @@ class TrinityWorker(TrainingWorker):
     def load(self, folder: str) -> None:
         """Restore the training state from a full checkpoint's folder. Collective."""
         self._backend.load(Path(folder) / "actor")
+
+    def begin_at(self, step: int) -> None:
+        """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells that no optimizer's step came first
+            for _ in range(step):
+                self.engine.lr_scheduler_step()
 
     def write_token(self, folder: str, token: str) -> None:
         """Rank 0: leave a token in the checkpoint folder for `read_token`."""

@@ -4,7 +4,7 @@
 - `cpu`: megatron-core on a machine without an accelerator. Never active where there is one.
 - `bridges`, `layers`: which model families there are, and their layers where Transformer Engine is missing.
 - `placement`: which rectangle of which Hugging Face tensor a local parameter holds.
-- `checkpoint`, `writer`, `optimizer_state`: full checkpoints through `megatron.core.dist_checkpointing`, in verl's folders.
+- `checkpoint`, `writer`, `optimizer_state`: full checkpoints in verl's folders, by megatron-core's own means.
 - `resume`: whether a checkpoint can be loaded in a layout.
 - `backend`: `trinity_sync.backends.base.Backend` on top of these.
 

@@ -34,10 +34,10 @@ class CudaMeansCpu(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        if func is torch.Tensor.pin_memory:
-            return args[0]
+        if func is torch.device:
+            return func(*args, **kwargs)  # a name only; what it is used for comes through here too
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
         kwargs.pop("pin_memory", None)

@@ -33,21 +33,21 @@ def check_layout(cfg: DictConfig, checkpoint: Path) -> str | None:
     there, here = (" ".join(f"{name}={of[name]}" for name in wanted) for of in (saved, wanted))
     if saved["optimizer_format"] == "dp_reshardable" and (saved["tp"], saved["pp"]) != (backend.tp, backend.pp):
         raise ConfigError(
-            f"{checkpoint} was saved with {there} and backend.optimizer_format=dp_reshardable, which other values of tp "
-            f"and pp cannot load: set backend.tp={saved['tp']} backend.pp={saved['pp']}; a run that saves with "
+            f"{checkpoint} was saved with {there} and backend.optimizer_format=dp_reshardable, which other values of "
+            f"tp and pp cannot load: set backend.tp={saved['tp']} backend.pp={saved['pp']}; a run that saves with "
             f"backend.optimizer_format=fully_reshardable can change them later"
         )
     if backend.restore_rng:
         raise ConfigError(
-            f"{checkpoint} was saved with {there}, this run has {here}: weights and optimizer can be loaded, the random "
-            f"generators belong to the old ranks; set backend.restore_rng=false to go on with new ones"
+            f"{checkpoint} was saved with {there}, this run has {here}: weights and optimizer can be loaded, the "
+            f"random generators belong to the old ranks; set backend.restore_rng=false to go on with new ones"
         )
     return f"{checkpoint} was saved with {there}, this run has {here}: the random generators begin anew"
 
 
 def saved_layout(actor: Path) -> dict[str, int | str] | None:
-    """The layout that a checkpoint's `actor` folder says it has: ``tp``, ``pp``, ``dp``, ``optimizer_format``; None where
-    it does not say, as where verl has saved it.
+    """The layout that a checkpoint's `actor` folder says it has: ``tp``, ``pp``, ``dp``, ``optimizer_format``; None
+    where it does not say, as where verl has saved it.
     """
     try:
         contents = json.loads((actor / "ckpt_contents.json").read_text())

@@ -103,6 +103,9 @@ class Pending:
 
     def close(self, results: Sequence[Sequence[Any]]) -> list[Path]:
         """Rank 0: write the metadata from the results of all ranks; the files that are there besides theirs."""
+        # The ranks' plans would let a later save with the same layout skip its planning. They need classes of
+        # megatron-core to be read, and nothing here uses them.
+        del self.metadata.all_local_plans
         self._snapshot.finish(self.metadata, list(results))
         save_config(CheckpointingConfig(*_FORMAT), str(self.folder))
         return sorted(path for path in self.folder.iterdir() if path.suffix != ".distcp")
