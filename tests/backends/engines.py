@@ -93,11 +93,11 @@ class Ranks:
             for process in self._processes:
                 process.kill()
         assert [process.exitcode for process in self._processes] == [0] * self._ranks
-        found = [json.loads(facts_file(self._folder, self._ranks, rank).read_text()) for rank in range(self._ranks)]
+        found = [json.loads(_facts_file(self._folder, self._ranks, rank).read_text()) for rank in range(self._ranks)]
         return [list(of_case) for of_case in zip(*found, strict=True)]
 
 
-def facts_file(folder: Path, ranks: int, rank: int) -> Path:
+def _facts_file(folder: Path, ranks: int, rank: int) -> Path:
     return folder / f"facts-{ranks}-{rank}.json"
 
 
@@ -123,7 +123,7 @@ def _rank(
     ]
     for of_case in facts:
         of_case |= {"refused_before": refused, "refused_now": _torch_refuses_cpu_parameters()}
-    facts_file(folder, ranks, rank).write_text(json.dumps(facts))
+    _facts_file(folder, ranks, rank).write_text(json.dumps(facts))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -157,11 +157,11 @@ def _examine(
     facts: dict[str, Any] = {"device": get_device_name(), "cuda": torch.cuda.is_available()}
 
     facts["file"] = state_digest(load_file(model / "model.safetensors"), "BF16")
-    facts["initial"] = digest(backend, ranks)
+    facts["initial"] = _digest(backend, ranks)
     # The learning rate warms up from 0, so the first step changes nothing.
-    step(engine, rank, 0)
-    step(engine, rank, 1)
-    facts["after_step"] = digest(backend, ranks)
+    _step(engine, rank, 0)
+    _step(engine, rank, 1)
+    facts["after_step"] = _digest(backend, ranks)
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
     if case["model"] == "tied":
         exported.pop("lm_head.weight", None)
@@ -173,27 +173,27 @@ def _examine(
     facts["state"] = _hash(state)
     facts["rng_saved"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
     lazy = Lazy(backend, state)
-    step(engine, rank, 2)
+    _step(engine, rank, 2)
     facts["held"] = lazy.held
     lazy.write(saves / "ours" / "actor")
-    facts["next"] = digest(backend, ranks)
+    facts["next"] = _digest(backend, ranks)
     facts["next_state"] = _hash(backend.state("verl"))
     facts["lr_next"] = engine.lr_scheduler.get_last_lr()
 
     torch.manual_seed(999)
     dist.barrier()
     backend.load(saves / "ours" / "actor")
-    facts["loaded"] = digest(backend, ranks)
+    facts["loaded"] = _digest(backend, ranks)
     facts["rng_loaded"] = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
-    step(engine, rank, 2)
-    facts["next_after_load"] = digest(backend, ranks)
+    _step(engine, rank, 2)
+    facts["next_after_load"] = _digest(backend, ranks)
     facts["next_state_after_load"] = _hash(backend.state("verl"))
     facts["lr_next_after_load"] = engine.lr_scheduler.get_last_lr()
 
     engine.save_checkpoint(str(saves / "verl" / "actor"), global_step=3)
-    step(engine, rank, 3)
+    _step(engine, rank, 3)
     backend.load(saves / "verl" / "actor")
-    facts["loaded_from_verl"] = digest(backend, ranks)
+    facts["loaded_from_verl"] = _digest(backend, ranks)
     facts["verl_names"] = sorted(path.name for path in (saves / "verl" / "actor").glob(f"*_rank_{rank}.pt"))
     facts["saves"] = str(saves)
     if rank == 0:
@@ -252,7 +252,7 @@ def _engine(model: str, strategy: str, fsdp_size: int) -> Any:
     return engine
 
 
-def step(engine: Any, rank: int, number: int) -> None:
+def _step(engine: Any, rank: int, number: int) -> None:
     from functools import partial
 
     import numpy as np
@@ -270,7 +270,7 @@ def step(engine: Any, rank: int, number: int) -> None:
     engine.lr_scheduler_step()
 
 
-def digest(backend: Any, ranks: int) -> str:
+def _digest(backend: Any, ranks: int) -> str:
     """Version digest from what all ranks stage; checks on the way that together they hold each tensor once."""
     import torch.distributed as dist
 
@@ -301,7 +301,7 @@ def _distributed(
     backend.open_group(LIMIT_S)
     lazy = Lazy(backend, backend.state("dcp"))
     facts: dict[str, Any] = {"dcp_saved": _whole(backend)}
-    step(engine, rank, 7)
+    _step(engine, rank, 7)
     lazy.write(saves / "dcp" / "actor")
     torch.manual_seed(1)
     facts["dcp_changed"] = _whole(backend)

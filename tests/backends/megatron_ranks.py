@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.backends.engines import digest, facts_file, step
+from tests.backends.engines import _digest as digest
+from tests.backends.engines import _facts_file as facts_file
+from tests.backends.engines import _step as step
 
 VOCABULARY = 37  # no multiple of anything: the engines pad it
 
@@ -311,7 +313,82 @@ def _late(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     return facts
 
 
-_ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late}
+def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """The functions for verl programs: a save of the model alone, an upload, a broadcast to the last rank."""
+    import logging
+
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from trinity_sync.integrations import verl_megatron
+    from trinity_sync.weights.tensors import state_digest
+
+    log, kept = logging.getLogger("test"), list(load_file(models / case["model"] / "model.safetensors"))
+    calls: list[Any] = []
+
+    class Coordinator:
+        def save_sync(self, save: Any, step: int, is_state_dict: bool, *, part: str) -> None:
+            calls.append((step, is_state_dict, part))
+            save()
+
+    class Synchronizer:
+        def set_model_state_dict(self, state: dict[str, Any], step: int) -> None:
+            calls.append((step, state_digest({name: state[name] for name in kept}, "BF16"), len(state) - len(kept)))
+
+    manager = engine.checkpoint_mananager
+    contents = list(manager.checkpoint_save_contents)
+    place = folder / "by-verl" / "actor"
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True)
+    dist.barrier()
+    verl_megatron.megatron_save_state_dict(engine, None, 3, Coordinator(), log)
+    manager.use_dist_checkpointing = False  # as verl has it by default
+    verl_megatron.megatron_save_state_dict(engine, str(place), 3, Coordinator(), log)
+    facts: dict[str, Any] = {"contents_after": manager.checkpoint_save_contents == contents}
+    facts["saved"] = sorted(path.name for path in place.iterdir())
+    facts["saved_digest"] = state_digest(
+        {
+            name: tensor
+            for name, tensor in load_file(place / "model/huggingface/model.safetensors").items()
+            if name in kept
+        },
+        "BF16",
+    )
+
+    verl_megatron.megatron_upload_state_dict(engine, Synchronizer(), 0, log)
+    verl_megatron.megatron_upload_state_dict(engine, Synchronizer(), 4, log)
+    facts["calls"] = calls
+    facts["digest"] = digest(backend, case["world"])
+    facts["received"] = _received(engine, verl_megatron.megatron_sync_weight_nccl, kept)
+    return facts
+
+
+def _received(engine: Any, send: Any, kept: list[str]) -> str | None:
+    """Broadcast to a thread of the last rank, which plays the explorer; digest of what it got."""
+    import torch
+    import torch.distributed as dist
+
+    from trinity_sync.weights.tensors import state_digest
+
+    last = dist.get_world_size() - 1
+    group = dist.new_group([0, last])
+    named = {name: torch.zeros_like(tensor) for name, tensor in engine.get_per_tensor_param()[0]}
+    if dist.get_rank() != last:
+        send(engine, group)
+        return None
+
+    def receive() -> None:
+        for tensor in named.values():
+            dist.broadcast(tensor, group_src=0, group=group)
+
+    explorer = threading.Thread(target=receive)
+    explorer.start()
+    send(engine, None)
+    explorer.join(60)
+    return state_digest({name: named[name] for name in kept}, "BF16")
+
+
+_ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late, "functions": _functions}
 
 
 def _rng() -> str:

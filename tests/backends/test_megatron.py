@@ -18,7 +18,7 @@ Facts = dict[str, list[dict[str, Any]]]
 TWO: dict[str, dict[str, Any]] = {
     "tp2": {"world": 2, "tp": 2, "pp": 1, "model": "qwen3", "do": ["version", "save"], "save": "a"},
     "tp2-to-pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3", "do": ["load"], "load": "a"},
-    "pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3-tied", "do": ["version", "save"], "save": "b"},
+    "pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3-tied", "do": ["version", "save", "functions"], "save": "b"},
     "dp2": {"world": 2, "tp": 1, "pp": 1, "model": "llama-tied", "do": ["version", "save"], "save": "c"},
     "late": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"], "overlap_param_gather": True},
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
@@ -146,6 +146,16 @@ def test_versions_are_read_from_the_host_while_the_model_is_offloaded(two: Facts
     for rank in two["prompt"] + two["late"]:
         assert rank["storage"] == 0
         assert rank["offloaded"] == rank["versions"][-1]
+
+
+def test_the_functions_for_verl_programs_save_upload_and_send_the_weights(two: Facts) -> None:
+    first, last = two["pp2"]
+    assert first["contents_after"]
+    assert last["contents_after"]
+    assert first["saved"] == ["ckpt_contents.json", "model"], "the model alone"
+    assert first["calls"] == [[3, True, "model-rank-00000"], [4, first["digest"], 0]]
+    assert last["calls"] == [[3, True, "model-rank-00001"]]
+    assert {first["saved_digest"], last["received"]} == {first["digest"]}
 
 
 def test_each_stand_in_for_a_function_of_cuda_is_needed_and_used(two: Facts) -> None:
