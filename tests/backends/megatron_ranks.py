@@ -313,6 +313,60 @@ def _late(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     return facts
 
 
+def _failing(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """A save that the last rank cannot write, and one after it."""
+    import torch.distributed as dist
+
+    from trinity_sync.errors import RunError
+
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    told = ""
+    write = backend.begin_save(folder / "torn")
+    if rank == last:
+        (folder / "torn" / "model" / "dist_ckpt" / f"__{last}_0.distcp").mkdir()
+    try:
+        write()
+    except RunError as error:
+        told = str(error)
+    return {"told": told, "after": len(backend.begin_save(folder / "sound")())}
+
+
+def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """What the bridges say to models they do not know, and to a GPU without Transformer Engine."""
+    import logging
+    from unittest import mock
+
+    import torch
+    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+
+    from trinity_sync.backends.megatron import bridges
+    from trinity_sync.errors import ConfigError
+
+    said = []
+    scaled = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    for check, config in (
+        (bridges.check_architecture, GPT2Config()),
+        (bridges.check_architecture, LlamaConfig(attention_bias=True)),
+        (bridges.check_architecture, Qwen3Config(hidden_act="gelu")),
+        (bridges.rotary_arguments, LlamaConfig(rope_parameters=scaled)),
+    ):
+        try:
+            check(config)
+        except ConfigError as error:
+            said.append(str(error))
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+    known = LlamaConfig(rope_parameters={**llama3, "original_max_position_embeddings": 8192})
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(bridges.__name__).addHandler(handler)
+    bridges.has_transformer_engine.cache_clear()
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        found = [bridges.has_transformer_engine() for _ in range(2)]
+    bridges.has_transformer_engine.cache_clear()
+    return {"said": said, "llama3": bridges.rotary_arguments(known), "te": found, "warnings": warnings}
+
+
 def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
     """The functions for verl programs: a save of the model alone, an upload, a broadcast to the last rank."""
     import logging
@@ -345,7 +399,7 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
     manager.use_dist_checkpointing = False  # as verl has it by default
     verl_megatron.megatron_save_state_dict(engine, str(place), 3, Coordinator(), log)
     facts: dict[str, Any] = {"contents_after": manager.checkpoint_save_contents == contents}
-    facts["saved"] = sorted(path.name for path in place.iterdir())
+    facts["saved"] = sorted({path.relative_to(place).parts[0] for path in place.rglob("*") if path.is_file()})
     facts["saved_digest"] = state_digest(
         {
             name: tensor
@@ -388,7 +442,10 @@ def _received(engine: Any, send: Any, kept: list[str]) -> str | None:
     return state_digest({name: named[name] for name in kept}, "BF16")
 
 
-_ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late, "functions": _functions}
+_ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late, "functions": _functions} | {
+    "failing": _failing,
+    "refusals": _refusals,
+}
 
 
 def _rng() -> str:

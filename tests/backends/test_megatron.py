@@ -22,6 +22,7 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2": {"world": 2, "tp": 1, "pp": 1, "model": "llama-tied", "do": ["version", "save"], "save": "c"},
     "late": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"], "overlap_param_gather": True},
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
+    "bad": {"world": 2, "tp": 2, "pp": 1, "model": "qwen2", "do": ["failing", "refusals"]},
     "tp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3", "do": ["load"], "load": "a"},
     "pp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3-tied", "do": ["version", "load"], "load": "b"},
 }
@@ -156,6 +157,28 @@ def test_the_functions_for_verl_programs_save_upload_and_send_the_weights(two: F
     assert first["calls"] == [[3, True, "model-rank-00000"], [4, first["digest"], 0]]
     assert last["calls"] == [[3, True, "model-rank-00001"]]
     assert {first["saved_digest"], last["received"]} == {first["digest"]}
+
+
+def test_a_rank_that_cannot_write_fails_the_save_on_all_ranks_and_the_next_one_is_sound(two: Facts) -> None:
+    for rank in two["bad"]:
+        assert "rank 1: Is a directory" in rank["told"]
+        assert rank["after"] >= 3
+
+
+def test_models_that_would_be_built_wrongly_are_refused(two: Facts) -> None:
+    family, bias, activation, rotary = two["bad"][0]["said"]
+    assert "llama, qwen2, qwen3" in family
+    assert "gpt2" in family
+    assert "attention_bias" in bias
+    assert "hidden_act=gelu" in activation
+    assert "yarn" in rotary
+    assert two["bad"][0]["llama3"] == {"rotary_base": 5e5, "rope_scaling": True, "rope_scaling_factor": 8.0}
+
+
+def test_a_gpu_without_transformer_engine_is_told_of_once(two: Facts) -> None:
+    assert two["bad"][0]["te"] == [False, False]
+    assert len(two["bad"][0]["warnings"]) == 1
+    assert "transformer-engine is not installed" in two["bad"][0]["warnings"][0]
 
 
 def test_each_stand_in_for_a_function_of_cuda_is_needed_and_used(two: Facts) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, launch, resume
+from tests.e2e.runs import Run, kill_at, launch, resume, start
 from tests.e2e.test_matrix import initial_digest
 
 LAYOUTS = {
@@ -44,6 +44,19 @@ def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     assert sorted(full) == [2, 3]
     assert {step: run.manifests[step]["digest"] for step in full} == {step: run.digests[step] for step in full}
     assert not run.events("fault")
+
+
+@pytest.mark.all
+def test_a_rank_that_is_killed_while_a_save_is_under_way_costs_that_save_only(tmp_path: Path) -> None:
+    started = start(tmp_path / "run", "backend=megatron", "backend.tp=2", "trainer.steps=400", "checkpoint.interval=1")
+    kill_at(started, "step 6/400", lambda run: run.pid_of("trainer-rank-1"))
+    run = started.finish()
+    assert run.code == 1
+    assert "trainer rank 1 died" in run.output
+    newest = int((run.folder / "checkpoints/latest_checkpointed_iteration.txt").read_text())
+    again = resume(run.folder, f"trainer.steps={newest + 2}")
+    assert again.code == 0, again.output
+    _begins_with(again, newest)
 
 
 @pytest.mark.all
