@@ -250,6 +250,8 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     import numpy as np
     import torch
 
+    from trinity_sync.checkpoint.reading import open_weights
+
     torch.manual_seed(100 + torch.distributed.get_rank())
     np.random.seed(7)
     saved = folder / case["save"]
@@ -262,6 +264,8 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     _train(engine, 2)
     writer.join(60)
     assert not writer.is_alive(), "the save does not end"
+    if torch.distributed.get_rank() == 0:
+        facts["read"] = open_weights(saved).digest("BF16")
     facts["files"] = sorted(str(path.relative_to(saved)) for path in files)
     facts["next"], facts["next_state"] = digest(backend, case["world"]), _optimizer_hash(engine)
     facts["lr_next"] = engine.optimizer.param_groups[0]["lr"]

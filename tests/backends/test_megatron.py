@@ -123,6 +123,11 @@ def test_each_rank_names_the_files_it_wrote(case_facts: list[dict[str, Any]]) ->
         assert all(name.endswith(f"__{rank}_0.distcp") for name in files)
 
 
+@pytest.mark.parametrize(("start", "case"), _doing("save"))
+def test_a_checkpoint_is_read_without_an_engine(case_facts: list[dict[str, Any]]) -> None:
+    assert case_facts[0]["read"] == case_facts[0]["before_save"]
+
+
 @pytest.mark.parametrize(("start", "case"), _doing("load"))
 def test_another_layout_holds_the_same_weights_and_optimizer_state(case_facts: list[dict[str, Any]]) -> None:
     for rank in case_facts:
