@@ -32,13 +32,14 @@ from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 
 
-def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
+def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] | None = None) -> int:
     """One run, from start to end.
 
     Args:
         cfg: composed and checked.
         run_dir: the run's folder.
         resume: go on in place from the newest checkpoint that verifies, instead of starting in a new folder.
+        job: builds and drives the run.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -54,7 +55,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
         peaks: dict[str, int] = {}
         with recorder:
             try:
-                _run(cfg, folder, start, recorder, peaks, stop)
+                _run(job or Job, cfg, folder, start, recorder, peaks, stop)
             except KeyboardInterrupt:
                 recorder.finish("interrupted", peak_memory=peaks)
                 return 130
@@ -144,6 +145,7 @@ def _threads() -> int:
 
 
 def _run(
+    job_class: type[Job],
     cfg: DictConfig,
     folder: RunFolder,
     start: _Start,
@@ -167,7 +169,7 @@ def _run(
     cpus = cfg.backend.ranks + replicas + 1
     try:
         with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
-            job = _Job(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
+            job = job_class(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
             try:
                 job.start(preparing)
                 job.loop()
@@ -259,8 +261,14 @@ _SETTLE_S = 20.0
 _PEAK_MEMORY_S = 5.0
 
 
-class _Job:
-    """The actors of a run and how they are connected."""
+class Job:
+    """The actors of a run and how they are connected. Benchmarks replace its `loop` and its `worker`.
+
+    Attributes:
+        worker: class of the trainer's ranks; None: `TrinityWorker`.
+    """
+
+    worker: type | None = None
 
     def __init__(
         self,
@@ -362,6 +370,7 @@ class _Job:
         cfg = self._cfg
         return TrainerGroup(
             worker_spec(cfg, self._model_path, self._logs),
+            worker=self.worker,
             process_on_nodes=_placement(cfg.backend.ranks, self._cluster.gpus_per_node if self._use_gpu else 0),
             use_gpu=self._use_gpu,
             on_this_node=cfg.cluster.address is None,
