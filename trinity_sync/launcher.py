@@ -17,7 +17,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,11 @@ from omegaconf import DictConfig
 
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.lock import locked
 from trinity_sync.cluster import Cluster, check_reachable, cluster
 from trinity_sync.config import build_task, config_digest, plain, retention_policies
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.starting import Start
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -49,8 +50,12 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] 
         RunError: the run failed; the run's record says so too.
     """
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
-    with RunFolder.open(run_dir, resume=resume) as folder, _interruptible(stop):
-        start = _Start.find(cfg, folder, resume)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder.open(run_dir, resume=resume))
+        stack.enter_context(_interruptible(stop))
+        checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else folder.checkpoints
+        stack.enter_context(locked(checkpoints, folder.path))
+        start = Start.find(cfg, checkpoints, resume=resume)
         recorder = _recorder(cfg, folder, start)
         peaks: dict[str, int] = {}
         with recorder:
@@ -66,60 +71,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] 
     return 0
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Where a run begins: after `step` (0 for a fresh one), from `folder` where there is a checkpoint."""
-
-    step: int
-    resumed: bool
-    checkpoints: Path
-    folder: Path | None
-
-    @classmethod
-    def find(cls, cfg: DictConfig, run_folder: RunFolder, resume: bool) -> _Start:
-        checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run_folder.checkpoints
-        if not resume:
-            if store.scan(checkpoints):
-                raise ConfigError(
-                    f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
-                    f"or go on with that run: trinity-sync resume RUN_DIR"
-                )
-            return cls(0, False, checkpoints, None)
-        found = store.newest_good(checkpoints, kind="full", on_skip=lambda text: print(text, file=sys.stderr))
-        if found is None:
-            print(f"no checkpoint in {checkpoints} verifies yet: the run begins again at step 1", file=sys.stderr)
-            return cls(0, True, checkpoints, None)
-        if found.step >= cfg.trainer.steps:
-            raise ConfigError(
-                f"the run in {run_folder.path} has reached step {found.step} of trainer.steps={cfg.trainer.steps}: "
-                f"to go on, give more, such as trainer.steps={found.step * 2}"
-            )
-        assert found.manifest is not None, "a checkpoint that verifies has a manifest"
-        _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
-        return cls(found.step, True, checkpoints, found.path)
-
-
-def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> None:
-    """Whether the run's engine can load what another one saved."""
-    wanted = (cfg.backend.strategy, cfg.backend.ranks)
-    if (backend, world_size) == wanted:
-        return
-    if (path / "actor" / "dcp").is_dir() and {backend, wanted[0]} <= {"fsdp", "fsdp2"}:
-        if world_size != wanted[1]:
-            print(
-                f"note: {path} was saved by {world_size} trainer ranks; weights and optimizer are the same on "
-                f"{wanted[1]}, the random numbers of a rank are not",
-                file=sys.stderr,
-            )
-        return
-    raise ConfigError(
-        f"{path} was saved by backend={backend} on backend.ranks={world_size}, this run asks for "
-        f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks "
-        f"(a run with checkpoint.format=dcp can be resumed on others)"
-    )
-
-
-def _recorder(cfg: DictConfig, folder: RunFolder, start: _Start) -> Recorder:
+def _recorder(cfg: DictConfig, folder: RunFolder, start: Start) -> Recorder:
     from trinity_sync.report import write_report
     from trinity_sync.tracking.trackers import build_trackers
 
@@ -148,7 +100,7 @@ def _run(
     job_class: type[Job],
     cfg: DictConfig,
     folder: RunFolder,
-    start: _Start,
+    start: Start,
     recorder: Recorder,
     peaks: dict[str, int],
     stop: threading.Event | None,
@@ -274,7 +226,7 @@ class Job:
         self,
         cfg: DictConfig,
         folder: RunFolder,
-        start: _Start,
+        start: Start,
         recorder: Recorder,
         ray_cluster: Cluster,
         run_key: str,
