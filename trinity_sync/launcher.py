@@ -18,7 +18,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,23 @@ from omegaconf import DictConfig
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.lock import locked
 from trinity_sync.cluster import Cluster, check_reachable, cluster
 from trinity_sync.config import build_task, config_digest, plain, retention_policies
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.starting import Start
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 
 
-def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
+def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] | None = None) -> int:
     """One run, from start to end.
 
     Args:
         cfg: composed and checked.
         run_dir: the run's folder.
         resume: go on in place from the newest checkpoint that verifies, instead of starting in a new folder.
+        job: builds and drives the run.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -50,13 +52,17 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
         RunError: the run failed; the run's record says so too.
     """
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
-    with RunFolder.open(run_dir, resume=resume) as folder, _interruptible(stop):
-        start = _Start.find(cfg, folder, resume)
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(RunFolder.open(run_dir, resume=resume))
+        stack.enter_context(_interruptible(stop))
+        checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else folder.checkpoints
+        stack.enter_context(locked(checkpoints, folder.path))
+        start = Start.find(cfg, checkpoints, resume=resume)
         recorder = _recorder(cfg, folder, start)
         peaks: dict[str, int] = {}
         with recorder:
             try:
-                _run(cfg, folder, start, recorder, peaks, stop)
+                _run(job or Job, cfg, folder, start, recorder, peaks, stop)
             except KeyboardInterrupt:
                 recorder.finish("interrupted", peak_memory=peaks)
                 return 130
@@ -67,74 +73,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False) -> int:
     return 0
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Where a run begins: after `step` (0 for a fresh one), from `folder` where there is a checkpoint; with
-    `weights_only` from its weights, as its optimizer is another engine's.
-    """
-
-    step: int
-    resumed: bool
-    checkpoints: Path
-    folder: Path | None
-    weights_only: bool = False
-
-    @classmethod
-    def find(cls, cfg: DictConfig, run_folder: RunFolder, resume: bool) -> _Start:
-        checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run_folder.checkpoints
-        if not resume:
-            if store.scan(checkpoints):
-                raise ConfigError(
-                    f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
-                    f"or go on with that run: trinity-sync resume RUN_DIR"
-                )
-            return cls(0, False, checkpoints, None)
-        found = store.newest_good(checkpoints, kind="full", on_skip=lambda text: print(text, file=sys.stderr))
-        if found is None:
-            print(f"no checkpoint in {checkpoints} verifies yet: the run begins again at step 1", file=sys.stderr)
-            return cls(0, True, checkpoints, None)
-        if found.step >= cfg.trainer.steps:
-            raise ConfigError(
-                f"the run in {run_folder.path} has reached step {found.step} of trainer.steps={cfg.trainer.steps}: "
-                f"to go on, give more, such as trainer.steps={found.step * 2}"
-            )
-        assert found.manifest is not None, "a checkpoint that verifies has a manifest"
-        whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
-        return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
-
-
-def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
-    """Whether the run's engine can load all that another one saved; else it takes the weights only."""
-    wanted = (cfg.backend.strategy, cfg.backend.ranks)
-    if backend == wanted[0] == "megatron":
-        if note := check_layout(cfg, path):
-            print(f"note: {note}", file=sys.stderr)
-        return True
-    if (backend, world_size) == wanted:
-        return True
-    if "megatron" in (backend, wanted[0]):
-        print(
-            f"note: {path} was saved by backend={backend}, this run goes on with backend={wanted[0]}: with the same "
-            f"weights and at the same place in the learning-rate schedule, but the optimizer's averages begin anew",
-            file=sys.stderr,
-        )
-        return False
-    if (path / "actor" / "dcp").is_dir() and {backend, wanted[0]} <= {"fsdp", "fsdp2"}:
-        if world_size != wanted[1]:
-            print(
-                f"note: {path} was saved by {world_size} trainer ranks; weights and optimizer are the same on "
-                f"{wanted[1]}, the random numbers of a rank are not",
-                file=sys.stderr,
-            )
-        return True
-    raise ConfigError(
-        f"{path} was saved by backend={backend} on backend.ranks={world_size}, this run asks for "
-        f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks "
-        f"(a run with checkpoint.format=dcp can be resumed on others)"
-    )
-
-
-def _recorder(cfg: DictConfig, folder: RunFolder, start: _Start) -> Recorder:
+def _recorder(cfg: DictConfig, folder: RunFolder, start: Start) -> Recorder:
     from trinity_sync.report import write_report
     from trinity_sync.tracking.trackers import build_trackers
 
@@ -160,9 +99,10 @@ def _threads() -> int:
 
 
 def _run(
+    job_class: type[Job],
     cfg: DictConfig,
     folder: RunFolder,
-    start: _Start,
+    start: Start,
     recorder: Recorder,
     peaks: dict[str, int],
     stop: threading.Event | None,
@@ -183,7 +123,7 @@ def _run(
     cpus = cfg.backend.ranks + replicas + 1
     try:
         with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
-            job = _Job(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
+            job = job_class(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
             try:
                 job.start(preparing)
                 job.loop()
@@ -196,7 +136,7 @@ def _run(
         store.recover(start.checkpoints)
 
 
-def _prepare(cfg: DictConfig, model_folder: Path, start: _Start) -> None:
+def _prepare(cfg: DictConfig, model_folder: Path, start: Start) -> None:
     """While Ray starts: make the initial model, or one of another engine's weights, import verl."""
     from transformers.utils import logging as transformers_logging
 
@@ -217,7 +157,7 @@ def _prepare(cfg: DictConfig, model_folder: Path, start: _Start) -> None:
         import trinity_sync.trainer.worker  # noqa: F401
 
 
-def _taken_weights(model_folder: Path, start: _Start) -> Path:
+def _taken_weights(model_folder: Path, start: Start) -> Path:
     """Where the weights of another engine's checkpoint lie while the run starts, in Hugging Face format."""
     return model_folder.with_name(f"model-of-step-{start.step}")
 
@@ -288,14 +228,20 @@ _SETTLE_S = 20.0
 _PEAK_MEMORY_S = 5.0
 
 
-class _Job:
-    """The actors of a run and how they are connected."""
+class Job:
+    """The actors of a run and how they are connected. Benchmarks replace its `loop` and its `worker`.
+
+    Attributes:
+        worker: class of the trainer's ranks; None: `TrinityWorker`.
+    """
+
+    worker: type | None = None
 
     def __init__(
         self,
         cfg: DictConfig,
         folder: RunFolder,
-        start: _Start,
+        start: Start,
         recorder: Recorder,
         ray_cluster: Cluster,
         run_key: str,
@@ -397,6 +343,7 @@ class _Job:
         cfg = self._cfg
         return TrainerGroup(
             worker_spec(cfg, self._model_path, self._logs),
+            worker=self.worker,
             process_on_nodes=_placement(cfg.backend.ranks, self._cluster.gpus_per_node if self._use_gpu else 0),
             use_gpu=self._use_gpu,
             on_this_node=cfg.cluster.address is None,

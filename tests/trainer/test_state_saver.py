@@ -36,11 +36,12 @@ class PretendBackend:
 
     def __init__(self, numel: int = 1000, deadline: str = "optimizer_step") -> None:
         self.deadline = deadline
+        self.part = PART
         self.weights = {"weight": torch.zeros(numel)}
         self._callbacks: list[Callable[[], None]] = []
 
     def state(self, form: str) -> Mapping[str, Any]:
-        return {"model.pt": dict(self.weights), "extra.pt": {"rng": torch.get_rng_state()}}
+        return {f"model_{self.part}.pt": dict(self.weights), f"extra_{self.part}.pt": {"rng": torch.get_rng_state()}}
 
     def before_change(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -58,17 +59,26 @@ class PretendBackend:
 class Saves:
     """What a rank, its agent and the driver have to do with saves."""
 
-    def __init__(self, root: Path, coordinator: type[CheckpointCoordinator] = CheckpointCoordinator) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        attempt: int = 0,
+        coordinator: type[CheckpointCoordinator] = CheckpointCoordinator,
+        ready: Callable[[dict[str, int]], None] = lambda pids: None,
+    ) -> None:
         self.root = root / "checkpoints"
-        number = next(_numbers)
+        self.attempt = attempt
+        self.ready = ready
+        number = f"{os.getpid()}-{next(_numbers)}"
         self.synchronizer = Synchronizer.get_actor(
             SynchronizerConfig(slots=2, lease_s=600.0, timeout_s=LIMIT), namespace=f"states-{number}"
         )
         self.monitor = CheckpointMonitor.get_actor(
-            f"states-{number}", None, str(self.root), config=MonitorConfig(timeout_s=LIMIT)
+            f"states-{number}", None, str(self.root), config=MonitorConfig(attempt=attempt, timeout_s=LIMIT)
         )
         shm = root / "shm"
-        shm.mkdir()
+        shm.mkdir(exist_ok=True)
         settings = AgentConfig(
             run_key=f"states-{number}",
             slots=2,
@@ -81,24 +91,38 @@ class Saves:
         self.agent = (
             ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=100).remote(settings, self.synchronizer.actor)
         )
-        make = partial(coordinator, self.monitor, job_id="node-agent", timeout_s=LIMIT, attempt=0)
+        make = partial(coordinator, self.monitor, job_id="node-agent", timeout_s=LIMIT, attempt=attempt)
         ray.get(self.agent.register.remote({}, make), timeout=LIMIT)
 
-    def saver(self, backend: Any, *, lazy: bool = True) -> StateSaver:
-        coordinator = CheckpointCoordinator(self.monitor, job_id="rank-0", timeout_s=LIMIT, attempt=0)
-        return StateSaver(
-            backend, self.agent, coordinator, PART, writes_metadata=True, form="verl", lazy=lazy, timeout_s=LIMIT
-        )
+    def __reduce__(self) -> Any:
+        return _restored, ({name: value for name, value in vars(self).items() if name != "ready"},)
+
+    def saver(self, backend: Any, *, lazy: bool = True, part: str = PART) -> StateSaver:
+        backend.part = part
+        coordinator = CheckpointCoordinator(self.monitor, job_id=part, timeout_s=LIMIT, attempt=self.attempt)
+        options: dict[str, Any] = {"writes_metadata": part == PART, "form": "verl", "lazy": lazy, "timeout_s": LIMIT}
+        return StateSaver(backend, self.agent, coordinator, part, **options)
 
     def begin(self, step: int, parts: list[str] | None = None) -> Path:
-        return Path(ray.get(self.monitor.begin.remote(step, 0, FULL, parts or [PART]), timeout=LIMIT))
+        return Path(ray.get(self.monitor.begin.remote(step, self.attempt, FULL, parts or [PART]), timeout=LIMIT))
 
     def committed(self, step: int) -> dict[str, torch.Tensor]:
         """The weights of a step, once it is committed."""
         ray.get(self.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
         folder = self.root / f"global_step_{step}"
         assert store.verify(folder).ok
-        return torch.load(folder / "actor" / "model.pt", weights_only=True)
+        return torch.load(folder / "actor" / f"model_{PART}.pt", weights_only=True)
+
+    def end(self) -> None:
+        """Nobody writes any more."""
+        for actor in (self.agent, self.monitor, self.synchronizer.actor):
+            local_ray.kill(actor)
+
+
+def _restored(values: dict[str, Any]) -> Saves:
+    saves = object.__new__(Saves)
+    vars(saves).update(values)
+    return saves
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +150,7 @@ def test_what_is_saved_is_the_state_at_the_time_of_the_save(saves: Saves, step: 
     for number in range(step, step + 3):
         assert saves.committed(number)["weight"].eq(number).all()
         names = {path.name for path in (saves.root / f"global_step_{number}" / "actor").iterdir()}
-        assert names == {"model.pt", "extra.pt", "config.json"}
+        assert names == {f"model_{PART}.pt", f"extra_{PART}.pt", "config.json"}
 
 
 def test_a_state_that_grows_gets_a_larger_segment(saves: Saves, step: int) -> None:

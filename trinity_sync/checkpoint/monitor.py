@@ -20,6 +20,7 @@ the staging folder, so an actor that was killed goes on where it was.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
 from collections import deque
@@ -435,13 +436,14 @@ class CheckpointMonitor:
     # ---- about itself
 
     async def describe(self) -> dict[str, Any]:
-        """root, attempt, fsync, save_strategy."""
+        """root, attempt, fsync, save_strategy, pid."""
         root = self._disk.root
         return {
             "root": str(root) if root is not None else None,
             "attempt": self._book.attempt,
             "fsync": self._config.fsync,
             "save_strategy": self._strategy,
+            "pid": os.getpid(),
         }
 
     async def status(self, step: int) -> dict[str, Any]:

@@ -138,6 +138,7 @@ class CheckpointConfig:
     interval: int = _number(at_least=0)
     format: str = _choice("verl", "dcp")
     snapshot: str = _choice("lazy", "eager")
+    resume_from: str | None = MISSING
     mirror: str | None = MISSING
     timeout_s: float = _number(more_than=0)
     save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")

@@ -23,6 +23,7 @@ class TrainerGroup:
         on_this_node: all ranks run where the driver does, so the driver picks their meeting point; else verl asks a
             process on the first rank's node, which takes that process's start.
         start_timeout_s: limit until the engines are up, seconds.
+        worker: class of the ranks; None: `TrinityWorker`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class TrainerGroup:
         use_gpu: bool,
         on_this_node: bool,
         start_timeout_s: float,
+        worker: type | None = None,
     ) -> None:
         # Heavy: verl and transformers. The launcher imports it in the background while Ray starts.
         from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
@@ -40,10 +42,10 @@ class TrainerGroup:
         from trinity_sync.trainer.worker import TrinityWorker
 
         pool = RayResourcePool(process_on_nodes=process_on_nodes, use_gpu=use_gpu, max_colocate_count=1)
-        worker = RayClassWithInitArgs(ray.remote(TrinityWorker), spec)
+        ranks = RayClassWithInitArgs(ray.remote(worker or TrinityWorker), spec)
         meeting_point = _meeting_point() if on_this_node else {}
         self._group = RayWorkerGroup(
-            resource_pool=pool, ray_cls_with_init=worker, device_name="cuda" if use_gpu else "cpu", **meeting_point
+            resource_pool=pool, ray_cls_with_init=ranks, device_name="cuda" if use_gpu else "cpu", **meeting_point
         )
         self.ranks: dict[str, Any] = {
             f"trainer rank {index}": handle for index, handle in enumerate(self._group.workers)

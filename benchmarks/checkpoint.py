@@ -1,0 +1,325 @@
+"""What a full checkpoint costs: ours, lazy and eager, beside verl's, torch.save, torch's dcp.async_save and raw limits.
+
+    python benchmarks/checkpoint.py --json [--params 110e6] [--backends fsdp2 fsdp] [--rounds 5] [--folder DIR]
+
+Everything is measured in turn in each round on the same engines: real verl engines with Adam, two ranks on one core,
+the node agent on the other. Times in seconds, medians and p95 over the rounds. `blocked_s` is how long training stood
+still (the slowest rank), `one_copy_s` a single-thread copy of one rank's state between two existing buffers while
+nothing else runs, `disk_s` a plain write and fsync of all the bytes by one process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from trinity_sync import launcher
+from trinity_sync.backends.platform import accelerator_count, platform_env
+from trinity_sync.config import compose
+from trinity_sync.process import peak_rss
+from trinity_sync.samples.batch import PairBatch
+from trinity_sync.sync.remote import resolve, resolve_one
+from trinity_sync.weights.snapshot import plan
+
+os.environ.update(platform_env(accelerator_count() > 0))  # verl looks for it when it is imported
+from trinity_sync.trainer.worker import TrinityWorker
+
+LIMIT_S = 600.0
+_HIDDEN, _WIDE = 768, 3072
+_PER_LAYER = 4 * _HIDDEN * _HIDDEN + 3 * _HIDDEN * _WIDE
+
+
+class BenchWorker(TrinityWorker):
+    """A trainer rank with what it is compared with."""
+
+    def state_bytes(self) -> int:
+        """Of this rank."""
+        return plan(self._backend.state("verl")).nbytes
+
+    def set_lazy(self, lazy: bool) -> None:
+        """Whether the next saves copy beside the next step."""
+        self._saver._in_background = lazy and self._backend.deadline == "optimizer_step"
+
+    def one_copy(self) -> float:
+        """Seconds of a single-thread copy of this rank's state between two existing buffers."""
+        numel = self.state_bytes()
+        source, target = np.ones(numel, np.uint8), np.ones(numel, np.uint8)
+        began = time.perf_counter()
+        target[:] = source
+        return time.perf_counter() - began
+
+    def save_with_verl(self, folder: str) -> float:
+        """verl's own save, with fsync."""
+        began = time.perf_counter()
+        self.engine.save_checkpoint(folder, global_step=1)
+        _sync(Path(folder))
+        return time.perf_counter() - began
+
+    def save_inline(self, folder: str) -> float:
+        """`torch.save` of the same state, with fsync."""
+        began = time.perf_counter()
+        for name, value in self._backend.state("verl").items():
+            torch.save(value, Path(folder) / name)
+            _sync_file(Path(folder) / name)
+        return time.perf_counter() - began
+
+    def save_with_dcp(self, folder: str, kind: str) -> tuple[float, float]:
+        """`dcp.async_save`: seconds until it returns, and until it is done."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        began = time.perf_counter()
+        future = dcp.async_save(
+            self._backend.state("dcp")["dcp"],
+            storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True),
+            async_checkpointer_type=AsyncCheckpointerType(kind),
+        )
+        returned = time.perf_counter() - began
+        future.result(timeout=LIMIT_S)
+        return returned, time.perf_counter() - began
+
+    def pin_to(self, core: int) -> None:
+        """Run on one core."""
+        for task in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(task.name), {core})
+
+
+class BenchJob(launcher.Job):
+    """Drives the rounds in place of training."""
+
+    worker = BenchWorker
+    rounds = 5
+    place = Path()
+    found: dict[str, Any] = {}  # noqa: RUF012 - one run at a time
+
+    def loop(self) -> None:
+        """All rounds."""
+        self._step = 0
+        self._batch = ray.put(_batch(8, 8))
+        cores = sorted(os.sched_getaffinity(0))
+        if len(cores) > 1:
+            self._call("pin_to", cores[0])
+            for agent in self._agents.values():
+                pid = ray.get(agent.memory.remote())["pid"]
+                for task in Path(f"/proc/{pid}/task").iterdir():
+                    os.sched_setaffinity(int(task.name), set(cores[1:]))
+        for _ in range(2):
+            self._train()
+        state_bytes = self._call("state_bytes")
+        measured: dict[str, list[float]] = {}
+        for number in range(self.rounds + 1):
+            for name, value in self._round(sum(state_bytes)).items():
+                if number:  # the first round pays for first use
+                    measured.setdefault(name, []).append(value)
+            print(f"round {number} of {self.rounds}", file=sys.stderr)
+        type(self).found = {
+            "state_bytes": sum(state_bytes),
+            "ranks": len(state_bytes),
+            "peak_rss": self.peak_memory(),
+            **{name: _summary(values) for name, values in measured.items()},
+        }
+
+    def _round(self, nbytes: int) -> dict[str, float]:
+        found = {"step_s": statistics.median(self._train() for _ in range(3))}
+        found["one_copy_s"] = max(
+            resolve_one(rank.one_copy.remote(), name, "copy", LIMIT_S) for name, rank in self._trainer.ranks.items()
+        )
+        for lazy in (True, False):
+            name = "lazy" if lazy else "eager"
+            self._call("set_lazy", lazy)
+            save = self._ours(lazy)
+            found |= {f"{name}/{key}": value for key, value in save.items()}
+        found["disk_s"] = _write(self.place / "raw", nbytes)
+        found["verl/blocked_s"] = max(self._timed_in_folder("save_with_verl"))
+        found["torch_save/blocked_s"] = max(self._timed_in_folder("save_inline"))
+        for kind in ("thread", "process"):
+            try:
+                times = self._timed_in_folder("save_with_dcp", kind)
+            except Exception as error:
+                print(f"dcp.async_save ({kind}) failed: {str(error)[:300]}", file=sys.stderr)
+                continue
+            found[f"dcp_{kind}/blocked_s"] = max(returned for returned, _ in times)
+            found[f"dcp_{kind}/total_s"] = max(total for _, total in times)
+        return found
+
+    def _ours(self, lazy: bool) -> dict[str, float]:
+        """One save, with steps beside it."""
+        self._train()
+        step = self._step
+        parts = [info.part for info in self._infos]
+        began = time.perf_counter()
+        call = self._monitor.begin.remote(step, 0, "full", parts, {})
+        folder = resolve_one(call, "the monitor", "begin", LIMIT_S)
+        self._call("save", step, folder)
+        beside = [self._train()]
+        blocked = max(self._call("save_blocked", step))
+        self._call("finish_saves")
+        handed_over = time.perf_counter()
+        while not self._written(0):
+            beside.append(self._train())
+        self._wait_written()
+        total = time.perf_counter()
+        resolve_one(self._monitor.wait_committed.remote(step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
+        committed = time.perf_counter()
+        # Once more with nothing beside it, for the writing alone.
+        self._train()
+        step = self._step
+        folder = resolve_one(self._monitor.begin.remote(step, 0, "full", parts, {}), "the monitor", "begin", LIMIT_S)
+        self._call("save", step, folder)
+        self._call("finish_saves")
+        alone = time.perf_counter()
+        self._wait_written()
+        written = time.perf_counter() - alone
+        resolve_one(self._monitor.wait_committed.remote(step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
+        return {
+            "blocked_s": blocked,
+            "step_beside_s": statistics.median(beside[1:] or beside),
+            "step_with_copy_s": beside[0],
+            "written_beside_steps_s": total - handed_over,
+            "write_s": written,
+            "committed_s": committed - began,
+        }
+
+    def _written(self, timeout_s: float) -> bool:
+        calls = [self._agent_call(info, 0.0) for info in self._infos]
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=5)
+        try:
+            ray.get(done)
+        except Exception:
+            return False
+        return len(done) == len(calls)
+
+    def _wait_written(self) -> None:
+        calls = {info.part: self._agent_call(info, LIMIT_S) for info in self._infos}
+        resolve(calls, "write", LIMIT_S)
+
+    def _agent_call(self, info: Any, timeout_s: float) -> Any:
+        return self._agents[info.node].wait_state_written.remote(info.part, timeout_s)
+
+    def _train(self) -> float:
+        self._step += 1
+        began = time.perf_counter()
+        self._call("train_step", self._step, self._batch, None)
+        return time.perf_counter() - began
+
+    def _timed_in_folder(self, method: str, *arguments: Any) -> list[Any]:
+        folder = self.place / method
+        folder.mkdir()
+        try:
+            return self._call(method, str(folder), *arguments)
+        finally:
+            shutil.rmtree(folder)
+
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        return self._trainer.call(method, *arguments, what=method, timeout_s=LIMIT_S)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON (the only form)")
+    parser.add_argument("--params", type=float, default=110e6, help="about how many parameters (default 110e6)")
+    parser.add_argument("--backends", nargs="+", default=["fsdp2", "fsdp"], help="default: fsdp2 fsdp")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    options = parser.parse_args()
+    results = {}
+    for backend in options.backends:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            results[backend] = _measure(backend, options, Path(folder))
+    arguments = f"--params {options.params:g} --backends {' '.join(options.backends)} --rounds {options.rounds}"
+    report = {
+        "command": f"python benchmarks/checkpoint.py --json {arguments}",
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "results": results,
+    }
+    print(json.dumps(report, indent=2))
+
+
+def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text('{"prompt": "1=", "response": "1"}\n' * 8)
+    layers = max(1, round(options.params / _PER_LAYER))
+    overrides = [
+        "algorithm=sft",
+        "task=pairs",
+        f"task.path={pairs}",
+        f"backend={backend}",
+        "live=off",
+        "retention=keep_last",
+        "retention.policies.keep_last.n=1",
+        "checkpoint.timeout_s=600",
+        f"model.architecture.hidden_size={_HIDDEN}",
+        f"model.architecture.intermediate_size={_WIDE}",
+        f"model.architecture.num_hidden_layers={layers}",
+        "model.architecture.num_attention_heads=12",
+        "model.architecture.num_key_value_heads=12",
+        "model.architecture.head_dim=64",
+    ]
+    BenchJob.rounds, BenchJob.place = options.rounds, folder
+    code = launcher.run(compose(overrides), folder / "run", job=BenchJob)
+    assert code == 0
+    found = BenchJob.found
+    one, verl = found["one_copy_s"]["median"], found["verl/blocked_s"]["median"]
+    return {
+        "parameters": layers * _PER_LAYER,
+        "driver_peak_rss": peak_rss(),
+        **found,
+        "ratios": {
+            "lazy blocked / one copy": found["lazy/blocked_s"]["median"] / one,
+            "eager blocked / one copy": found["eager/blocked_s"]["median"] / one,
+            "verl blocked / lazy blocked": verl / found["lazy/blocked_s"]["median"],
+            "step beside a save / step": found["lazy/step_beside_s"]["median"] / found["step_s"]["median"],
+            "plain write / background write": found["disk_s"]["median"] / found["lazy/write_s"]["median"],
+        },
+    }
+
+
+def _summary(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "p95": float(np.quantile(values, 0.95))}
+
+
+def _batch(sequences: int, tokens: int) -> PairBatch:
+    draw = np.random.default_rng(1)
+    rows = [draw.integers(3, 25, tokens // 2) for _ in range(2 * sequences)]
+    return PairBatch.of(rows[:sequences], rows[sequences:])
+
+
+def _write(path: Path, nbytes: int) -> float:
+    piece = np.ones(1 << 20, np.uint8)
+    began = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for _ in range(nbytes >> 20):
+            file.write(piece)
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - began
+    path.unlink()
+    return seconds
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            _sync_file(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Processes killed at random instants of saves: whatever is listed afterwards is whole, and saving goes on.
+
+Ranks are processes of their own whose engine is a tensor; agent, monitor, segments, files and deaths are real. Runs
+through `launch.py` that are killed are in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests import local_ray
+from tests.trainer.test_state_saver import LIMIT, PretendBackend, Saves
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import FULL
+
+cluster = local_ray.cluster
+
+NUMEL = 1 << 19
+STEPS = 6
+PARTS = ["rank-00000", "rank-00001"]
+
+TRIALS = [(victim, seed) for victim in ("rank", "agent", "monitor") for seed in range(16)]
+FEW = {("rank", 0), ("agent", 0), ("monitor", 0)}
+
+
+@ray.remote(num_cpus=0)
+class Rank:
+    """A rank in a process of its own."""
+
+    def __init__(self, saves: Saves, part: str) -> None:
+        self._backend = PretendBackend(NUMEL)
+        self._saver = saves.saver(self._backend, part=part)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def train_and_save(self, step: int, folder: Path) -> None:
+        self._backend.train(step)
+        self._saver.save(step, folder)
+
+
+def drive(saves: Saves, first: int = 1) -> list[int]:
+    """Train and save some steps until it fails; the steps that were reported committed."""
+    ranks = [Rank.remote(saves, part) for part in PARTS]
+    pids = {"rank": ray.get(ranks[0].pid.remote(), timeout=LIMIT)}
+    pids["agent"] = ray.get(saves.agent.memory.remote(), timeout=LIMIT)["pid"]
+    pids["monitor"] = ray.get(saves.monitor.describe.remote(), timeout=LIMIT)["pid"]
+    saves.ready(pids)
+    committed = []
+    try:
+        for step in range(first, first + STEPS):
+            folder = saves.begin(step, PARTS)
+            waiting = saves.monitor.wait_committed.remote(step, saves.attempt, LIMIT)
+            ray.get([rank.train_and_save.remote(step, folder) for rank in ranks], timeout=LIMIT)
+            committed.append(ray.get(waiting, timeout=LIMIT)["step"])
+    finally:
+        for rank in ranks:
+            ray.kill(rank)
+    return committed
+
+
+def assert_whole(root: Path, told: list[int]) -> None:
+    """What is listed verifies and holds what its label says, and nothing that was reported is lost."""
+    listed = [info for info in store.scan(root) if info.manifest is not None]
+    for info in listed:
+        assert store.verify(info.path).ok
+        for part in PARTS:
+            weights = torch.load(info.path / "actor" / f"model_{part}.pt", weights_only=True)["weight"]
+            assert weights.eq(info.step).all()
+    steps = [info.step for info in listed]
+    assert set(told) <= set(steps)
+    named = read_tracker(root, FULL).step
+    assert named is None or named in steps
+    assert named is not None or not told
+
+
+@pytest.mark.parametrize(
+    ("victim", "seed"),
+    [pytest.param(*trial, marks=() if trial in FEW else pytest.mark.all) for trial in TRIALS],
+)
+def test_a_process_killed_at_any_instant_of_a_save_tears_nothing(
+    cluster: None, tmp_path: Path, victim: str, seed: int
+) -> None:
+    draw = random.Random(f"{victim}-{seed}")
+    delay = draw.uniform(0.0, 0.6)
+
+    def kill_later(pids: dict[str, int]) -> None:
+        threading.Timer(delay, os.kill, (pids[victim], signal.SIGKILL)).start()
+
+    saves = Saves(tmp_path, ready=kill_later)
+    told: list[int] = []
+    try:
+        told = drive(saves)
+    except (RunError, ray.exceptions.RayError):
+        assert victim != "monitor", "it is started again, and nobody notices"
+    assert victim != "monitor" or told == list(range(1, STEPS + 1))
+    saves.end()
+    assert_whole(saves.root, told)
+
+    start = store.newest_good(saves.root)
+    first = start.step if start is not None else 0
+    store.set_start(saves.root, first, 1)
+    again = Saves(tmp_path, attempt=1)
+    assert drive(again, first + 1) == list(range(first + 1, first + 1 + STEPS))
+    again.end()
+    assert_whole(again.root, list(range(first + 1, first + 1 + STEPS)))
+    assert list((again.root / ".staging").glob("*/")) == []
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 0 else pytest.mark.all) for seed in range(8)])
+def test_a_driver_killed_at_any_instant_of_a_save_tears_nothing(tmp_path: Path, seed: int) -> None:
+    """With it goes all of Ray."""
+    delay = random.Random(f"driver-{seed}").uniform(0.0, 0.6)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.trainer.test_kills", str(tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(delay)  # the instant is the test
+    child.kill()
+    told = [int(line) for line in child.stdout.read().split()]
+    child.wait(LIMIT)
+    assert_whole(tmp_path / "checkpoints", told)
+    start = store.newest_good(tmp_path / "checkpoints")
+    store.set_start(tmp_path / "checkpoints", start.step if start is not None else 0, 1)
+    assert_whole(tmp_path / "checkpoints", told)
+
+
+def _child(root: Path) -> None:
+    def ready(_: dict[str, int]) -> None:
+        print("ready", flush=True)
+
+    with local_ray.running():
+        saves = Saves(root, ready=ready)
+        ranks_done: list[Any] = drive(saves)
+        print(*ranks_done, flush=True)
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]))
