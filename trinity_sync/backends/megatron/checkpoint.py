@@ -7,6 +7,7 @@ used up. Beside verl's RNG state, which is one per model-parallel rank, each ran
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
 from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.backends.megatron.resume import saved_layout
-from trinity_sync.backends.megatron.writer import Pending, finalise, plan
+from trinity_sync.backends.megatron.writer import Pending, Planner, finalise
 
 _MODEL, _OPTIMIZER, _EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
 _CONTENTS = "ckpt_contents.json"
@@ -43,7 +44,9 @@ class Checkpoints:
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._checked = False
+        self._planners = {name: Planner() for name in (_MODEL, _OPTIMIZER, _EXTRA)}
+        # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
+        gc.freeze()
 
     def begin(self, folder: Path) -> Callable[[], list[Path]]:
         """Copy the state between two steps.
@@ -65,8 +68,7 @@ class Checkpoints:
             for name in trees:
                 (folder / name).mkdir(parents=True, exist_ok=True)
         dist.barrier()
-        pending = [plan(state, folder / name, dict(content), check=not self._checked) for name, state in trees.items()]
-        self._checked = True
+        pending = [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
         return lambda: self._write(folder, pending)
 
     def _write(self, folder: Path, pending: list[Pending]) -> list[Path]:

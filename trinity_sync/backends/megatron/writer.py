@@ -4,7 +4,7 @@ megatron-core's own asynchronous save forks a process per save and exchanges res
 the process share, so three saves at a time (model, optimizer, extra) can take each other's; it also has to be finalised
 by all ranks in the training thread. Here a save is
 
-1. `plan` on the training thread of all ranks (collective): who writes which shard, and a copy of the tensors;
+1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard, and a copy of the tensors;
 2. `Pending.write` on a background thread of each rank: its own files, no communication;
 3. `finalise` on that thread (collective, over a process group that nothing else uses): the results come together and
    rank 0 writes the metadata, or every rank raises what went wrong on whichever rank.
@@ -111,26 +111,35 @@ class Pending:
         return sorted(path for path in self.folder.iterdir() if path.suffix != ".distcp")
 
 
-def plan(state: dict[str, Any], folder: Path, content: dict[str, Any], *, check: bool) -> Pending:
-    """Plan a save and copy what this rank will write. Collective, on the training thread.
-
-    Args:
-        state: sharded state dict; is used up.
-        folder: exists and is empty.
-        content: what megatron-core notes about the content, for the load.
-        check: whether the ranks compare notes that each shard is written once; needless when the layout was checked.
+class Planner:
+    """Plans the saves of one state dict, whose layout stays the same: who of the replicas writes what is decided once,
+    and checked once.
     """
-    strategy = _Strategy(*_FORMAT)
-    replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    save(
-        state,
-        str(folder),
-        FullyParallelSaveStrategyWrapper(strategy, replicas),
-        validate_access_integrity=check,
-        async_sharded_save=True,
-        content_metadata=content,
-    )
-    return Pending(folder, strategy.snapshot, strategy.metadata)
+
+    def __init__(self) -> None:
+        self._strategy = _Strategy(*_FORMAT)
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._shared = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
+        self._checked = False
+
+    def plan(self, state: dict[str, Any], folder: Path, content: dict[str, Any]) -> Pending:
+        """Plan a save and copy what this rank will write. Collective, on the training thread.
+
+        Args:
+            state: sharded state dict; is used up.
+            folder: exists and is empty.
+            content: what megatron-core notes about the content, for the load.
+        """
+        save(
+            state,
+            str(folder),
+            self._shared,
+            validate_access_integrity=not self._checked,
+            async_sharded_save=True,
+            content_metadata=content,
+        )
+        self._checked = True
+        return Pending(folder, self._strategy.snapshot, self._strategy.metadata)
 
 
 def finalise(pending: Sequence[Pending], group: dist.ProcessGroup) -> list[Path]:
