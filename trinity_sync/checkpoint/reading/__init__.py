@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, read_manifest
+from trinity_sync.checkpoint.places import find_config, weights_folder
 from trinity_sync.checkpoint.reading.distributed import METADATA, open_distributed
 from trinity_sync.checkpoint.reading.hugging_face import is_hugging_face, open_hugging_face
 from trinity_sync.checkpoint.reading.part_files import open_parts, part_files
 from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
-from trinity_sync.checkpoint.reading.places import find_config, weights_folder
 from trinity_sync.checkpoint.reading.saved_form import saved_form
 from trinity_sync.checkpoint.reading.verl_shards import open_shards, shard_files
 from trinity_sync.weights.digests import version_digest
@@ -100,6 +100,8 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
             each other. A file whose bytes were changed in place shows in its digest only: see `store.verify`.
         ManifestError: the folder's manifest is damaged.
     """
+    if not folder.is_dir():
+        raise WeightsError(f"{folder} is not a folder")
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
     place = weights_folder(folder)
     if manifest is not None:

@@ -39,7 +39,7 @@ class _ShardedTensor(torch.Tensor):
         self.local, self.announced = state[0], state[1]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def, override]
         raise NotImplementedError(f"{func} on a tensor that only describes its parts")
 
 
@@ -190,7 +190,7 @@ def _pieces(file: Path, name: str, value: torch.Tensor) -> tuple[TensorInfo, lis
             raise WeightsError(
                 f"{file} holds {list(tensor.shape)} of {name}, whose placement says {list(sizes)} of {list(info.shape)}"
             )
-    return info, [Piece(file, start, sizes, lambda tensor=tensor: tensor.detach()) for start, sizes, tensor in local]
+    return info, [Piece(file, start, sizes, tensor.detach) for start, sizes, tensor in local]
 
 
 def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -1,10 +1,11 @@
-"""Where in and around a checkpoint the weights and the model's config are."""
+"""Where weights and a model's config are read from, and where they may be written to. Needs no torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import STEP_PREFIX, step_of
+from trinity_sync.errors import ConfigError
 
 _CONFIG = "config.json"
 
@@ -31,3 +32,15 @@ def find_config(folder: Path) -> Path | None:
         candidates += [others[of] / "actor" / "huggingface" for of in nearest]
         candidates.append(root.parent / "model")
     return next((path for path in candidates if (path / _CONFIG).is_file()), None)
+
+
+def check_free(output: Path) -> None:
+    """Check that a folder may be written at this place.
+
+    Raises:
+        ConfigError: something is there already; an empty folder may be.
+    """
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty; name a folder that is not there yet")
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output} is a file; name a folder that is not there yet")
