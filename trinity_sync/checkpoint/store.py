@@ -437,7 +437,8 @@ def _files(folder: Path) -> Iterator[str]:
 
 
 def _report_within(progress: Callable[[int, int], None], before: int, most: int, total: int, read: int) -> None:
-    progress(before + min(read, most), total)
+    if read < most:
+        progress(before + read, total)
 
 
 def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> str | None:

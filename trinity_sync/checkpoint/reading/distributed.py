@@ -16,30 +16,18 @@ from typing import Any
 
 import torch
 
-from trinity_sync.checkpoint.reading.pieces import Assembled, Piece, TensorInfo, WeightsError, assembled
+from trinity_sync.checkpoint.reading.pieces import Assembled, Piece, TensorInfo, WeightsError, assembled, loading_fault
+from trinity_sync.checkpoint.reading.records import Record
 from trinity_sync.weights.tensors import from_torch
 
 METADATA = ".metadata"
 
 
-class _Record:
-    """Stands in for a class of torch.distributed.checkpoint: it keeps the fields, or the state as ``state``."""
-
-    def __new__(cls, *args: Any) -> _Record:
-        return super().__new__(cls)
-
-    def __init__(self, *args: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
-
-
-class _Tensor(_Record):
+class _Tensor(Record):
     """``TensorStorageMetadata``: properties, size, chunks."""
 
 
-class _Index(_Record):
+class _Index(Record):
     """``MetadataIndex``: fqn, offset, index."""
 
 
@@ -48,7 +36,7 @@ _KNOWN: dict[str, Any] = {
     f"{_PLACE}.metadata.TensorStorageMetadata": _Tensor,
     f"{_PLACE}.metadata.MetadataIndex": _Index,
     **{
-        f"{_PLACE}.{name}": _Record
+        f"{_PLACE}.{name}": Record
         for name in (
             "metadata.Metadata",
             "metadata.BytesStorageMetadata",
@@ -103,7 +91,7 @@ def open_distributed(folder: Path, prefix: str) -> dict[str, Assembled]:
     return {key.removeprefix(prefix): _open(folder, key, entry, places) for key, entry in chosen.items()}
 
 
-_Places = Mapping[tuple[str, tuple[int, ...]], _Record]
+_Places = Mapping[tuple[str, tuple[int, ...]], Record]
 
 
 def _contents(metadata: Any) -> tuple[dict[str, _Tensor], _Places]:
@@ -153,8 +141,9 @@ def _load(file: Path, key: str, offset: int, length: int) -> torch.Tensor:
             data = stream.read(length)
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises nearly anything for a damaged file
-        reason = str(error).strip().partition("\n")[0]
-        raise WeightsError(f"{file}: {key} at byte {offset} cannot be read, it is damaged: {reason}") from error
+        raise WeightsError(
+            f"{file}: {key} at byte {offset} cannot be read, it is damaged: {loading_fault(error)}"
+        ) from error
     if not isinstance(tensor, torch.Tensor):
         raise WeightsError(f"{file}: at byte {offset} is no tensor, though {key} is to be there")
     return tensor.detach()

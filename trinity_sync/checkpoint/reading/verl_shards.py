@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from trinity_sync.checkpoint.reading.pieces import Assembled, Piece, TensorInfo, WeightsError, assembled
+from trinity_sync.checkpoint.reading.pieces import Assembled, Piece, TensorInfo, WeightsError, assembled, loading_fault
+from trinity_sync.checkpoint.reading.records import Record
 from trinity_sync.weights.tensors import from_torch
 
 _NAME = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -43,16 +44,9 @@ class _ShardedTensor(torch.Tensor):
         raise NotImplementedError(f"{func} on a tensor that only describes its parts")
 
 
-class _Record:
-    """Stands in for the plain classes that describe a ShardedTensor: it keeps their fields."""
-
-    def __new__(cls, *args: Any) -> _Record:
-        return super().__new__(cls)
-
-
-def _nested_class(owner: Any, name: str) -> type[_Record]:
+def _nested_class(owner: Any, name: str) -> type[Record]:
     """What the pickle of a ShardedTensor uses ``getattr`` for."""
-    return _Record
+    return Record
 
 
 _SHARDED = "torch.distributed._shard"
@@ -60,7 +54,7 @@ _STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
     (_ShardedTensor, f"{_SHARDED}.sharded_tensor.api.ShardedTensor"),
     (_nested_class, "builtins.getattr"),
     *(
-        (_Record, f"{_SHARDED}.{path}")
+        (Record, f"{_SHARDED}.{path}")
         for path in (
             "metadata.ShardMetadata",
             "sharded_tensor.shard.Shard",
@@ -71,7 +65,7 @@ _STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
             "sharding_spec.api.EnumerableShardingSpec",
         )
     ),
-    (_Record, "torch.distributed.remote_device._remote_device"),
+    (Record, "torch.distributed.remote_device._remote_device"),
 ]
 
 
@@ -142,8 +136,9 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
         with _LOADING, _quiet_meshes(), torch.serialization.safe_globals(_STAND_INS):
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises nearly anything for a damaged file
-        reason = str(error).strip().partition("\n")[0]
-        raise WeightsError(f"{file} cannot be read, it is damaged or no file of weights: {reason}") from error
+        raise WeightsError(
+            f"{file} cannot be read, it is damaged or no file of weights: {loading_fault(error)}"
+        ) from error
     if not isinstance(state, Mapping) or not state:
         raise WeightsError(f"{file} holds no state dict, but a {type(state).__name__}")
     odd = [name for name, value in state.items() if not isinstance(name, str) or not isinstance(value, torch.Tensor)]
