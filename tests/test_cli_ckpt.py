@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from trinity_sync import cli, config
+from trinity_sync import cli, cli_ckpt, config
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 
@@ -115,6 +117,22 @@ def test_a_changed_file_is_found_and_the_exit_code_says_so(run: Path, capsys: Ca
     assert cli.main(["ckpt", "verify", str(run), "20"]) == 1
     assert capsys.readouterr().out.startswith("step 20: BAD")
     assert cli.main(["ckpt", "verify", str(run), "30"]) == 0
+
+
+@pytest.mark.parametrize(("more", "shown"), [([], True), (["--json"], False)])
+def test_a_bar_shows_how_far_verify_is_but_never_with_json(
+    run: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], shown: bool
+) -> None:
+    seen: list[object] = []
+
+    @contextmanager
+    def bar(text: str, *, shown: bool) -> Iterator[object]:
+        seen.append(shown)
+        yield lambda done, total: seen.append((done, total))
+
+    monkeypatch.setattr(cli_ckpt, "progress_bar", bar)
+    assert cli.main(["ckpt", "verify", str(run), *more]) == 0
+    assert seen == [shown, (100, 300), (200, 300), (300, 300)]
 
 
 # prune

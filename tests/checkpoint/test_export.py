@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tests.checkpoint import written
 from trinity_sync.checkpoint import export as export_module
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.layout import Manifest
-from trinity_sync.checkpoint.reading import WeightsError, open_weights
+from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights.tensors import saved_tensors, state_digest
@@ -171,6 +172,24 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         export_checkpoint(committed(tmp_path), tmp_path / "out", **wrong)
+
+
+def test_tensors_are_held_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = []
+
+    def read(weights: Weights, name: str) -> torch.Tensor:
+        tensor = real(weights, name).clone()
+        held.add(tensor)
+        most.append(len(held))
+        return tensor
+
+    real = Weights.read
+    monkeypatch.setattr(Weights, "read", read)
+    done = export_checkpoint(committed(tmp_path, "experts"), tmp_path / "out")
+    assert len(most) == done.tensors > 10
+    # the one that was just written may still be there when the next is read
+    assert max(most) <= 2
 
 
 def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:

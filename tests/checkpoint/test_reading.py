@@ -108,6 +108,12 @@ def test_torchs_distributed_checkpoints_are_read(step: Path, mesh: tuple[int, ..
     assert_reads(open_weights(step), saved_tensors(model))
 
 
+def test_distributed_checkpoints_of_sharded_tensors_are_read(step: Path) -> None:
+    state = {"model.a": torch.randn(7, 5), "model.b": torch.randn(4)}
+    written.write_distributed(step / "actor" / "dcp", state, (3,), written.sharded_tensors)
+    assert_reads(open_weights(step), {name.removeprefix("model."): tensor for name, tensor in state.items()})
+
+
 def test_what_torch_saves_by_itself_is_read(step: Path) -> None:
     from torch.distributed.checkpoint import save
 

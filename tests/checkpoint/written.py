@@ -110,17 +110,22 @@ def write_verl(
 
 
 def write_fsdp1(actor: Path, state: Mapping[str, torch.Tensor], ranks: int) -> None:
-    """The files of FSDP1 without a device mesh: ShardedTensors, cut by FSDP1 itself."""
+    """The files of FSDP1 without a device mesh, which hold ShardedTensors."""
+    actor.mkdir(parents=True, exist_ok=True)
+    for rank in range(ranks):
+        with as_rank(rank, ranks):
+            torch.save(sharded_tensors(state), actor / f"model_world_size_{ranks}_rank_{rank}.pt")
+
+
+def sharded_tensors(state: Mapping[str, torch.Tensor]) -> Tensors:
+    """A rank's state dict under FSDP1 without a device mesh, cut by FSDP1 itself."""
     from torch.distributed.distributed_c10d import _get_default_group
     from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 
-    actor.mkdir(parents=True, exist_ok=True)
-    for rank in range(ranks):
-        with as_rank(rank, ranks), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            group = _get_default_group()
-            cut = {name: _create_chunk_sharded_tensor(tensor, rank, ranks, 1, group) for name, tensor in state.items()}
-            torch.save(cut, actor / f"model_world_size_{ranks}_rank_{rank}.pt")
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), _get_default_group()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return {name: _create_chunk_sharded_tensor(tensor, rank, ranks, 1, group) for name, tensor in state.items()}
 
 
 def write_parts(actor: Path, tensors: Mapping[str, torch.Tensor], ranks: int, wire: str | None = "BF16") -> list[Path]:
@@ -142,11 +147,14 @@ def write_parts(actor: Path, tensors: Mapping[str, torch.Tensor], ranks: int, wi
     return files
 
 
-def write_distributed(folder: Path, state: Mapping[str, Any], mesh_sizes: Sequence[int]) -> None:
+def write_distributed(
+    folder: Path, state: Mapping[str, Any], mesh_sizes: Sequence[int], cut: Callable[[Tensors], Tensors] | None = None
+) -> None:
     """A checkpoint of torch.distributed.checkpoint, each rank's part planned and written by torch itself.
 
     Args:
-        state: whole tensors, which are cut as under FSDP2, and other things, which are written as they are.
+        state: whole tensors, and other things, which are written as they are.
+        cut: makes a rank's tensors of the whole ones; as FSDP2 does by default.
     """
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
@@ -158,7 +166,8 @@ def write_distributed(folder: Path, state: Mapping[str, Any], mesh_sizes: Sequen
     for rank in range(ranks):
         with as_rank(rank, ranks):
             planner = DefaultSavePlanner()
-            planner.set_up_planner({**state, **dtensors(whole, mesh_sizes)}, None, rank == 0)
+            local = cut(whole) if cut else dtensors(whole, mesh_sizes)
+            planner.set_up_planner({**state, **local}, None, rank == 0)
             writer.set_up_storage_writer(rank == 0)
             planners.append(planner)
             plans.append(planner.create_local_plan())

@@ -47,6 +47,15 @@ _KNOWN: dict[str, Any] = {
             "filesystem._StorageInfo",
         )
     },
+    # of what FSDP1 shards without a device mesh
+    **{
+        f"torch.distributed._shard.{name}": Record
+        for name in (
+            "metadata.ShardMetadata",
+            "sharded_tensor.metadata.TensorProperties",
+            "sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+        )
+    },
     "torch.Size": torch.Size,
     "torch.device": torch.device,
     "torch.serialization._get_layout": str,
