@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from trinity_sync import cli, config
+from trinity_sync import cli, cli_ckpt, config
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 
@@ -117,6 +119,22 @@ def test_a_changed_file_is_found_and_the_exit_code_says_so(run: Path, capsys: Ca
     assert cli.main(["ckpt", "verify", str(run), "30"]) == 0
 
 
+@pytest.mark.parametrize(("more", "shown"), [([], True), (["--json"], False)])
+def test_a_bar_shows_how_far_verify_is_but_never_with_json(
+    run: Path, monkeypatch: pytest.MonkeyPatch, more: list[str], shown: bool
+) -> None:
+    seen: list[object] = []
+
+    @contextmanager
+    def bar(text: str, *, shown: bool) -> Iterator[object]:
+        seen.append(shown)
+        yield lambda done, total: seen.append((done, total))
+
+    monkeypatch.setattr(cli_ckpt, "progress_bar", bar)
+    assert cli.main(["ckpt", "verify", str(run), *more]) == 0
+    assert seen == [shown, (100, 300), (200, 300), (300, 300)]
+
+
 # prune
 
 
@@ -135,8 +153,10 @@ def test_a_dry_run_says_why_and_deletes_nothing(run: Path, capsys: Capture) -> N
     assert cli.main(["ckpt", "prune", str(run), "--dry-run"]) == 0
     assert steps(run) == [10, 20, 30]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "delete step 10 (full, 100 B): not kept by keep_last"
-    assert lines[1].startswith("keep   step 20 (full, 100 B): keep_last")
+    assert lines[0].split() == ["step", "kind", "size", "decision", "why"]
+    assert lines[1].split(maxsplit=5) == ["10", "full", "100", "B", "delete", "not kept by keep_last"]
+    assert lines[2].split(maxsplit=5)[:5] == ["20", "full", "100", "B", "keep"]
+    assert "keep_last" in lines[2]
     assert lines[-1] == "would delete 1 checkpoint, 100 B"
 
 

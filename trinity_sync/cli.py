@@ -85,12 +85,12 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     report.add_argument("folder", type=Path, metavar="DIR", help="folder of the run or of the sweep")
     report.set_defaults(command=_report)
 
-    ckpt = commands.add_parser("ckpt", help="list, inspect, verify, prune, pin and unpin checkpoints")
+    ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # what its commands need is imported only where one is asked for
-        from trinity_sync.cli_ckpt import add_commands
+        from trinity_sync import cli_ckpt, cli_weights
 
-        add_commands(ckpt)
+        cli_weights.add_commands(cli_ckpt.add_commands(ckpt))
     return parser
 
 

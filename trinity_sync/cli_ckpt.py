@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,18 @@ from trinity_sync.checkpoint.store import CheckpointInfo, locate, scan, verify
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.tracking import units
+from trinity_sync.tracking.progress import Progress, progress_bar
 
-_PATH_HELP = "folder of a run, of its checkpoints, or of one step"
+PATH_HELP = "folder of a run, of its checkpoints, or of one step"
 
 
-def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Add list, inspect, verify, prune, pin and unpin to the parser of `trinity-sync ckpt`."""
+def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Add list, inspect, verify, prune, pin and unpin to the parser of `trinity-sync ckpt`; returns its commands."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str, step: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text)
-        added.add_argument("path", type=Path, metavar="PATH", help=_PATH_HELP)
+        added.add_argument("path", type=Path, metavar="PATH", help=PATH_HELP)
         if step:
             added.add_argument("step", type=int, nargs="?", metavar="STEP", help=step)
         added.add_argument("--json", action="store_true", help="print one JSON document")
@@ -49,6 +51,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     )
     add("pin", _pin, "keep a checkpoint whatever retention says", "the step")
     add("unpin", _unpin, "leave a checkpoint to retention again", "the step")
+    return commands
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -58,14 +61,14 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 
 def _list(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    infos = _of_step(root, scan(root), step)
+    infos = of_step(root, scan(root), step)
     pins, leases = holds.pinned(root), holds.leased(root, now=time.time())
     rows = [_row(info, pins, leases) for info in infos]
     if options.json:
-        return _print_json(rows)
+        return print_json(rows)
     if not rows:
         print(f"no checkpoints in {root}")
-    _print_table(
+    print_table(
         ("step", "kind", "size", "written", "digest", ""),
         [
             (
@@ -84,7 +87,7 @@ def _list(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    infos = _of_step(root, scan(root), step)
+    infos = of_step(root, scan(root), step)
     committed = [info for info in infos if info.manifest is not None]
     if not committed:
         raise ConfigError(
@@ -95,7 +98,7 @@ def _inspect(options: argparse.Namespace) -> int:
     row = _row(info, holds.pinned(root), holds.leased(root, now=time.time()))
     manifest = info.manifest.to_json()
     if options.json:
-        return _print_json(manifest | {name: row[name] for name in ("path", "bytes", "pinned", "leased")})
+        return print_json(manifest | {name: row[name] for name in ("path", "bytes", "pinned", "leased")})
     for name in ("path", "step", "attempt", "kind", "backend", "world_size", "digest", "config_digest"):
         print(f"{name:14}{row['path'] if name == 'path' else _shown(manifest[name])}")
     print(f"{'written':14}{units.moment(row['created'])}")
@@ -103,7 +106,7 @@ def _inspect(options: argparse.Namespace) -> int:
     for name, value in manifest["metrics"].items():
         print(f"{'metric':14}{name} = {units.number(value)}")
     print(f"{'files':14}{units.plural(len(manifest['files']), 'file')}, {units.size(row['bytes'])}\n")
-    _print_table(
+    print_table(
         ("file", "size", "xxh3_128"),
         [(entry["path"], units.size(entry["bytes"]), entry["xxh3_128"]) for entry in manifest["files"]],
     )
@@ -112,15 +115,20 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    infos = _of_step(root, scan(root), step)
+    infos = of_step(root, scan(root), step)
     if not infos:
         raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
-    reports = [(info.step, verify(info.path)) for info in infos]
+    total, before = sum(info.bytes for info in infos), 0
+    reports = []
+    with progress_bar("verifying", shown=not options.json) as progress:
+        for info in infos:
+            reports.append((info.step, verify(info.path, progress=partial(_advance, progress, before, total))))
+            before += info.bytes
     if options.json:
-        _print_json(
+        print_json(
             [
                 {
-                    "step": of_step,
+                    "step": number,
                     "path": str(report.path),
                     "ok": report.ok,
                     "files": report.files,
@@ -128,16 +136,20 @@ def _verify(options: argparse.Namespace) -> int:
                     "problems": list(report.problems),
                     "unlisted": list(report.unlisted),
                 }
-                for of_step, report in reports
+                for number, report in reports
             ]
         )
     else:
-        for of_step, report in reports:
+        for number, report in reports:
             amount = f"{units.plural(report.files, 'file')}, {units.size(report.bytes)}"
-            print(f"step {of_step}: {'good' if report.ok else 'BAD'}, {amount}")
+            print(f"step {number}: {'good' if report.ok else 'BAD'}, {amount}")
             for line in [*report.problems, *(f"{name} is not in the manifest" for name in report.unlisted)]:
                 print(f"  {line}")
     return 0 if all(report.ok for _, report in reports) else 1
+
+
+def _advance(progress: Progress, before: int, total: int, done: int, _: int) -> None:
+    progress(before + done, total)
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -150,7 +162,7 @@ def _prune(options: argparse.Namespace) -> int:
     deleted = [] if options.dry_run else prune(root, plan, now=now)
     gone = {item.step for item in deleted}
     if options.json:
-        return _print_json(
+        return print_json(
             {
                 "dry_run": options.dry_run,
                 "checkpoints": [
@@ -169,9 +181,19 @@ def _prune(options: argparse.Namespace) -> int:
                 "warnings": [text for row in plan for text in row.warnings],
             }
         )
-    for row in plan:
-        verb = "keep" if row.keep else "delete" if row.step in gone or options.dry_run else "held"
-        print(f"{verb:7}step {row.step} ({row.kind}, {units.size(row.bytes)}): {'; '.join(row.reasons)}")
+    print_table(
+        ("step", "kind", "size", "decision", "why"),
+        [
+            (
+                str(row.step),
+                row.kind,
+                units.size(row.bytes),
+                "keep" if row.keep else "delete" if row.step in gone or options.dry_run else "held",
+                "; ".join(row.reasons),
+            )
+            for row in plan
+        ],
+    )
     for row in plan:
         for text in row.warnings:
             print(f"warning: {text}")
@@ -197,7 +219,7 @@ def _unpin(options: argparse.Namespace) -> int:
 
 def _report_pin(options: argparse.Namespace, step: int, text: str, pinned: bool) -> int:
     if options.json:
-        return _print_json({"step": step, "pinned": pinned})
+        return print_json({"step": step, "pinned": pinned})
     print(f"step {step}: {text}")
     return 0
 
@@ -207,20 +229,27 @@ def _report_pin(options: argparse.Namespace, step: int, text: str, pinned: bool)
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _find(options: argparse.Namespace) -> tuple[Path, int | None]:
-    """Return the checkpoint folder, and the step that the user named by the path or beside it."""
-    step = getattr(options, "step", None)
-    root, in_path = locate(_elsewhere(options.path) or options.path)
+def find(path: Path, step: int | None) -> tuple[Path, int | None]:
+    """Return the checkpoint folder, and the step that the user named by the path or beside it.
+
+    Raises:
+        ConfigError: the path is no run, checkpoints or step folder, or names another step.
+    """
+    root, in_path = locate(_elsewhere(path) or path)
     if step is not None and in_path not in (None, step):
-        raise ConfigError(f"{options.path} is step {in_path}, but step {step} is asked for; name one of them")
+        raise ConfigError(f"{path} is step {in_path}, but step {step} is asked for; name one of them")
     return root, in_path if step is None else step
+
+
+def _find(options: argparse.Namespace) -> tuple[Path, int | None]:
+    return find(options.path, getattr(options, "step", None))
 
 
 def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
     root, step = _find(options)
     if step is None:
         raise ConfigError(f"which checkpoint? Give its step after {options.path}")
-    _of_step(root, scan(root), step)
+    of_step(root, scan(root), step)
     return root, step
 
 
@@ -251,7 +280,8 @@ def _saved_config(run: Path) -> tuple[Mapping[str, Any], str]:
     return {str(key): value for key, value in cfg.items()}, str(started_in)
 
 
-def _of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> list[CheckpointInfo]:
+def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> list[CheckpointInfo]:
+    """Choose the infos of a step; all for None. ConfigError where there is no such step."""
     chosen = [info for info in infos if step in (None, info.step)]
     if step is not None and not chosen:
         there = ", ".join(str(info.step) for info in infos) or "none"
@@ -310,12 +340,14 @@ def _shown(value: Any) -> str:
     return "-" if value is None else str(value)
 
 
-def _print_json(value: Any) -> int:
+def print_json(value: Any) -> int:
+    """Print one JSON document; returns the exit code 0."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
     return 0
 
 
-def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print columns that are as wide as their longest cell; nothing where there are no rows."""
     if not rows:
         return
     widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]

@@ -186,12 +186,30 @@ def _examine(
     backend.load(saves / "verl" / "actor")
     facts["loaded_from_verl"] = _digest(backend, ranks)
     facts["verl_names"] = sorted(path.name for path in (saves / "verl" / "actor").glob(f"*_rank_{rank}.pt"))
+    facts["saves"] = str(saves)
     if rank == 0:
+        _merge(saves / "verl" / "actor", saves / "merged")
         facts["metadata"] = sorted(
             str(path.relative_to(saves / "ours")) for path in backend.write_metadata(saves / "ours" / "actor")
         )
     dist.barrier()
     return facts | _distributed(backend, engine, case, saves, rank, shared)
+
+
+def _merge(actor: Path, target: Path) -> None:
+    """verl's own tool: from the ranks' files to a Hugging Face folder, in bf16."""
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    target.mkdir()
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(actor),
+        target_dir=str(target),
+        hf_model_config_path=str(actor / "huggingface"),
+    )
+    FSDPModelMerger(config).merge_and_save()
 
 
 def _engine(model: str, strategy: str, fsdp_size: int) -> Any:

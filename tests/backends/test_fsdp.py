@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.backends.engines import Ranks
+from trinity_sync.checkpoint.difference import compare
+from trinity_sync.checkpoint.export import export_checkpoint
+from trinity_sync.checkpoint.reading import open_weights
 
 Facts = dict[str, list[dict[str, Any]]]
 
@@ -109,6 +116,44 @@ def test_the_files_have_verls_names(facts: Facts, case: str) -> None:
     assert "actor/fsdp_config.json" in facts[case][0]["metadata"]
     assert "actor/huggingface/config.json" in facts[case][0]["metadata"]
     assert "actor/huggingface/tokenizer.json" in facts[case][0]["metadata"]
+
+
+@every_case
+def test_checkpoints_are_read_without_an_engine(facts: Facts, case: str) -> None:
+    first = facts[case][0]
+    saves = Path(first["saves"])
+    assert open_weights(saves / "ours").digest("BF16") == first["after_step"]
+    assert open_weights(saves / "verl").digest("BF16") == first["next_after_load"]
+    distributed = open_weights(saves / "dcp", config=saves / "verl" / "actor" / "huggingface")
+    assert distributed.digest("BF16") == first["loaded_from_verl"]
+
+
+@every_case
+def test_an_export_is_bit_for_bit_what_verls_merger_writes(facts: Facts, case: str, tmp_path: Path) -> None:
+    saves = Path(facts[case][0]["saves"])
+    export_checkpoint(saves / "verl", tmp_path / "ours", max_shard_bytes=50_000)
+    assert_same_model(tmp_path / "ours", saves / "merged")
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("case", ["fsdp2-tied"])
+def test_the_merger_as_a_user_runs_it_agrees_too(facts: Facts, case: str, tmp_path: Path) -> None:
+    saves = Path(facts[case][0]["saves"])
+    arguments = ["--local_dir", str(saves / "verl" / "actor"), "--target_dir", str(tmp_path / "theirs")]
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp", *arguments]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    export_checkpoint(saves / "verl", tmp_path / "ours")
+    assert_same_model(tmp_path / "ours", tmp_path / "theirs")
+
+
+def assert_same_model(ours: Path, theirs: Path) -> None:
+    compared = compare(open_weights(ours), open_weights(theirs))
+    assert [found.name for found in compared if found.differs] == []
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (ours, theirs)]
+    assert models[0].dtype == models[1].dtype == torch.bfloat16
+    one, other = (model.state_dict() for model in models)
+    assert sorted(one) == sorted(other)
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_all_layouts_of_a_model_have_the_same_initial_version(facts: Facts) -> None:

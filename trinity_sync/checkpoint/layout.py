@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -220,8 +220,13 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def digest_file(path: Path, *, durable: bool = False) -> tuple[int, str]:
-    """(bytes, xxh3_128 hex) of a file; `durable`: fsync it as well. Best right after writing, from the page cache."""
+def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
+    """(bytes, xxh3_128 hex) of a file. Best right after writing, from the page cache.
+
+    Args:
+        durable: fsync it as well.
+        progress: called with the bytes read so far.
+    """
     hasher = xxhash.xxh3_128()
     size = 0
     buffer = bytearray(_CHUNK)
@@ -230,6 +235,8 @@ def digest_file(path: Path, *, durable: bool = False) -> tuple[int, str]:
         while count := file.readinto(buffer):
             hasher.update(view[:count])
             size += count
+            if progress is not None:
+                progress(size)
         if durable:
             os.fsync(file.fileno())
     return size, hasher.hexdigest()

@@ -20,6 +20,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import (
@@ -142,7 +143,7 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
     """Check sizes and digests of all files of a step folder, and the manifest's digest of itself.
 
     Args:
-        progress: called with (bytes checked, bytes in all) after each file.
+        progress: called with (bytes checked, bytes in all) every few MB and after each file.
     """
     try:
         manifest = read_manifest(path)
@@ -151,7 +152,8 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
     problems = []
     checked = 0
     for entry in manifest.files:
-        problem = _fault(path, entry)
+        within = None if progress is None else partial(_report_within, progress, checked, entry.bytes, manifest.bytes)
+        problem = _fault(path, entry, within)
         if problem is not None:
             problems.append(problem)
         checked += entry.bytes
@@ -434,10 +436,15 @@ def _files(folder: Path) -> Iterator[str]:
                 yield path
 
 
-def _fault(folder: Path, entry: FileEntry) -> str | None:
+def _report_within(progress: Callable[[int, int], None], before: int, most: int, total: int, read: int) -> None:
+    if read < most:
+        progress(before + read, total)
+
+
+def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> str | None:
     path = folder / entry.path
     try:
-        size, digest = digest_file(path)
+        size, digest = digest_file(path, progress=progress)
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:

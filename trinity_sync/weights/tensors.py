@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,15 +189,16 @@ def state_digest(named: Mapping[str, torch.Tensor], wire_dtype: str | None) -> s
     Raises:
         ValueError: a dtype that does not travel.
     """
-    return version_digest(_digest_entries(named, wire_dtype))
+    return version_digest(digest_entry(name, tensor, wire_dtype) for name, tensor in named.items())
 
 
-def _digest_entries(
-    named: Mapping[str, torch.Tensor], wire_dtype: str | None
-) -> Iterable[tuple[str, str, tuple[int, ...], bytes]]:
-    for name, tensor in named.items():
-        dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
-        yield name, dtype, tuple(tensor.shape), xxh3_128_digest(_row_digests(tensor.detach(), dtype))
+def digest_entry(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> tuple[str, str, tuple[int, ...], bytes]:
+    """(name, dtype, shape, 16-byte digest) of one whole tensor: what `version_digest` takes of each.
+
+    For weights that are not all in memory at a time; arguments and errors as of `state_digest`.
+    """
+    dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
+    return name, dtype, tuple(tensor.shape), xxh3_128_digest(_row_digests(tensor.detach(), dtype))
 
 
 def _row_digests(tensor: torch.Tensor, dtype: str) -> bytes:

@@ -1,0 +1,199 @@
+"""Exporting: the folder that comes out, what it is checked against, and what is left when it fails."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from tests.checkpoint import written
+from trinity_sync.checkpoint import export as export_module
+from trinity_sync.checkpoint.export import export_checkpoint
+from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
+from trinity_sync.checkpoint.store import commit_folder, prepare_staging
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.weights.tensors import saved_tensors, state_digest
+
+
+def committed(root: Path, kind: str = "tied", step: int = 3, **manifest: Any) -> Path:
+    """A full checkpoint of a small model in verl's files of two ranks; its digest is in bf16 unless one is given."""
+    model = written.small_model(kind)
+    actor = prepare_staging(root, step, 0) / "actor"
+    written.write_companions(model, actor)
+    written.write_verl(actor, model.state_dict(), (2,))
+    digest = state_digest(saved_tensors(model), "BF16")
+    commit_folder(root, Manifest(**({"step": step, "attempt": 0, "kind": "full", "digest": digest} | manifest)))
+    return root / f"global_step_{step}"
+
+
+def left(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("largest", [5 * 10**9, 700])
+@pytest.mark.parametrize("kind", ["tied", "untied", "experts"])
+def test_an_exported_folder_loads_with_equal_tensors(tmp_path: Path, kind: str, largest: int) -> None:
+    done = export_checkpoint(committed(tmp_path, kind), tmp_path / "out", max_shard_bytes=largest)
+    assert (len(done.files) > 1) == (largest == 700)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    expected = written.small_model(kind).bfloat16().state_dict()
+    found = loaded.state_dict()
+    assert sorted(found) == sorted(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_files_are_those_that_save_pretrained_writes(tmp_path: Path) -> None:
+    export_checkpoint(committed(tmp_path), tmp_path / "out")
+    written.small_model("tied").bfloat16().save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
+    assert sorted(ours) == sorted(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_config_generation_config_and_tokenizer_come_along(tmp_path: Path) -> None:
+    step = committed(tmp_path)
+    export_checkpoint(step, tmp_path / "out")
+    assert left(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    GenerationConfig.from_pretrained(tmp_path / "out")
+    before, after = (
+        json.loads((folder / "config.json").read_text()) for folder in (step / "actor/huggingface", tmp_path / "out")
+    )
+    assert after == before | {"dtype": "bfloat16"}
+
+
+def test_large_models_get_an_index_and_files_below_the_limit(tmp_path: Path) -> None:
+    done = export_checkpoint(committed(tmp_path), tmp_path / "out", max_shard_bytes=700)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == done.bytes
+    assert sorted(set(index["weight_map"].values())) == list(done.files)
+    for file in done.files:
+        tensors = load_file(tmp_path / "out" / file)
+        assert {name for name, where in index["weight_map"].items() if where == file} == set(tensors)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 700
+
+
+@pytest.mark.parametrize(
+    ("dtype", "torch_dtype"),
+    [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32), ("as-saved", torch.float32)],
+)
+def test_the_dtype_can_be_chosen(tmp_path: Path, dtype: str, torch_dtype: torch.dtype) -> None:
+    done = export_checkpoint(committed(tmp_path), tmp_path / "out", dtype=dtype)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch_dtype}
+    assert done.digest == state_digest(tensors, None)
+    assert done.digest == open_weights(tmp_path / "out").digest(None)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch_dtype
+
+
+def test_a_weights_only_checkpoint_takes_its_config_from_another_step(tmp_path: Path) -> None:
+    committed(tmp_path, step=2)
+    model = written.small_model("tied")
+    written.write_parts(tmp_path / "global_step_4" / "actor", saved_tensors(model), 2)
+    export_checkpoint(tmp_path / "global_step_4", tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def test_without_any_config_one_has_to_be_named(tmp_path: Path) -> None:
+    model = written.small_model("tied")
+    written.write_parts(tmp_path / "global_step_4" / "actor", saved_tensors(model), 2)
+    with pytest.raises(ConfigError, match=r"no config\.json of the model was found"):
+        export_checkpoint(tmp_path / "global_step_4", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        export_checkpoint(tmp_path / "global_step_4", tmp_path / "out", config=tmp_path)
+    model.save_pretrained(tmp_path / "model")
+    export_checkpoint(tmp_path / "global_step_4", tmp_path / "out", config=tmp_path / "model")
+    assert left(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors"]
+
+
+# the digest
+
+
+@pytest.mark.parametrize("wire", ["BF16", "F32", "F16"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_weights_have_the_manifests_digest_whatever_the_wire_dtype(tmp_path: Path, wire: str, dtype: str) -> None:
+    digest = state_digest(saved_tensors(written.small_model("tied")), wire)
+    done = export_checkpoint(committed(tmp_path, digest=digest), tmp_path / "out", dtype=dtype)
+    assert done.checked == digest
+    assert (done.digest == digest) == ((wire, dtype) in {("BF16", "bf16"), ("F32", "fp32")})
+
+
+def test_weights_of_another_digest_are_not_exported(tmp_path: Path) -> None:
+    step = committed(tmp_path, digest="0" * 32)
+    with pytest.raises(RunError, match="its manifest says 00000000000000000000000000000000"):
+        export_checkpoint(step, tmp_path / "out")
+    assert [name for name in left(tmp_path) if "out" in name] == []
+
+
+def test_without_a_digest_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    assert export_checkpoint(committed(tmp_path, digest=None), tmp_path / "out").checked is None
+
+
+# what is refused, and what is left
+
+
+def test_an_empty_folder_is_taken_and_a_full_one_refused(tmp_path: Path) -> None:
+    step = committed(tmp_path)
+    (tmp_path / "out").mkdir()
+    export_checkpoint(step, tmp_path / "out")
+    with pytest.raises(ConfigError, match="out is not empty"):
+        export_checkpoint(step, tmp_path / "out")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file is a file"):
+        export_checkpoint(step, tmp_path / "file")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), WeightsError("torn")])
+def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    step = committed(tmp_path)
+    before = left(tmp_path)
+
+    def fail(folder: Path, *rest: object) -> None:
+        (folder / "model.safetensors").write_bytes(b"some")
+        raise error
+
+    monkeypatch.setattr(export_module, "write_file", fail)
+    with pytest.raises(RunError if isinstance(error, OSError) else type(error)):
+        export_checkpoint(step, tmp_path / "out")
+    assert left(tmp_path) == before
+
+
+@pytest.mark.parametrize("wrong", [{"dtype": "int8"}, {"max_shard_bytes": 0}])
+def test_wrong_arguments_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        export_checkpoint(committed(tmp_path), tmp_path / "out", **wrong)
+
+
+def test_tensors_are_held_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+    most = []
+
+    def read(weights: Weights, name: str) -> torch.Tensor:
+        tensor = real(weights, name).clone()
+        held.add(tensor)
+        most.append(len(held))
+        return tensor
+
+    real = Weights.read
+    monkeypatch.setattr(Weights, "read", read)
+    done = export_checkpoint(committed(tmp_path, "experts"), tmp_path / "out")
+    assert len(most) == done.tensors > 10
+    # the one that was just written may still be there when the next is read
+    assert max(most) <= 2
+
+
+def test_progress_ends_with_all_bytes(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    done = export_checkpoint(committed(tmp_path), tmp_path / "out", progress=lambda at, total: seen.append((at, total)))
+    assert [at for at, _ in seen] == sorted({at for at, _ in seen})
+    assert seen[-1] == (done.bytes, done.bytes)

@@ -1,0 +1,119 @@
+"""Two sets of weights compared, tensor by tensor and bit by bit. Behind ``trinity-sync ckpt diff``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trinity_sync.checkpoint.reading import TensorInfo, Weights
+from trinity_sync.weights.dtypes import is_floating
+from trinity_sync.weights.tensors import to_torch, wire_name
+
+_CHUNK = 1 << 20
+"""Elements compared at a time; bounds temporary memory to some tens of MB."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How one tensor of B differs from that of A.
+
+    Attributes:
+        a, b: dtypes and shapes; None: the tensor is in the other only.
+        elements: in the tensor; 0 where shapes differ or one is missing.
+        changed: elements whose bits differ; of different dtypes, those whose values differ.
+        max_abs, mean_abs: of b - a over all elements, without those that are not finite in either.
+        relative: sum of abs(b - a) over the sum of abs(a); None where all of a is 0.
+        not_finite: changed elements that are infinite or no number in either.
+    """
+
+    name: str
+    a: TensorInfo | None
+    b: TensorInfo | None
+    elements: int = 0
+    changed: int = 0
+    max_abs: float = 0.0
+    mean_abs: float = 0.0
+    relative: float | None = 0.0
+    not_finite: int = 0
+
+    @property
+    def differs(self) -> bool:
+        """Whether there is any difference, in dtype and shape too."""
+        return self.a != self.b or self.changed > 0
+
+
+def compare(
+    a: Weights, b: Weights, *, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
+) -> list[TensorDifference]:
+    """The tensors of both, by name; those that do not differ too.
+
+    Args:
+        dtype: safetensors name: cast floating tensors of both first; None: as they are.
+        progress: called with (tensors done, tensors in all).
+
+    Raises:
+        WeightsError: a file is damaged.
+    """
+    names = sorted({*a, *b})
+    found = []
+    for at, name in enumerate(names, 1):
+        found.append(_compare(name, a, b, dtype))
+        if progress is not None:
+            progress(at, len(names))
+    return found
+
+
+def _compare(name: str, a: Weights, b: Weights, dtype: str | None) -> TensorDifference:
+    infos = [_cast_info(weights.info(name), dtype) if name in weights else None for weights in (a, b)]
+    one, other = infos
+    if one is None or other is None or one.shape != other.shape:
+        return TensorDifference(name, one, other)
+    first, second = (weights.read(name).reshape(-1) for weights in (a, b))
+    changed = not_finite = 0
+    largest = total = scale = 0.0
+    for x, y in zip(first.split(_CHUNK), second.split(_CHUNK), strict=True):
+        x, y = x.to(to_torch(one.dtype)), y.to(to_torch(other.dtype))
+        differing = _bits(x) != _bits(y) if x.dtype == y.dtype else _values_differ(x.double(), y.double())
+        scale += _finite_sum(x.double().abs())
+        if not bool(differing.any()):
+            continue
+        changed += int(differing.sum())
+        # A difference of what is not finite says nothing; the same NaN in both is none.
+        gap = (y.double() - x.double()).abs()[differing]
+        finite = gap.isfinite()
+        not_finite += int((~finite).sum())
+        if bool(finite.any()):
+            largest = max(largest, float(gap[finite].max()))
+            total += float(gap[finite].sum())
+    elements = math.prod(one.shape)
+    return TensorDifference(
+        name=name,
+        a=one,
+        b=other,
+        elements=elements,
+        changed=changed,
+        max_abs=largest,
+        mean_abs=total / elements if elements else 0.0,
+        relative=total / scale if scale else (None if total else 0.0),
+        not_finite=not_finite,
+    )
+
+
+def _cast_info(info: TensorInfo, dtype: str | None) -> TensorInfo:
+    return TensorInfo(wire_name(info.dtype, dtype), info.shape) if is_floating(info.dtype) else info
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _values_differ(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return (x != y) & ~(x.isnan() & y.isnan())
+
+
+def _finite_sum(values: torch.Tensor) -> float:
+    return float(values[values.isfinite()].sum())

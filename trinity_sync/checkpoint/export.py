@@ -1,0 +1,216 @@
+"""A checkpoint as a Hugging Face folder: config, tokenizer and safetensors. Behind ``trinity-sync ckpt export``.
+
+The folder is written under another name beside its place, and renamed when it is whole and its digest is right; a
+failure leaves nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.checkpoint.hf_files import PlannedFile, nbytes, plan_files, write_file, write_index
+from trinity_sync.checkpoint.layout import sync_folder
+from trinity_sync.checkpoint.places import check_free
+from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
+from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.dtypes import is_floating
+from trinity_sync.weights.tensors import digest_entry, to_torch, wire_name
+
+DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "as-saved": None}
+"""What `dtype` may be, and its safetensors name."""
+
+_WIRE_DTYPES = ("BF16", "F32", "F16")
+"""Dtypes that the digest in a manifest may be of, the usual one first."""
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What `export_checkpoint` wrote.
+
+    Attributes:
+        output: the folder.
+        source: the checkpoint.
+        format: how its weights were stored, for people.
+        dtypes: safetensors names of the dtypes written, the most frequent first.
+        tensors, bytes: how many, and their size.
+        files: names of the files of weights.
+        digest: version digest of what was written, in the dtypes written.
+        checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none.
+    """
+
+    output: Path
+    source: Path
+    format: str
+    dtypes: tuple[str, ...]
+    tensors: int
+    bytes: int
+    files: tuple[str, ...]
+    digest: str
+    checked: str | None
+
+
+def export_checkpoint(
+    folder: Path,
+    output: Path,
+    *,
+    dtype: str = "bf16",
+    max_shard_bytes: int = 5 * 10**9,
+    config: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Exported:
+    """Write the weights of a checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
+
+    Memory stays near one tensor. Where the checkpoint's manifest has a digest, the weights must have it.
+
+    Args:
+        folder: a step folder, its ``actor`` folder, or a Hugging Face folder (see `open_weights`).
+        output: the folder to write; must not be there, or be empty.
+        dtype: of floating tensors: ``bf16``, ``fp16``, ``fp32`` or ``as-saved``.
+        max_shard_bytes: tensors are divided among files of at most this size.
+        config: folder with the model's config and tokenizer, where the checkpoint has none.
+        progress: called with (bytes written, bytes in all) after each tensor.
+
+    Raises:
+        ConfigError: `output` is taken, `dtype` is unknown, or there is no config of the model.
+        WeightsError: the checkpoint cannot be read.
+        RunError: the weights do not have the digest that the manifest says, or the disk refused.
+    """
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"the maximal size of a file is {max_shard_bytes} bytes; expected at least one")
+    if config is not None and not (config / CONFIG).is_file():
+        raise ConfigError(f"{config} has no {CONFIG}; name a folder with a model's config and tokenizer")
+    check_free(output)
+    weights = open_weights(folder, config)
+    if weights.config is None:
+        raise ConfigError(
+            f"no {CONFIG} of the model was found in or beside {folder}; name the folder of the model that was trained"
+        )
+    infos = {
+        name: TensorInfo(wire_name(weights.info(name).dtype, DTYPES[dtype]), weights.info(name).shape)
+        for name in weights
+    }
+    files = plan_files(infos, max_shard_bytes)
+    output = output.absolute()
+    temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        _copy_companions(weights.config, temporary, _main_dtype(infos))
+        digest, wire_digest = _write_weights(weights, infos, files, temporary, progress)
+        checked = _check_digest(weights, wire_digest)
+        sync_folder(temporary)
+        temporary.rename(output)  # takes the place of an empty folder, and of nothing else
+        sync_folder(output.parent)
+    except OSError as error:
+        raise RunError(f"{output} cannot be written: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(
+        output=output,
+        source=folder,
+        format=weights.format,
+        dtypes=tuple(name for name, _ in Counter(info.dtype for info in infos.values()).most_common()),
+        tensors=len(infos),
+        bytes=sum(map(nbytes, infos.values())),
+        files=tuple(planned.name for planned in files),
+        digest=digest,
+        checked=checked,
+    )
+
+
+def _write_weights(
+    weights: Weights,
+    infos: Mapping[str, TensorInfo],
+    files: list[PlannedFile],
+    folder: Path,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[str, str]:
+    """Write all files; returns the digests of the weights as written and in the usual wire dtype."""
+    written, in_wire = [], []
+    done, total = 0, sum(map(nbytes, infos.values()))
+
+    def read(name: str) -> torch.Tensor:
+        nonlocal done
+        tensor = weights.read(name)
+        written.append(digest_entry(name, tensor, infos[name].dtype if is_floating(infos[name].dtype) else None))
+        same = not is_floating(infos[name].dtype) or infos[name].dtype == _WIRE_DTYPES[0]
+        in_wire.append(written[-1] if same else digest_entry(name, tensor, _WIRE_DTYPES[0]))
+        done += nbytes(infos[name])
+        if progress is not None:
+            progress(done, total)
+        return tensor
+
+    for planned in files:
+        write_file(folder, planned, infos, read)
+    if len(files) > 1:
+        write_index(folder, files, infos)
+    return version_digest(written), version_digest(in_wire)
+
+
+def _check_digest(weights: Weights, wire_digest: str) -> str | None:
+    """That the weights are those that were committed: in one of the wire dtypes they have the manifest's digest."""
+    expected = weights.manifest.digest if weights.manifest is not None else None
+    if expected is None or expected == wire_digest:
+        return expected
+    # Another wire dtype is rare, so it costs a second pass over the weights.
+    if any(weights.digest(other) == expected for other in _WIRE_DTYPES[1:]):
+        return expected
+    raise RunError(
+        f"the weights in {weights.folder} have the digest {wire_digest} in {_WIRE_DTYPES[0]}, but its manifest says "
+        f"{expected}: they are not what was committed, and nothing was exported; `trinity-sync ckpt verify` tells "
+        "which file was changed"
+    )
+
+
+def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
+    """The dtype of most floating elements."""
+    elements: Counter[str] = Counter()
+    for info in infos.values():
+        if is_floating(info.dtype):
+            elements[info.dtype] += info.numel
+    return elements.most_common(1)[0][0] if elements else None
+
+
+def _copy_companions(config: Path, folder: Path, dtype: str | None) -> None:
+    """Copy config, generation config, tokenizer and code of a model; all but weights."""
+    for source in sorted(config.iterdir()):
+        if source.name.endswith(_WEIGHTS) or source.name == INDEX or source.name.startswith("."):
+            continue
+        if source.is_dir():
+            shutil.copytree(
+                source, folder / source.name, ignore=shutil.ignore_patterns(*(f"*{end}" for end in _WEIGHTS))
+            )
+        else:
+            shutil.copyfile(source, folder / source.name)
+    path = folder / CONFIG
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if dtype is not None:
+            _set_dtype(body, str(to_torch(dtype)).removeprefix("torch."))
+    except (ValueError, TypeError) as error:
+        raise WeightsError(f"{config / CONFIG} cannot be read: {error}") from error
+    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _set_dtype(body: dict[str, Any], dtype: str) -> None:
+    """Let a config, and those inside it, say the dtype that the weights are in: loaders go by it."""
+    keys = [key for key in ("dtype", "torch_dtype") if key in body]
+    for key in keys or ["dtype"]:
+        body[key] = dtype
+    for value in body.values():
+        if isinstance(value, dict) and ("dtype" in value or "torch_dtype" in value):
+            _set_dtype(value, dtype)

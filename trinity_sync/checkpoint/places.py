@@ -1,0 +1,46 @@
+"""Where weights and a model's config are read from, and where they may be written to. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trinity_sync.checkpoint.layout import STEP_PREFIX, step_of
+from trinity_sync.errors import ConfigError
+
+_CONFIG = "config.json"
+
+
+def weights_folder(folder: Path) -> Path:
+    """The folder that holds the files of weights: ``actor`` of a step folder, else the folder itself."""
+    return folder / "actor" if (folder / "actor").is_dir() else folder
+
+
+def find_config(folder: Path) -> Path | None:
+    """The folder with the model's config and tokenizer; None where there is none.
+
+    Weights-only checkpoints have none of their own: then that of another step, the nearest, or the model that the run
+    made and started from.
+    """
+    place = weights_folder(folder).absolute()
+    step = place.parent if place.name == "actor" else place
+    number = step_of(step.name)
+    candidates = [place / "huggingface", place]
+    if number is not None:
+        root = step.parent
+        others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
+        nearest = sorted(others, key=lambda of: (abs(of - number), of))
+        candidates += [others[of] / "actor" / "huggingface" for of in nearest]
+        candidates.append(root.parent / "model")
+    return next((path for path in candidates if (path / _CONFIG).is_file()), None)
+
+
+def check_free(output: Path) -> None:
+    """Check that a folder may be written at this place.
+
+    Raises:
+        ConfigError: something is there already; an empty folder may be.
+    """
+    if output.is_dir() and any(output.iterdir()):
+        raise ConfigError(f"{output} is not empty; name a folder that is not there yet")
+    if output.exists() and not output.is_dir():
+        raise ConfigError(f"{output} is a file; name a folder that is not there yet")

@@ -1,0 +1,150 @@
+"""The weights of any checkpoint, tensor by tensor, without a training engine. Needs torch; opens files only.
+
+`open_weights` tells the formats apart by what lies in the folder. A tensor is put together when it is read, so memory
+stays near the size of one. Called by export and diff, and for use as a library::
+
+    weights = open_weights(Path("checkpoints/global_step_20"))
+    for name in weights:
+        tensor = weights.read(name)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trinity_sync.checkpoint.layout import MANIFEST, Manifest, read_manifest
+from trinity_sync.checkpoint.places import find_config, weights_folder
+from trinity_sync.checkpoint.reading.distributed import METADATA, open_distributed
+from trinity_sync.checkpoint.reading.hugging_face import is_hugging_face, open_hugging_face
+from trinity_sync.checkpoint.reading.part_files import open_parts, part_files
+from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
+from trinity_sync.checkpoint.reading.saved_form import saved_form
+from trinity_sync.checkpoint.reading.verl_shards import open_shards, shard_files
+from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.tensors import digest_entry
+
+__all__ = ["TensorInfo", "Weights", "WeightsError", "open_weights"]
+
+_MODEL_PREFIX = "model."
+"""Of the model's tensors in a checkpoint of torch.distributed.checkpoint; the optimizer's begin with another one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The tensors that ``save_pretrained`` would write, under the names it would use. Iterates over the names.
+
+    Attributes:
+        folder: what was opened.
+        format: how the weights are stored, for people.
+        config: folder with the model's config and tokenizer; None where none was found. The names are then those that
+            are stored, and tied tensors may appear twice.
+        manifest: of the checkpoint, None where it has none.
+    """
+
+    folder: Path
+    format: str
+    config: Path | None
+    manifest: Manifest | None
+    _sources: Mapping[str, Source]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype and shape of a tensor, without reading it. KeyError for an unknown name."""
+        return self._sources[name].info
+
+    def read(self, name: str) -> torch.Tensor:
+        """A whole tensor on the CPU, in the dtype it is stored in. Do not write to it: it may be the mapped file.
+
+        Raises:
+            KeyError: an unknown name.
+            WeightsError: a file is damaged.
+        """
+        return self._sources[name].read()
+
+    def digest(self, wire_dtype: str | None, *, progress: Callable[[str], None] | None = None) -> str:
+        """The version digest (hex) of the weights; reads all of them.
+
+        Args:
+            wire_dtype: safetensors name of the dtype that floating tensors are cast to; None: as they are.
+            progress: called with the name of each tensor that is done.
+        """
+        entries = []
+        for name in self:
+            entries.append(digest_entry(name, self.read(name), wire_dtype))
+            if progress is not None:
+                progress(name)
+        return version_digest(entries)
+
+
+def open_weights(folder: Path, config: Path | None = None) -> Weights:
+    """Open the weights in a folder.
+
+    Args:
+        folder: a step folder (with ``actor/``), such an ``actor`` folder, or a Hugging Face folder.
+        config: folder with the model's ``config.json``, where it does not lie beside the weights.
+
+    Raises:
+        WeightsError: there are no weights of a format that is read; a file is missing or damaged, or files contradict
+            each other. A file whose bytes were changed in place shows in its digest only: see `store.verify`.
+        ManifestError: the folder's manifest is damaged.
+    """
+    if not folder.is_dir():
+        raise WeightsError(f"{folder} is not a folder")
+    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+    place = weights_folder(folder)
+    if manifest is not None:
+        _check_sizes(folder, manifest)
+    config = config or find_config(folder)
+    sources: Mapping[str, Source]
+    if files := shard_files(place):
+        name, sources = f"verl's files of {len(files)} ranks", open_shards(files)
+    elif (place / "dcp").is_dir():
+        name, sources = "torch.distributed.checkpoint", open_distributed(place / "dcp", _MODEL_PREFIX)
+    elif files := part_files(place):
+        return Weights(folder, f"weights of {len(files)} parts", config, manifest, open_parts(files))
+    elif found := next((path for path in (place, place / "huggingface") if is_hugging_face(path)), None):
+        return Weights(folder, "Hugging Face", config or found, manifest, open_hugging_face(found))
+    else:
+        raise WeightsError(_nothing(place))
+    if config is not None:
+        sources = saved_form(sources, config)
+    return Weights(folder, name, config, manifest, sources)
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    """That the model's files are there as they were committed, as far as that shows without reading them."""
+    for entry in manifest.files:
+        if not entry.path.startswith(("actor/model_", "actor/weights_", "actor/dcp/")):
+            continue
+        path = folder / entry.path
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise WeightsError(f"{path} is missing, which the manifest lists")
+        if size != entry.bytes:
+            raise WeightsError(f"{path} is torn: it has {size} bytes, the manifest says {entry.bytes}")
+
+
+def _nothing(place: Path) -> str:
+    """Why a folder cannot be read."""
+    for megatron in (place / "dist_ckpt", place / "model" / "dist_ckpt", place):
+        if (megatron / METADATA).is_file() and (megatron / "metadata.json").is_file():
+            return f"{megatron} is a distributed checkpoint of Megatron (dist_checkpointing), a format that is not read"
+    binary = next(iter(sorted(place.glob("pytorch_model*.bin"))), None)
+    if binary is not None:
+        return f"{binary} is a pickle; of Hugging Face folders only those with safetensors are read"
+    return (
+        f"{place} holds no weights of a format that is read: verl's model_world_size_*_rank_*.pt, this program's "
+        "weights_*.safetensors, dcp/.metadata, or a Hugging Face model's safetensors"
+    )

@@ -1,0 +1,92 @@
+"""Hugging Face folders: safetensors files, one or several with an index; and the folder of a model's config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trinity_sync.checkpoint.reading.pieces import TensorInfo, WeightsError
+from trinity_sync.weights import dtypes
+
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file."""
+
+    file: Path
+    name: str
+    info: TensorInfo
+
+    def read(self) -> torch.Tensor:
+        """The whole tensor."""
+        try:
+            with safe_open(self.file, framework="pt") as opened:
+                tensor: torch.Tensor = opened.get_tensor(self.name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{self.file}: {self.name} cannot be read: {error}") from error
+        return tensor
+
+
+def is_hugging_face(folder: Path) -> bool:
+    """Whether a folder holds a model's weights as safetensors."""
+    return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def open_hugging_face(folder: Path) -> dict[str, Stored]:
+    """The tensors of a model, under the names they are stored by.
+
+    Raises:
+        WeightsError: a file is missing or damaged, or the index and the files contradict each other.
+    """
+    index = _index(folder / INDEX)
+    files = (
+        sorted(folder.glob("*.safetensors")) if index is None else sorted({folder / name for name in index.values()})
+    )
+    tensors: dict[str, Stored] = {}
+    for file in files:
+        for name, info in _infos(file).items():
+            if name in tensors:
+                raise WeightsError(f"{tensors[name].file} and {file} both hold {name}")
+            tensors[name] = Stored(file, name, info)
+    for name, file_name in (index or {}).items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise WeightsError(f"{folder / INDEX} says that {name} is in {file_name}, but it is not")
+    return tensors
+
+
+def _index(path: Path) -> dict[str, str] | None:
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(named, dict) or not all(
+        isinstance(file, str) and Path(file).name == file for file in named.values()
+    ):
+        raise WeightsError(f"{path} has no weight_map from names of tensors to names of files beside it")
+    return named
+
+
+def _infos(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            infos = {}
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                piece = opened.get_slice(name)
+                infos[name] = TensorInfo(piece.get_dtype(), tuple(piece.get_shape()))
+    except FileNotFoundError:
+        raise WeightsError(f"{file} is missing") from None
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"{file} is damaged or no safetensors file: {error}") from error
+    unknown = {info.dtype for info in infos.values()} - set(dtypes.NAMES)
+    if unknown:
+        raise WeightsError(f"{file} holds tensors of dtype {sorted(unknown)[0]}, which are not read")
+    return infos

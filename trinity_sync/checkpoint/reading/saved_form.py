@@ -1,0 +1,92 @@
+"""From the names of a model's state dict to those that ``save_pretrained`` writes.
+
+The model is built without storage from its config; which of its tensors are saved, under which names, and where each
+lies in the state dict (tied tensors, experts stored as one) then shows in the storages they share. No tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.checkpoint.reading.hugging_face import CONFIG
+from trinity_sync.checkpoint.reading.pieces import Source, View, WeightsError
+from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import saved_tensors
+
+
+def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]:
+    """The tensors that ``save_pretrained`` would write.
+
+    Args:
+        sources: by name in the state dict.
+        config: folder with the model's ``config.json``.
+
+    Returns:
+        By saved name. The sources as they are where transformers does not know the architecture (code of the model's
+        own, which is not run).
+
+    Raises:
+        WeightsError: the config cannot be read, or the tensors are not those of its architecture.
+    """
+    model = _model(config)
+    if model is None:
+        return dict(sources)
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    unknown = sorted(sources.keys() - state.keys())
+    if unknown:
+        raise WeightsError(
+            f"{type(model).__name__}, which {config / CONFIG} describes, has no {listed(unknown)}, which is stored"
+        )
+    names: dict[Any, str] = {}
+    for name in state:
+        if name in sources:
+            names.setdefault(_storage(state[name]), name)
+    saved = saved_tensors(model)
+    missing = sorted(name for name, tensor in saved.items() if _storage(tensor) not in names)
+    if missing:
+        raise WeightsError(
+            f"of the {type(model).__name__} that {config / CONFIG} describes, {listed(missing)} is missing"
+        )
+    found: dict[str, Source] = {}
+    for name, tensor in saved.items():
+        stored = name if name in sources else names[_storage(tensor)]
+        source, whole = sources[stored], state[stored]
+        if source.info.shape != tuple(whole.shape):
+            raise WeightsError(
+                f"{stored} is stored as {list(source.info.shape)}, the config in {config} says {list(whole.shape)}"
+            )
+        offset = int(tensor.storage_offset()) - int(whole.storage_offset())
+        same = (tuple(tensor.shape), tensor.stride(), offset) == (tuple(whole.shape), whole.stride(), 0)
+        found[name] = source if same else View(source, tuple(tensor.shape), tensor.stride(), offset)
+    return found
+
+
+def _model(config: Path) -> torch.nn.Module | None:
+    """The architecture without storage; None where transformers has none of that name."""
+    path = config / CONFIG
+    try:
+        architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    import transformers
+
+    kind = getattr(transformers, str(architectures[0]), None) if architectures else None
+    if kind is None:
+        return None
+    try:
+        loaded = transformers.AutoConfig.from_pretrained(config)
+        with torch.device("meta"):
+            model: torch.nn.Module = kind._from_config(loaded)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise WeightsError(f"{path} does not describe a model that transformers can make: {reason}") from error
+    return model
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()._cdata
