@@ -147,7 +147,8 @@ class Handover(Waits):
         self._rounds.gone(module)
         await self._notify()
         if not self._served:
-            ray.actor.exit_actor()
+            # Not `exit_actor`, which waits for the calls that are under way, and some never return.
+            ray.kill(ray.get_runtime_context().current_actor)
 
 
 #: The calls by which actors watch this process; while it lives, so do they.
