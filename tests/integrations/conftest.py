@@ -13,7 +13,7 @@ from ray.exceptions import RayActorError
 
 from tests import local_ray
 from tests.backends.engines import make_models
-from tests.integrations.ranks import LIMIT, every, start
+from tests.integrations.ranks import LIMIT, START_LIMIT, start
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl import open_run
 from trinity_sync.integrations.verl.run import VerlRun
@@ -35,11 +35,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 def ranks(pair: dict[str, Any]) -> Iterator[list[Any]]:
     """Two ranks; new ones where a test has killed some."""
     try:
-        every(pair["ranks"], "pid")
+        ray.get([rank.pid.remote() for rank in pair["ranks"]], timeout=START_LIMIT)
     except RayActorError:
         for rank in pair["ranks"]:
             ray.kill(rank)
         pair["ranks"] = start(pair["models"])
+        ray.get([rank.pid.remote() for rank in pair["ranks"]], timeout=START_LIMIT)
     yield pair["ranks"]
     for rank in pair["ranks"]:
         try:

@@ -16,6 +16,7 @@ import torch
 from tests.backends import engines
 
 LIMIT = 60.0
+START_LIMIT = 240.0
 WORLD = 2
 
 
@@ -58,6 +59,10 @@ class Rank:
             engine.checkpoint_config = CheckpointConfig()
         use_in(engine, namespace, timeout_s=LIMIT)
 
+    def without(self, strategy: str, part: str) -> None:
+        """Let the manager be one that was made without a part."""
+        setattr(self.engine(strategy).checkpoint_manager, part, None)
+
     def train(self, strategy: str, number: int) -> None:
         engines._step(self.engine(strategy), self.rank, number)
 
@@ -91,8 +96,9 @@ class Rank:
         return str(auto_class(SimpleNamespace(architectures=architectures)).__name__)
 
     def run(self, source: str, strategy: str, **names: Any) -> None:
-        """Run a piece of a program, which has `engine` and these names."""
-        exec(compile(source, "<example>", "exec"), {"engine": self.engine(strategy), **names})
+        """Run a piece of a program, which has `engine`, `train` and these names."""
+        own = {"engine": self.engine(strategy), "train": lambda step: self.train(strategy, step), **names}
+        exec(compile(source, "<example>", "exec"), own)
 
     def function(self, name: str, strategy: str, *args: Any, **kwargs: Any) -> Any:
         """Call one of the functions over engines."""

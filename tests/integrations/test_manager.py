@@ -251,6 +251,13 @@ def test_a_rank_that_cannot_write_is_told_to_all_ranks(ranks: list[Any], run: Ve
     assert kept(root) == [step + 4]
 
 
+def test_what_is_asked_for_and_not_there_is_refused(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    ray.get(ranks[1].without.remote("fsdp2", "optimizer"), timeout=LIMIT)
+    raised = outcomes(ranks, "manager", "fsdp2", "save_checkpoint", actor_path(root, step), step)
+    assert all("rank 1: ConfigError: save_contents has 'optimizer', but" in str(error) for error in raised)
+
+
 def test_a_path_that_the_monitor_cannot_commit_is_refused(ranks: list[Any], run: VerlRun, tmp_path: Path) -> None:
     every(ranks, "use", "fsdp2", run.namespace)
     raised = outcomes(ranks, "manager", "fsdp2", "save_checkpoint", str(tmp_path / "elsewhere"), 3)

@@ -17,44 +17,21 @@ import torch
 from ray.exceptions import RayActorError
 
 from tests.sync.helpers import LIMIT, random_weights
+from tests.sync.light import Module
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.sync import Synchronizer, SynchronizerConfig, state_dicts
+from trinity_sync.sync import Synchronizer, state_dicts
 from trinity_sync.sync.stream import describe
 from trinity_sync.weights.tensors import state_digest
 
 
-@ray.remote(num_cpus=0)
-class Module:
-    """A process of its own: a trainer that publishes, or an explorer that waits."""
-
-    def __init__(self, synchronizer: Synchronizer | None = None) -> None:
-        self._synchronizer = synchronizer
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def join(self, namespace: str) -> None:
-        self._synchronizer = Synchronizer.get_actor(namespace=namespace)
-
-    def make(self, namespace: str) -> None:
-        self._synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=LIMIT, detached=True), namespace)
-
-    def publish(self, step: int) -> None:
-        assert self._synchronizer is not None
-        self._synchronizer.set_model_state_dict(random_weights(step), step)
-
-    def join_group(self, explorer: str) -> None:
-        assert self._synchronizer is not None
-        self._synchronizer.join_weight_sync_group(explorer)
-
-    def die(self) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+def start(synchronizer: Synchronizer | None = None) -> Any:
+    return ray.remote(Module).options(num_cpus=0).remote(synchronizer)
 
 
 @pytest.fixture(scope="module")
 def module(synchronizer: Synchronizer) -> Any:
     """Started early; it has to load torch."""
-    return Module.remote(synchronizer)
+    return start(synchronizer)
 
 
 def test_a_version_is_handed_out_with_its_tensors(module: Any, make_synchronizer: Callable[..., Synchronizer]) -> None:
@@ -129,7 +106,7 @@ def test_tensors_that_died_with_their_publisher_give_way_to_the_last_checkpoint(
     synchronizer: Synchronizer, module: Any, make_synchronizer: Callable[..., Synchronizer]
 ) -> None:
     lonely = make_synchronizer()
-    other = Module.remote(lonely)
+    other = start(lonely)
     ray.get([module.publish.remote(20), other.publish.remote(3)], timeout=LIMIT)
     synchronizer.set_model_state_dict(None, 18, location="/run/global_step_18")
     for publisher in (module, other):
@@ -201,7 +178,7 @@ def test_a_wait_that_times_out_names_who_is_missing_and_leaves_nothing_behind(
 
 def test_a_dead_explorer_ends_the_wait_of_the_others(make_synchronizer: Callable[..., Synchronizer]) -> None:
     synchronizer = make_synchronizer()
-    explorer = Module.remote(synchronizer)
+    explorer = start(synchronizer)
     synchronizer.setup_weight_sync_group("127.0.0.1", 29500, explorers=2)
     ray.get(explorer.join_group.remote("explorer-1"), timeout=LIMIT)
     os.kill(ray.get(explorer.pid.remote(), timeout=LIMIT), signal.SIGKILL)
@@ -214,7 +191,7 @@ def test_a_dead_explorer_ends_the_wait_of_the_others(make_synchronizer: Callable
 
 def test_the_actor_ends_with_the_last_that_it_serves(cluster: None) -> None:
     namespace = "a-run-that-ends"
-    first, second = Module.remote(), Module.remote()
+    first, second = start(), start()
     ray.get(first.make.remote(namespace), timeout=LIMIT)
     ray.get(second.join.remote(namespace), timeout=LIMIT)
     actor = ray.get_actor("synchronizer", namespace=namespace)

@@ -93,8 +93,9 @@ def broadcast_each(
     group: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, wire_dtype: str | None = None, timeout_s: float
 ) -> None:
     """One broadcast per tensor, from rank 0 of the group."""
+    device = _device_of(group)
     for name, tensor in tensors:
-        _broadcast(group, cast_for_wire(tensor, wire_dtype), timeout_s, name)
+        _broadcast(group, cast_for_wire(tensor, wire_dtype).to(device), timeout_s, name)
 
 
 def broadcast_packed(
@@ -170,7 +171,9 @@ def _broadcast(group: Any, tensor: torch.Tensor, timeout_s: float, what: str) ->
 
 
 def _device_of(group: Any) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if "nccl" in group.name().lower() else torch.device("cpu")
+    if group.name().lower() == "gloo" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _dtype(name: str) -> torch.dtype:
