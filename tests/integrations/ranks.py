@@ -76,7 +76,7 @@ class Rank:
         """Of this rank's model and optimizer."""
         from trinity_sync.backends.fsdp import FsdpBackend
 
-        return engines._hash(FsdpBackend(self.engine(strategy), "BF16").state())
+        return engines._hash(FsdpBackend(self.engine(strategy), "BF16").state("verl"))
 
     def manager(self, strategy: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call the engine's checkpoint manager; seconds that it took."""
@@ -136,9 +136,9 @@ class Rank:
 
     def patch(self, where: str, name: str, how: str) -> None:
         """Let something of this rank fail or hang until `heal`."""
-        from trinity_sync.integrations.verl import files
+        from trinity_sync.integrations.verl import state
 
-        owner = {"files": files}.get(where) or self.engine(where).optimizer
+        owner = {"state": state}.get(where) or self.engine(where).optimizer
         before = getattr(owner, name)
 
         def broken(*args: Any, **kwargs: Any) -> Any:

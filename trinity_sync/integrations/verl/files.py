@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
-import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
@@ -23,34 +19,18 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import (
     fsdp_version,
-    get_fsdp_state_ctx,
     load_fsdp_model_to_gpu,
     offload_fsdp_model_to_cpu,
 )
 from verl.utils.transformers_compat import drop_tied_target_keys, get_auto_model_for_vision2seq
 
 from trinity_sync.errors import ConfigError, RunError
-
-_FULL_DISK_BYTES = 1 << 20
+from trinity_sync.integrations.verl.state import sharded
 
 
 def unwrapped(model: torch.nn.Module) -> Any:
     """The transformers model inside FSDP's wrapper."""
     return model._fsdp_wrapped_module if fsdp_version(model) == 1 else model
-
-
-def write_torch(value: Any, path: Path) -> Path:
-    """`torch.save` into a new file; a full disk is called by its name, where torch speaks of a wrong position."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The manifest has a digest of every file; torch's own CRC32 would cost a quarter of the time again.
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(value, path)
-    except RuntimeError as error:
-        if shutil.disk_usage(path.parent).free < _FULL_DISK_BYTES:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path)) from error
-        raise
-    return path
 
 
 def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
@@ -115,12 +95,8 @@ def full_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor on the device) of the model's state dict, one gathered at a time. Collective: all ranks
     iterate to the end.
     """
-    with _on_device(model):
-        sharded = get_fsdp_state_ctx(
-            model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=False), None
-        )
-        with sharded:
-            state = model.state_dict()
+    with _on_device(model), sharded(model, offload=False):
+        state = model.state_dict()
     for name, value in state.items():
         if isinstance(value, DTensor):
             local: Any = value.to(get_device_id())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trinity_sync.backends.fsdp import _copied, _sharded
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.integrations.verl import files
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.state import StateCopy, sharded
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.stream import BUCKET_BYTES, broadcast_each, broadcast_packed, describe
 
@@ -43,20 +42,23 @@ def fsdp_save_state_dict(
     """
     if local_path is None:
         return
-    manager = engine.checkpoint_manager
-    rank, suffix = dist.get_rank(), f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
+    rank, part = dist.get_rank(), f"model-rank-{dist.get_rank():05d}"
+    name = f"model_world_size_{dist.get_world_size()}_rank_{rank}.pt"
 
     def collect() -> None:
-        with warnings.catch_warnings(), _sharded(engine.module):
-            warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every save
-            state = _copied(engine.module.state_dict())
-        metadata = files.metadata(manager) if rank == 0 else {}
+        copied = StateCopy()
+        with sharded(engine.module, offload=torch.cuda.is_available()):
+            copied.take({name: engine.module.state_dict()}, f"the weights of step {global_step}")
+        metadata = files.metadata(engine.checkpoint_manager) if rank == 0 else {}
         folder = coordinator.staged(local_path, global_step)
+        # The coordinator digests what it is given as paths, and makes it durable.
+        write_weights = copied.writer(name, folder, folder, durable=False)
 
         def write() -> list[Path]:
-            return [files.write_torch(state, folder / f"model_{suffix}"), *files.write_files(metadata, folder)]
+            write_weights()
+            return [folder / name, *files.write_files(metadata, folder)]
 
-        coordinator.save_async("model", write, global_step, True, part=f"model-rank-{rank:05d}")
+        coordinator.save_async("model", write, global_step, True, part=part)
 
     together(f"save the weights of step {global_step}", collect)
     logger.info("the weights of step %d are on their way to %s", global_step, local_path)

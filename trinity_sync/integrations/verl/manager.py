@@ -17,19 +17,18 @@ One save, on every rank:
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
 from verl.utils.fs import is_non_local
 from verl.utils.fsdp_utils import fsdp_version
 
-from trinity_sync.backends.fsdp import _copied, _sharded
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import ManifestError, read_manifest, step_dir, step_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME
@@ -37,6 +36,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import files
 from trinity_sync.integrations.verl.commits import Commits
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.state import StateCopy, sharded
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.remote import resolve_one
@@ -93,11 +93,13 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         facts = self._ask("describe", what="say where checkpoints go")
         self._root = Path(facts["root"]) if facts["root"] is not None else None
         self._attempt: int = facts["attempt"]
+        self._durable: bool = facts["fsync"]
         self._coordinator = CheckpointCoordinator(
             self._monitor, job_id=f"rank-{self.rank}", timeout_s=timeout_s, attempt=self._attempt
         )
         self._commits = Commits(self._monitor, self._attempt, timeout_s)
         self._metadata: dict[str, bytes] | None = None
+        self._copy = StateCopy()
         # What this run has saved of its newest step.
         self._step: int | None = None
         self._saved: set[str] = set()
@@ -184,14 +186,13 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         begun: list[Path] = []
         try:
             together(f"begin to save step {step}", lambda: begun.append(self._begin(local_path, step, kind, todo)))
-            states = self._snapshot(step, todo)
+            writers = self._snapshot(step, todo, begun[0])
         except Exception as error:
             if self.rank == 0 and begun:
                 self._ask("fail_step", step, str(error), self._attempt, what=f"give step {step} up")
             raise
-        for name, state in states.items():
-            write, part = self._writer(name, state, begun[0]), self._part(name, self.rank)
-            self._coordinator.save_async(name, write, step, name in _WEIGHTS, part=part)
+        for name, write in writers.items():
+            self._coordinator.save_async(name, write, step, name in _WEIGHTS, part=self._part(name, self.rank))
 
     def _check_earlier(self, step: int) -> None:
         """Nothing of before is left to be written, and nothing of it failed."""
@@ -246,38 +247,43 @@ class FSDPCheckpointManager(VerlCheckpointManager):
                 "makes it a new attempt"
             )
 
-    def _snapshot(self, step: int, todo: list[str]) -> dict[str, Any]:
-        """Copies of what this rank is to write. Collective."""
-        states: dict[str, Any] = {}
-        together(f"copy the state of step {step}", lambda: states.update(self._local_state(todo)))
+    def _snapshot(self, step: int, todo: list[str], folder: Path) -> dict[str, SaveFn]:
+        """Copy what this rank is to write; what writes it, by name. Collective."""
+        together(f"copy the state of step {step}", lambda: self._copy_state(step, todo))
+        staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
+        writers: dict[str, SaveFn] = {
+            name: self._copy.writer(self._file(name), folder, staging, durable=self._durable)
+            for name in todo
+            if name not in _OF_FIRST_RANK
+        }
+        if self.rank == 0 and _METADATA in todo:
+            writers[_METADATA] = lambda: files.write_files(self._metadata or {}, folder)
         if _EXPORT in todo:
             tensors = files.full_tensors(self.model)
             export = use_on_first_rank(f"gather the model of step {step}", tensors, self._export)
             if export is not None:
-                states[_EXPORT] = export
-        return states
+                empty, weights = export
+                writers[_EXPORT] = lambda: files.write_export(empty, weights, folder / "huggingface")
+        return writers
 
-    def _local_state(self, todo: list[str]) -> dict[str, Any]:
-        states: dict[str, Any] = {}
-        with warnings.catch_warnings(), _sharded(self.model) if _MODEL in todo or _OPTIMIZER in todo else nullcontext():
-            warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every save
+    def _copy_state(self, step: int, todo: list[str]) -> None:
+        live: dict[str, Any] = {}
+        with sharded(self.model, offload=torch.cuda.is_available()) if self.model is not None else nullcontext():
             if _MODEL in todo:
                 # Collective in FSDP1, so it comes before everything that may fail on one rank.
-                live = self.model.state_dict()
-                states[_MODEL] = _copied(self._chosen(live))
+                live[_MODEL] = self._chosen(self.model.state_dict())
             if _OPTIMIZER in todo:
-                states[_OPTIMIZER] = _copied(self.optimizer.state_dict())
+                live[_OPTIMIZER] = self.optimizer.state_dict()
         if _EXTRA in todo:
             scheduler = copy.deepcopy(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None
-            states[_EXTRA] = {"lr_scheduler": scheduler, "rng": self.get_rng_state()}
-        if _METADATA in todo and self.rank == 0:
+            live[_EXTRA] = {"lr_scheduler": scheduler, "rng": self.get_rng_state()}
+        self._copy.take({self._file(name): value for name, value in live.items()}, f"the state of step {step}")
+        if _METADATA in todo and self.rank == 0 and self._metadata is None:
             # Made once, and on the thread that uses config and tokenizer: neither changes in a run.
-            self._metadata = self._metadata or files.metadata(self)
-            states[_METADATA] = self._metadata
-        return states
+            self._metadata = files.metadata(self)
 
     def _export(self, tensors: Any) -> tuple[Any, dict[str, Any]]:
-        state = {name: _copied(tensor) for name, tensor in tensors}
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
         return files.empty_model(self.model, dtype, self.trust_remote_code), state
 
@@ -288,15 +294,6 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if not chosen:
             raise ConfigError("save_lora_only is set and the model has adapters, but none of its tensors is one")
         return chosen
-
-    def _writer(self, name: str, state: Any, folder: Path) -> Callable[[], list[Path]]:
-        if name == _METADATA:
-            return lambda: files.write_files(state, folder)
-        if name == _EXPORT:
-            empty, weights = state
-            return lambda: files.write_export(empty, weights, folder / "huggingface")
-        path = folder / self._file(name)
-        return lambda: [files.write_torch(state, path)]
 
     def _writers(self, name: str) -> range:
         return range(1 if name in _OF_FIRST_RANK else self.world_size)
