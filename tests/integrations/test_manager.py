@@ -17,7 +17,7 @@ from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl.run import VerlRun
+from trinity_sync.integrations.verl.run import VerlRun, open_run
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 BOTH = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
@@ -148,6 +148,8 @@ def test_the_limit_holds_after_the_commit_and_after_a_restart(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:
     run, root = make_run(tmp_path), tmp_path
+    with pytest.raises(RunError, match="a run is open in Ray namespace"):
+        open_run(root, run.namespace)
     every(ranks, "use", "fsdp2", run.namespace, ["model"])
     for step in (1, 2, 3):
         save(ranks, root, step, 2)

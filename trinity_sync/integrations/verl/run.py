@@ -11,7 +11,7 @@ import ray
 
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import RunError
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
@@ -59,8 +59,10 @@ def open_run(
         monitor_config, synchronizer_config: the rest of the actors' settings; attempt and folder are filled in.
 
     Raises:
-        RunError: the step to go on from is not a full checkpoint.
+        RunError: the step to go on from is not a full checkpoint, or a run is open in the namespace.
     """
+    namespace = namespace or ray.get_runtime_context().namespace
+    _refuse_second(namespace)
     root = Path(checkpoint_dir).absolute()
     root.mkdir(parents=True, exist_ok=True)
     infos = store.scan(root)
@@ -74,7 +76,6 @@ def open_run(
         if step > 0 and not any(info.step == step and info.kind == "full" for info in infos):
             raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
     store.set_start(root, step, attempt)
-    namespace = namespace or ray.get_runtime_context().namespace
     monitor = CheckpointMonitor.get_actor(
         namespace,
         save_strategy,
@@ -92,3 +93,12 @@ def open_run(
         monitor=monitor,
         synchronizer=synchronizer,
     )
+
+
+def _refuse_second(namespace: str) -> None:
+    """The monitor of a run that lives would be at work in a folder that is put in order under it."""
+    try:
+        ray.get_actor(ACTOR_NAME, namespace=namespace)
+    except ValueError:
+        return
+    raise RunError(f"a run is open in Ray namespace {namespace!r} already; give this one a namespace of its own")
