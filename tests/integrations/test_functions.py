@@ -100,5 +100,4 @@ def test_the_example_of_the_guide_runs(ranks: list[Any], pair: dict[str, Any], t
         assert names["version"] == 2
         assert [(info.step, info.kind) for info in store.scan(tmp_path)] == [(1, FULL), (2, FULL)]
     finally:
-        ray.kill(run.monitor)
-        ray.kill(run.synchronizer.actor)
+        run.close()

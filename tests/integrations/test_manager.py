@@ -16,7 +16,7 @@ from tests.integrations.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.trackers import read_tracker
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.run import VerlRun, open_run
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -162,6 +162,9 @@ def test_the_limit_holds_after_the_commit_and_after_a_restart(
     save(ranks, root, 4)
     wait(ranks)
 
+    with pytest.raises(ConfigError, match="is in use by the run"):
+        make_run(root)
+    run.close()
     with pytest.raises(RunError, match="global_step_7 is not a committed full checkpoint"):
         make_run(root, resume_step=7)
     again = make_run(root, resume_step=3)

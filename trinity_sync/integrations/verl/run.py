@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import ray
 
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import RunError
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class VerlRun:
     """A run's actors.
 
@@ -27,6 +29,7 @@ class VerlRun:
         resume_path: folder of that step, None for 0.
         monitor: handle of the checkpoint monitor.
         synchronizer: the client.
+        lock: what keeps other runs out of the checkpoint folder.
     """
 
     namespace: str
@@ -35,6 +38,18 @@ class VerlRun:
     resume_path: Path | None
     monitor: Any
     synchronizer: Synchronizer
+    lock: ExitStack = field(repr=False)
+
+    def close(self) -> None:
+        """End the actors and let the folder go. The end of the driver does the same."""
+        _open.remove(self)
+        for actor in (self.monitor, self.synchronizer.actor):
+            ray.kill(actor)
+        self.lock.close()
+
+
+#: They live as long as the driver, whether or not it keeps what `open_run` returned.
+_open: list[VerlRun] = []
 
 
 def open_run(
@@ -59,12 +74,36 @@ def open_run(
         monitor_config, synchronizer_config: the rest of the actors' settings; attempt and folder are filled in.
 
     Raises:
+        ConfigError: the folder cannot be written, or another run that lives uses it.
         RunError: the step to go on from is not a full checkpoint, or a run is open in the namespace.
     """
     namespace = namespace or ray.get_runtime_context().namespace
     _refuse_second(namespace)
     root = Path(checkpoint_dir).absolute()
-    root.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as lock:
+        lock.enter_context(locked(root, root))
+        attempt, step = _put_in_order(root, resume_step)
+        monitor = CheckpointMonitor.get_actor(
+            namespace, save_strategy, str(root), config=replace(monitor_config or MonitorConfig(), attempt=attempt)
+        )
+        synchronizer = Synchronizer.get_actor(
+            replace(synchronizer_config or SynchronizerConfig(), checkpoint_dir=str(root)), namespace
+        )
+        run = VerlRun(
+            namespace=namespace,
+            attempt=attempt,
+            step=step,
+            resume_path=step_dir(root, step) if step > 0 else None,
+            monitor=monitor,
+            synchronizer=synchronizer,
+            lock=lock.pop_all(),
+        )
+    _open.append(run)
+    return run
+
+
+def _put_in_order(root: Path, resume_step: int | None) -> tuple[int, int]:
+    """The attempt, and the step to go on from."""
     infos = store.scan(root)
     attempts = [info.attempt for info in infos if info.attempt is not None]
     attempt = max(attempts) + 1 if attempts else 0
@@ -76,23 +115,7 @@ def open_run(
         if step > 0 and not any(info.step == step and info.kind == "full" for info in infos):
             raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
     store.set_start(root, step, attempt)
-    monitor = CheckpointMonitor.get_actor(
-        namespace,
-        save_strategy,
-        str(root),
-        config=replace(monitor_config or MonitorConfig(), attempt=attempt),
-    )
-    synchronizer = Synchronizer.get_actor(
-        replace(synchronizer_config or SynchronizerConfig(), checkpoint_dir=str(root)), namespace
-    )
-    return VerlRun(
-        namespace=namespace,
-        attempt=attempt,
-        step=step,
-        resume_path=step_dir(root, step) if step > 0 else None,
-        monitor=monitor,
-        synchronizer=synchronizer,
-    )
+    return attempt, step
 
 
 def _refuse_second(namespace: str) -> None:
