@@ -170,6 +170,18 @@ def test_wrong_settings_are_told_before_anything_starts(
 # ---- retention
 
 
+def test_a_limit_that_comes_with_a_save_is_enforced_when_asked(make_monitor: Callable[..., Any], root: Path) -> None:
+    monitor = make_monitor()
+    for step in (10, 20, 30):
+        save(monitor, step)
+    assert [info.step for info in store.scan(root)] == [10, 20, 30]
+    pruned = call(monitor, "retain", 2)
+    assert [(gone["step"], gone["reason"]) for gone in pruned] == [(10, "not kept by keep_last")]
+    assert [info.step for info in store.scan(root)] == [20, 30]
+    assert call(monitor, "retain", 2) == call(monitor, "retain") == []
+    assert [event["step"] for event in call(monitor, "drain_events") if event["event"] == "prune"] == [10]
+
+
 def test_old_checkpoints_go_after_the_new_one_is_committed(make_monitor: Callable[..., Any], root: Path) -> None:
     monitor = make_monitor(policies={"keep_last": {"n": 1}})
     save(monitor, 10)

@@ -132,12 +132,19 @@ class CheckpointDisk:
 
     # ---- afterwards
 
-    def retain(self, saving: Iterable[int]) -> tuple[list[Pruned], list[str]]:
-        """Put out of sight what the policies give up; returns that, and warnings. `purge` then frees the bytes."""
+    def retain(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
+        """Put out of sight what the policies give up; returns that, and warnings. `purge` then frees the bytes.
+
+        Args:
+            saving: steps of which something is being saved.
+            extra: policies for this once, beside the configured ones.
+        """
         if self.root is None:
             return [], []
         now = self.clock()
-        plan = prune_plan(self.root, self.policies, now=now, keep_state_dicts=self.keep_state_dicts, saving=saving)
+        plan = prune_plan(
+            self.root, [*self.policies, *extra], now=now, keep_state_dicts=self.keep_state_dicts, saving=saving
+        )
         pruned = prune(self.root, plan, now=now, defer=True)
         return pruned, [warning for row in plan for warning in row.warnings]
 

@@ -40,7 +40,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
 from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind
-from trinity_sync.protocol.retention import Policy, make_policies
+from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
 
 ACTOR_NAME = "checkpoint_monitor"
@@ -270,6 +270,25 @@ class CheckpointMonitor:
             lambda: ("the checkpoint monitor", f"finish; still open: {self._book.open_steps() or 'background work'}"),
             self._config.timeout_s if timeout_s is None else timeout_s,
         )
+
+    async def retain(self, keep_last: int | None = None) -> list[dict[str, Any]]:
+        """Run retention now.
+
+        Args:
+            keep_last: keep the newest so many full checkpoints, and what the configured policies keep; for programs
+                that give their limit with each save. None: the configured policies alone.
+
+        Returns:
+            What was deleted: [{step, reason, freed_bytes}].
+        """
+        extra = () if keep_last is None else (KeepLast(keep_last),)
+        pruned = [
+            {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
+            for gone in await self._retain(extra)
+        ]
+        for gone in pruned:
+            self._event("prune", **gone)
+        return pruned
 
     async def drain_events(self) -> list[dict[str, Any]]:
         """The events ``commit``, ``prune`` and ``fault`` since the last call, oldest first, for ``events.jsonl``.
@@ -525,10 +544,10 @@ class CheckpointMonitor:
         finally:
             self._finishing.discard(commit.step)
 
-    async def _retain(self) -> list[Pruned]:
+    async def _retain(self, extra: Sequence[Policy] = ()) -> list[Pruned]:
         """Run retention; it is never a reason for a commit to fail."""
         try:
-            pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps())
+            pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps(), extra)
         except Exception as error:
             self._fault("retention", error)
             return []
