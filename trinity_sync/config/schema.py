@@ -125,6 +125,12 @@ class CheckpointConfig:
     snapshot: str = _choice("lazy", "eager")
     resume_from: str | None = MISSING
     mirror: str | None = MISSING
+    mirror_options: dict[str, Any] = MISSING
+    mirror_keep: str = _choice("same", "all")
+    mirror_tries: int = _number(at_least=1)
+    mirror_backoff_s: float = _number(more_than=0)
+    mirror_timeout_s: float = _number(more_than=0)
+    mirror_wait_s: float = _number(at_least=0)
     timeout_s: float = _number(more_than=0)
     save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")
     fsync: bool = MISSING
