@@ -128,6 +128,14 @@ def test_a_wrong_value_is_refused_with_its_key_and_what_would_be_right(override:
     assert right in message
 
 
+@pytest.mark.parametrize("key", ["backend.overrides", "checkpoint.mirror_options"])
+def test_what_is_handed_on_to_others_takes_any_key(key: str) -> None:
+    for override in (f"{key}={{own_key: 1}}", f"{key}.own_key=1"):
+        cfg = compose([override])
+        check(cfg)
+        assert OmegaConf.select(cfg, f"{key}.own_key") == 1
+
+
 def test_all_problems_are_listed_at_once() -> None:
     message = refused("sync.slots=0", "explorer.replicas=33", "trainer.schedule=free", "checkpoint.format=dcp")
     assert message.startswith("4 settings are wrong")

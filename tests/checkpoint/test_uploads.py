@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,24 @@ def test_a_place_that_does_not_answer_is_broken_off(here: Path) -> None:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         with pytest.raises(MirrorError, match=r"nothing moved for 0\.5 s"):
             call_mirror(place, quick(timeout_s=0.5), {"do": "probe"})
+
+
+@pytest.mark.all
+def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
+        asking = (
+            "from trinity_sync.checkpoint.mirror_process import MirrorSettings, call_mirror\n"
+            f"call_mirror({place!r}, MirrorSettings(), {{'do': 'probe'}})"
+        )
+        parent = subprocess.Popen([sys.executable, "-c", asking])
+        silent.settimeout(LIMIT_S)
+        connection, _ = silent.accept()
+        parent.kill()
+        parent.wait()
+        connection.settimeout(LIMIT_S)
+        while connection.recv(1 << 12):
+            pass  # the client's greeting; the end of the connection is the end of the child
 
 
 # ---- the driver's side

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+
+from trinity_sync.errors import RunError
 
 _INTERVAL_S = 1.0
 _CALL_S = 10.0
@@ -34,8 +37,9 @@ class EventRelay:
         self._fetch()
 
     def _run(self) -> None:
-        while not self._closed.wait(_INTERVAL_S):
-            self._fetch()
+        with contextlib.suppress(RunError):  # a disk that refuses the record ends the run elsewhere
+            while not self._closed.wait(_INTERVAL_S):
+                self._fetch()
 
     def _fetch(self) -> None:
         call = self._monitor.drain_events.remote(untold=True)
