@@ -153,7 +153,7 @@ def test_a_dry_run_says_why_and_deletes_nothing(run: Path, capsys: Capture) -> N
     assert cli.main(["ckpt", "prune", str(run), "--dry-run"]) == 0
     assert steps(run) == [10, 20, 30]
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "kind", "size", "why"]
+    assert lines[0].split() == ["step", "kind", "size", "decision", "why"]
     assert lines[1].split(maxsplit=5) == ["10", "full", "100", "B", "delete", "not kept by keep_last"]
     assert lines[2].split(maxsplit=5)[:5] == ["20", "full", "100", "B", "keep"]
     assert "keep_last" in lines[2]

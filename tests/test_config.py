@@ -100,7 +100,11 @@ def test_the_default_configuration_passes() -> None:
         ("sync.encoding=delta", "full only"),
         ("checkpoint.format=dcp", "verl only"),
         ("checkpoint.interval=-1", "at least 0"),
-        ("checkpoint.mirror=s3://bucket/runs", "leave it null"),
+        ("checkpoint.mirror=s4://bucket/runs", "knows no s4://"),
+        ("checkpoint.mirror=memory://runs", "name a place that stays"),
+        ("checkpoint.mirror_keep=some", "same, all"),
+        ("checkpoint.mirror_tries=0", "at least 1"),
+        ("checkpoint.mirror_backoff_s=0", "more than 0"),
         ("checkpoint.save_strategy=all", "unrestricted, single_node"),
         ("algorithm.samples_per_prompt=1", "at least 2"),
         ("algorithm.clip_ratio_high=0", "more than 0"),
@@ -122,6 +126,14 @@ def test_a_wrong_value_is_refused_with_its_key_and_what_would_be_right(override:
     message = refused(override)
     assert message.startswith(override.split("=")[0].lstrip("+"))
     assert right in message
+
+
+@pytest.mark.parametrize("key", ["backend.overrides", "checkpoint.mirror_options"])
+def test_what_is_handed_on_to_others_takes_any_key(key: str) -> None:
+    for override in (f"{key}={{own_key: 1}}", f"{key}.own_key=1"):
+        cfg = compose([override])
+        check(cfg)
+        assert OmegaConf.select(cfg, f"{key}.own_key") == 1
 
 
 def test_all_problems_are_listed_at_once() -> None:

@@ -182,7 +182,7 @@ def _prune(options: argparse.Namespace) -> int:
             }
         )
     print_table(
-        ("step", "kind", "size", "", "why"),
+        ("step", "kind", "size", "decision", "why"),
         [
             (
                 str(row.step),

@@ -27,9 +27,11 @@ from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.cluster import Cluster, check_reachable, cluster
 from trinity_sync.config import build_task, config_digest, plain, retention_policies
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.mirroring import RunMirror
 from trinity_sync.starting import Start
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
@@ -57,7 +59,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] 
         stack.enter_context(_interruptible(stop))
         checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else folder.checkpoints
         stack.enter_context(locked(checkpoints, folder.path))
-        start = Start.find(cfg, checkpoints, resume=resume)
+        start = Start.find(cfg, checkpoints, resume=resume, logs=folder.logs)
         recorder = _recorder(cfg, folder, start)
         peaks: dict[str, int] = {}
         with recorder:
@@ -262,6 +264,8 @@ class Job:
             self._model_path = str(_taken_weights(folder.model, start))
         self._synchronizer: Any = None
         self._monitor: Any = None
+        self._relay: Any = None
+        self._mirror = RunMirror.of(cfg)
         self._agents: dict[str, Any] = {}
         self._trainer: Any = None
         self._pool: Any = None
@@ -271,9 +275,10 @@ class Job:
     def start(self, preparing: Future[None]) -> None:
         from trinity_sync.checkpoint import CheckpointMonitor
         from trinity_sync.checkpoint.monitor import MonitorConfig
+        from trinity_sync.checkpoint.relay import EventRelay
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
-        cfg, recorder = self._cfg, self._recorder
+        cfg, recorder, mirror = self._cfg, self._recorder, self._mirror
         recorder.phase("starting the coordinators")
         store.set_start(self._start.checkpoints, self._start.step, recorder.attempt)
         config = SynchronizerConfig(
@@ -284,14 +289,17 @@ class Job:
             self._cluster.namespace,
             cfg.checkpoint.save_strategy,
             str(self._start.checkpoints),
+            mirror.place if mirror is not None else None,
             config=MonitorConfig(
                 attempt=recorder.attempt,
                 policies=retention_policies(cfg),
                 fsync=cfg.checkpoint.fsync,
                 timeout_s=cfg.checkpoint.timeout_s,
+                mirror=mirror.settings if mirror is not None else MirrorSettings(),
                 log_dir=self._logs,
             ),
         )
+        self._relay = EventRelay(self._monitor, recorder.event)
         recorder.phase("making the model, importing verl")
         if self._with_explorers:
             self._pool = self._make_pool()
@@ -484,13 +492,24 @@ class Job:
         self._recorder.phase("sending the first version")
         try:
             loop.run()
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(Exception):
                 full_saves.settle(_SETTLE_S)
+            with contextlib.suppress(Exception):
+                self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
             raise
         self._synchronizer.notify_no_new_model_state_dict()
-        if self._stop is not None and self._stop.is_set():
+        stopping = self._stop is not None and self._stop.is_set()
+        self._finish_copies(at_once=stopping)
+        if stopping:
             raise KeyboardInterrupt
+
+    def _finish_copies(self, *, at_once: bool) -> None:
+        """Wait for the copies to the mirror that are under way; `at_once`: the run was told to stop."""
+        if self._mirror is not None:
+            self._recorder.phase(f"copying checkpoints to {self._mirror.name}")
+            limit = self._cfg.checkpoint.mirror_wait_s
+            self._mirror.finish(self._monitor, min(limit, _SETTLE_S) if at_once else limit, self._recorder.fault)
 
     def _restored(self, published: Any, parts: list[str]) -> Any:
         """What explorers held when the checkpoint was saved from which this run goes on, if that can be restored."""
@@ -583,6 +602,9 @@ class Job:
         """Give shared memory back while the agents live; what they no longer can, the next run's agent removes."""
         import ray
 
+        if self._relay is not None:
+            with contextlib.suppress(Exception):
+                self._relay.close()
         with contextlib.suppress(Exception):
             ray.get([agent.close.remote() for agent in self._agents.values()], timeout=10)
         with contextlib.suppress(OSError):

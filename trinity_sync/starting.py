@@ -14,6 +14,7 @@ from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import MANIFEST, ManifestError, read_manifest, step_of
 from trinity_sync.errors import ConfigError
+from trinity_sync.mirroring import RunMirror
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
 
@@ -37,35 +38,42 @@ class Start:
     weights_only: bool = False
 
     @classmethod
-    def find(cls, cfg: DictConfig, checkpoints: Path, *, resume: bool) -> Start:
+    def find(cls, cfg: DictConfig, checkpoints: Path, *, resume: bool, logs: Path | None = None) -> Start:
         """Look for it.
 
         Args:
             cfg: composed and checked.
             checkpoints: the run's checkpoint folder.
-            resume: go on from the newest checkpoint in it that verifies.
+            resume: go on from the newest checkpoint in it, or at the mirror, that verifies.
+            logs: of the run.
 
         Raises:
-            ConfigError: there is nothing to go on with or too much, or the run's engine cannot load it.
+            ConfigError: there is nothing to go on with or too much, or the run's engine cannot load it; or the mirror
+                cannot be used for a new run.
+            RunError: nothing here verifies, and the mirror cannot be reached.
         """
+        mirror = RunMirror.of(cfg, logs)
         if resume:
-            return cls._resumed(cfg, checkpoints)
+            return cls._resumed(cfg, checkpoints, mirror)
         if store.scan(checkpoints):
             raise ConfigError(
                 f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
                 f"or go on with that run: trinity-sync resume RUN_DIR"
             )
-        if cfg.checkpoint.resume_from is None:
-            return cls(0, False, checkpoints, None)
-        folder = Path(cfg.checkpoint.resume_from)
-        step, whole = _check_given(cfg, folder)
+        folder = Path(cfg.checkpoint.resume_from) if cfg.checkpoint.resume_from is not None else None
+        step, whole = _check_given(cfg, folder) if folder is not None else (0, True)
+        if mirror is not None:
+            mirror.check(checkpoints)
         return cls(step, False, checkpoints, folder, weights_only=not whole)
 
     @classmethod
-    def _resumed(cls, cfg: DictConfig, checkpoints: Path) -> Start:
+    def _resumed(cls, cfg: DictConfig, checkpoints: Path, mirror: RunMirror | None) -> Start:
         found = store.newest_good(checkpoints, kind="full", on_skip=lambda text: print(text, file=sys.stderr))
+        if mirror is not None and mirror.fetch_newer(checkpoints, found) is not None:
+            found = store.newest_good(checkpoints, kind="full")
         if found is None:
-            print(f"no checkpoint in {checkpoints} verifies yet: the run begins again at step 1", file=sys.stderr)
+            where = f"{checkpoints} or at {mirror.name}" if mirror is not None else str(checkpoints)
+            print(f"no checkpoint in {where} verifies yet: the run begins again at step 1", file=sys.stderr)
             return cls(0, True, checkpoints, None)
         _check_steps(cfg, found.step, f"the run with checkpoints in {checkpoints}")
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"

@@ -18,7 +18,7 @@ from tests.checkpoint.helpers import names
 from trinity_sync.checkpoint import CheckpointCoordinator, store
 from trinity_sync.checkpoint.layout import FileEntry, staging_dir, step_dir
 from trinity_sync.checkpoint.trackers import read_tracker
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT = 30.0
@@ -85,6 +85,16 @@ def test_a_file_outside_the_step_cannot_be_part_of_it(
     with pytest.raises(RunError, match="outside the step's staging folder"):
         coordinator.save_sync(writer(tmp_path, "elsewhere.pt"), 20, part="r0")
     assert call(monitor, "status", 20)["state"] == "failed"
+
+
+def test_what_is_to_be_found_in_a_step_folder_is_staged_first(
+    monitor: Any, coordinator: CheckpointCoordinator, root: Path
+) -> None:
+    staged = coordinator.staged(step_dir(root, 20) / "actor", 20)
+    assert staged == staging_dir(root, 20, 0) / "actor"
+    for elsewhere in (step_dir(root, 21) / "actor", root, root.parent):
+        with pytest.raises(ConfigError, match=r"cannot be saved as step 20: it has to be .*global_step_20"):
+            coordinator.staged(elsewhere, 20)
 
 
 def test_the_caller_goes_on_while_a_save_runs(monitor: Any, coordinator: CheckpointCoordinator) -> None:

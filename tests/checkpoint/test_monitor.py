@@ -15,6 +15,7 @@ import ray
 from tests.checkpoint.helpers import commit, names
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -168,6 +169,18 @@ def test_wrong_settings_are_told_before_anything_starts(
 
 
 # ---- retention
+
+
+def test_a_limit_that_comes_with_a_save_is_enforced_when_asked(make_monitor: Callable[..., Any], root: Path) -> None:
+    monitor = make_monitor()
+    for step in (10, 20, 30):
+        save(monitor, step)
+    assert [info.step for info in store.scan(root)] == [10, 20, 30]
+    pruned = call(monitor, "retain", 2)
+    assert [(gone["step"], gone["reason"]) for gone in pruned] == [(10, "not kept by keep_last")]
+    assert [info.step for info in store.scan(root)] == [20, 30]
+    assert call(monitor, "retain", 2) == call(monitor, "retain") == []
+    assert [event["step"] for event in call(monitor, "drain_events") if event["event"] == "prune"] == [10]
 
 
 def test_old_checkpoints_go_after_the_new_one_is_committed(make_monitor: Callable[..., Any], root: Path) -> None:
@@ -363,28 +376,52 @@ def test_importing_the_package_loads_neither_torch_nor_ray() -> None:
 
 
 def test_a_copy_that_fails_is_told_and_takes_nothing_back(make_monitor: Callable[..., Any], root: Path) -> None:
-    monitor = make_monitor(default_hdfs_dir="/dev/null/nowhere")
+    monitor = make_monitor(default_hdfs_dir="/dev/null/nowhere", mirror=MirrorSettings(tries=2, backoff_s=0.01))
     save(monitor, 10)
+    assert list(call(monitor, "wait_mirrored", LIMIT)) == [10]
     call(monitor, "wait_idle", LIMIT)
-    assert [event["where"] for event in call(monitor, "drain_events") if event["event"] == "fault"] == [
-        "copy of step 10 to /dev/null/nowhere"
-    ]
+    told = call(monitor, "drain_events", untold=True)
+    assert [(event["event"], event["where"]) for event in told] == [
+        ("fault", "copy of step 10 to /dev/null/nowhere")
+    ] * 2
     assert tracked(root) == (10, 10)
 
 
-def test_committed_checkpoints_are_copied_on(make_monitor: Callable[..., Any], tmp_path: Path) -> None:
-    monitor = make_monitor(default_hdfs_dir=str(tmp_path / "far"))
+@pytest.mark.all
+def test_a_resumed_run_copies_what_the_mirror_lacks(make_monitor: Callable[..., Any], tmp_path: Path) -> None:
+    place = tmp_path / "far"
+    place.write_text("a file where the folder should be")
+    monitor = make_monitor(default_hdfs_dir=str(place), mirror=MirrorSettings(tries=1))
     save(monitor, 10)
-    call(monitor, "wait_idle", LIMIT)
-    assert store.verify(step_dir(tmp_path / "far", 10)).ok
+    assert list(call(monitor, "wait_mirrored", LIMIT)) == [10]
+    place.unlink()
+    assert call(make_monitor(default_hdfs_dir=str(place), attempt=1), "wait_mirrored", LIMIT) == {}
+    assert store.verify(step_dir(place, 10)).ok
 
 
 def test_a_copy_that_hangs_holds_nothing_up(make_monitor: Callable[..., Any], root: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
-        place = f"s3://key:secret@bucket/far?endpoint_override=127.0.0.1:{port}&scheme=http&region=here"
-        monitor = make_monitor(default_hdfs_dir=place, policies={"keep_last": {"n": 1}}, mirror_timeout_s=60.0)
+        place = f"sftp://tester@127.0.0.1:{port}/far"
+        monitor = make_monitor(
+            default_hdfs_dir=place, policies={"keep_last": {"n": 1}}, mirror=MirrorSettings(timeout_s=60.0)
+        )
         save(monitor, 10)
         assert save(monitor, 20)["step"] == 20
         assert 10 in [info.step for info in store.scan(root)], "what is being copied was deleted"
         assert faults(monitor) == []
+        left = call(monitor, "wait_mirrored", 0.01)
+        assert list(left) == [10, 20], "what is not copied in time is named"
+
+
+def test_committed_checkpoints_are_copied_on_and_what_was_kept_for_that_goes_afterwards(
+    make_monitor: Callable[..., Any], root: Path, tmp_path: Path
+) -> None:
+    monitor = make_monitor(default_hdfs_dir=str(tmp_path / "far"), policies={"keep_last": {"n": 1}})
+    for step in (10, 20):
+        save(monitor, step)
+    assert call(monitor, "wait_mirrored", LIMIT) == {}
+    call(monitor, "wait_idle", LIMIT)
+    for place in (root, tmp_path / "far"):
+        assert [info.step for info in store.scan(place)] == [20]
+        assert store.verify(step_dir(place, 20)).ok

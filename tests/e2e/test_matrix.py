@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import launch
+from trinity_sync.checkpoint.export import export_checkpoint
 
 BACKENDS, MODES, RANKS = ("fsdp", "fsdp2"), ("checkpoint", "memory", "nccl"), (1, 2)
 
@@ -60,6 +61,9 @@ def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     assert {step: run.manifests[step]["digest"] for step in full} == {step: run.digests[step] for step in full}
     assert (run.folder / "checkpoints/latest_checkpointed_iteration.txt").read_text().strip() == "3"
     assert not run.events("fault")
+
+    exported = export_checkpoint(run.folder / "checkpoints" / "global_step_3", tmp_path / "exported")
+    assert exported.digest == exported.checked == run.digests[3]
 
 
 def initial_digest(folder: Path) -> str:

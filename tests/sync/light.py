@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.agent import AgentConfig, NodeAgent
 
 
@@ -51,3 +53,32 @@ class PretendNodeAgent(NodeAgent):
     def __init__(self, config: AgentConfig, synchronizer: Any, lead: Any, node: str) -> None:
         super().__init__(config, synchronizer, lead)
         self._node = node
+
+
+class Module:
+    """A process that the synchronizer serves: a trainer that publishes, or an explorer that joins."""
+
+    def __init__(self, synchronizer: Synchronizer | None) -> None:
+        self._synchronizer = synchronizer
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def join(self, namespace: str) -> None:
+        self._synchronizer = Synchronizer.get_actor(namespace=namespace)
+
+    def make(self, namespace: str) -> None:
+        self._synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60.0, detached=True), namespace)
+
+    def publish(self, step: int) -> None:
+        from tests.sync.helpers import random_weights
+
+        assert self._synchronizer is not None
+        self._synchronizer.set_model_state_dict(random_weights(step), step)
+
+    def join_group(self, explorer: str) -> None:
+        assert self._synchronizer is not None
+        self._synchronizer.join_weight_sync_group(explorer)
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -214,24 +214,27 @@ class _SafeUnpickler(pickle.Unpickler):
     """Classes of torch's checkpoint metadata, and the few plain ones that occur in it."""
 
     def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        allowed = (
-            module.startswith(("torch.distributed.checkpoint.", "torch.distributed._shard."))
-            or (module, name) in _PLAIN
-        )
-        if not allowed:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
         return super().find_class(module, name)
 
 
-_PLAIN: Mapping[tuple[str, str], None] = dict.fromkeys(
-    [
-        ("torch", "Size"),
-        ("torch", "device"),
-        ("torch.serialization", "_get_layout"),
-        ("torch._utils", "_rebuild_device_tensor_from_numpy"),
-        ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-        *(("torch", name) for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8", "bool")),
-    ]
-)
+_METADATA: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from trinity_sync.checkpoint.layout import FileEntry, digest_file, staging_dir, step_dir
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.parts import FileTuple
 
 #: Writes the part's files. Returns what it wrote, as entries (or the tuples of their fields) or as paths (absolute, or
@@ -206,6 +206,30 @@ class CheckpointCoordinator:
             self._monitor.monitor_step.remote(global_step, is_state_dict, attempt=self._attempt),
             f"take step {global_step} as one to commit",
         )
+
+    def staged(self, local_path: str | os.PathLike[str], global_step: int) -> Path:
+        """Where to write what is to be found at `local_path` after the commit.
+
+        Args:
+            local_path: the folder of the step in the checkpoint folder, or a place in it, as verl names it
+                (``ROOT/global_step_20/actor``).
+
+        Raises:
+            ConfigError: it is elsewhere, where the monitor cannot commit it, or the monitor has no checkpoint folder.
+        """
+        facts = self._ask_facts()
+        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        if root is None:
+            raise ConfigError(f"{local_path} cannot be saved: the checkpoint monitor was started without a folder")
+        target = step_dir(root.absolute(), global_step)
+        path = Path(local_path).absolute()
+        if not path.is_relative_to(target):
+            raise ConfigError(
+                f"{path} cannot be saved as step {global_step}: it has to be {target} or a place in it, because the "
+                "checkpoint monitor commits that folder"
+            )
+        attempt = self._attempt if self._attempt is not None else facts["attempt"]
+        return staging_dir(root.absolute(), global_step, attempt) / path.relative_to(target)
 
     # ---- one save
 

@@ -1,4 +1,4 @@
-"""The disk side of the monitor: carry out a commit, run retention, keep journals, copy on. Blocking, without Ray.
+"""The disk side of the monitor: carry out a commit, run retention, keep journals. Blocking, without Ray.
 
 `trinity_sync.checkpoint.monitor` calls these in threads, so that its event loop never waits for a disk.
 """
@@ -6,16 +6,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import (
     STAGING,
     FileEntry,
@@ -30,7 +26,7 @@ from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import Commit, CommitBook
-from trinity_sync.protocol.parts import KINDS, Kind
+from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import Policy
 
 
@@ -43,8 +39,6 @@ class CheckpointDisk:
         attempt: the run's attempt.
         policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
         fsync: whether commits are durable.
-        mirror: where full checkpoints are copied to; None: nowhere.
-        mirror_timeout_s: limit for one copy, seconds.
         clock: Unix seconds.
     """
 
@@ -53,8 +47,6 @@ class CheckpointDisk:
     policies: Sequence[Policy]
     keep_state_dicts: int
     fsync: bool
-    mirror: str | None
-    mirror_timeout_s: float
     clock: Callable[[], float]
 
     # ---- commits
@@ -132,12 +124,19 @@ class CheckpointDisk:
 
     # ---- afterwards
 
-    def retain(self, saving: Iterable[int]) -> tuple[list[Pruned], list[str]]:
-        """Put out of sight what the policies give up; returns that, and warnings. `purge` then frees the bytes."""
+    def retain(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
+        """Put out of sight what the policies give up; returns that, and warnings. `purge` then frees the bytes.
+
+        Args:
+            saving: steps of which something is being saved.
+            extra: policies for this once, beside the configured ones.
+        """
         if self.root is None:
             return [], []
         now = self.clock()
-        plan = prune_plan(self.root, self.policies, now=now, keep_state_dicts=self.keep_state_dicts, saving=saving)
+        plan = prune_plan(
+            self.root, [*self.policies, *extra], now=now, keep_state_dicts=self.keep_state_dicts, saving=saving
+        )
         pruned = prune(self.root, plan, now=now, defer=True)
         return pruned, [warning for row in plan for warning in row.warnings]
 
@@ -145,24 +144,9 @@ class CheckpointDisk:
         """Free the bytes of what was put out of sight; returns what went wrong."""
         return store.purge(self.root) if self.root is not None else []
 
-    def copy_on(self, step: int) -> None:
-        """Copy a checkpoint to the mirror, in a process of its own, under a lease.
-
-        Raises:
-            RunError: it could not be copied.
-            subprocess.TimeoutExpired: it took too long.
-        """
-        assert self.root is not None
-        assert self.mirror is not None
-        command = [sys.executable, "-m", "trinity_sync.checkpoint.mirror", str(step_dir(self.root, step)), self.mirror]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        with lease_checkpoint(self.root, step, holder="mirror", seconds=self.mirror_timeout_s, clock=self.clock):
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=self.mirror_timeout_s, check=False, env=environment
-            )
-        if done.returncode != 0:
-            lines = done.stderr.strip().splitlines()
-            raise RunError(lines[-1] if lines else f"the copying process ended with {done.returncode}")
+    def full_steps(self) -> list[int]:
+        """Steps of the full checkpoints that are committed."""
+        return [info.step for info in store.scan(self.root) if info.kind == FULL] if self.root is not None else []
 
     # ---- a life after the monitor's death
 

@@ -130,6 +130,15 @@ class Manifest:
         }
         return body | {"self": canonical_digest(body)}
 
+    def to_text(self) -> str:
+        """What the file holds."""
+        return json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
+
+    @property
+    def own_digest(self) -> str:
+        """Its digest of itself, which tells this checkpoint from any other."""
+        return str(self.to_json()["self"])
+
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Manifest:
         """The inverse of `to_json`.
@@ -172,27 +181,42 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ManifestError(f"{folder} has no {MANIFEST}, so it is not a committed checkpoint") from None
     except (OSError, ValueError) as error:
         raise ManifestError(f"{path} cannot be read: {error}") from None
+    return parse_manifest(text, path, step_of(folder.name))
+
+
+def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
+    """The manifest that a file holds.
+
+    Args:
+        name: of the file, for errors.
+        step: that it has to be of; None: any.
+
+    Raises:
+        ManifestError: it is not valid.
+    """
+    try:
+        body = json.loads(text)
+    except ValueError as error:
+        raise ManifestError(f"{name} cannot be read: {error}") from None
     try:
         manifest = Manifest.from_json(body)
     except KeyError as error:
-        raise ManifestError(f"{path} is not valid: {error.args[0]} is missing") from None
+        raise ManifestError(f"{name} is not valid: {error.args[0]} is missing") from None
     except (TypeError, ValueError, AttributeError) as error:
-        raise ManifestError(f"{path} is not valid: {error}") from None
-    named = step_of(folder.name)
-    if named is not None and named != manifest.step:
-        raise ManifestError(f"{path} is not valid: it is of step {manifest.step}")
+        raise ManifestError(f"{name} is not valid: {error}") from None
+    if step is not None and step != manifest.step:
+        raise ManifestError(f"{name} is not valid: it is of step {manifest.step}")
     return manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) -> None:
     """Put the manifest in its place in one step."""
-    text = json.dumps(manifest.to_json(), indent=1, ensure_ascii=False) + "\n"
-    write_atomic(folder / MANIFEST, text, durable=durable)
+    write_atomic(folder / MANIFEST, manifest.to_text(), durable=durable)
 
 
 def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:

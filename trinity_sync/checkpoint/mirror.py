@@ -1,72 +1,351 @@
-"""Copy a committed checkpoint to a second place: ``python -m trinity_sync.checkpoint.mirror FOLDER DESTINATION``.
+"""A second place for committed full checkpoints, laid out as the checkpoint folder is::
 
-A program of its own, started by the monitor, so that neither a slow remote store nor the library that speaks to it is
-felt by the monitor. The manifest is copied last and the tracker after it: a copy that broke off is no checkpoint there.
+    latest_checkpointed_iteration.txt
+    global_step_20/manifest.json, global_step_20/actor/...      a checkpoint, as here
+    global_step_30/.uploading.json, global_step_30/actor/...    on its way; no checkpoint
+    global_step_40/manifest.abandoned.json, ...                 later than what a resume began with; no checkpoint
+
+Of a checkpoint the manifest is written last, and the tracker after it, so a copy that broke off is none there. What
+has arrived is noted in ``.uploading.json`` together with the manifest's own digest: a copy that is tried again sends
+the rest, and one of another attempt starts over. Size alone would not do: clients that write blocks side by side leave
+a torn file of full length.
+
+Blocking, one writer at a time; `trinity_sync.checkpoint.mirror_process` runs it in a process of its own.
 """
 
 from __future__ import annotations
 
-import shutil
-import sys
+import json
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, write_atomic
-from trinity_sync.checkpoint.store import verify
-from trinity_sync.checkpoint.trackers import TRACKERS, read_tracker
+from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint.layout import (
+    MANIFEST,
+    STAGING,
+    STEP_PREFIX,
+    FileEntry,
+    Manifest,
+    ManifestError,
+    digest_file,
+    parse_manifest,
+    read_manifest,
+    step_dir,
+    step_of,
+    write_manifest,
+)
+from trinity_sync.checkpoint.storage import Storage
+from trinity_sync.checkpoint.trackers import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
+
+UPLOADING = ".uploading.json"
+ABANDONED = "manifest.abandoned.json"
+
+#: Files on their way at a time, each over a connection of its own.
+_STREAMS = 4
 
 
-def copy_checkpoint(folder: Path, destination: str) -> None:
-    """Copy a full checkpoint and let the tracker there name it.
+class DamagedError(RunError):
+    """A checkpoint is not what its manifest says, here or there; trying again would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """What an upload did.
 
     Args:
-        folder: a committed step folder.
-        destination: a checkpoints folder: a path, or a URI of a file system that pyarrow knows (``s3://``, ``hdfs://``).
-
-    Raises:
-        RunError: the copy does not verify.
-        OSError: one of the two sides refused.
+        bytes: how many were sent.
+        skipped: files that were there already.
     """
-    if "://" in destination and not destination.startswith("file://"):
-        _copy_remote(folder, destination)
-    else:
-        _copy_local(folder, Path(destination.removeprefix("file://")))
+
+    bytes: int
+    skipped: int
 
 
-def _copy_local(folder: Path, root: Path) -> None:
-    manifest = read_manifest(folder)
-    target = root / folder.name
-    for entry in manifest.files:
-        place = target / entry.path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(folder / entry.path, place)
-    write_atomic(target / MANIFEST, (folder / MANIFEST).read_text(encoding="utf-8"))
-    report = verify(target)
-    if not report.ok:
-        (target / MANIFEST).unlink()
-        raise RunError(f"the copy in {target} does not verify: {report.problems[0]}")
-    named = read_tracker(root, FULL).step
-    if named is None or named < manifest.step:
-        write_atomic(root / TRACKERS[FULL], str(manifest.step))
+class Mirror:
+    """The checkpoints at a place.
+
+    Args:
+        open_storage: opens a connection to it; called once per thread that needs one.
+    """
+
+    def __init__(self, open_storage: Callable[[], Storage]) -> None:
+        self._open = open_storage
+        self._storage = open_storage()
+
+    # ---- looking
+
+    def steps(self) -> list[int]:
+        """Steps of all folders there, whole or not, ascending."""
+        return sorted(step for name in self._storage.folders() if (step := step_of(name)) is not None)
+
+    def manifest(self, step: int) -> Manifest | None:
+        """The manifest of a step there; None where there is none.
+
+        Raises:
+            ManifestError: it is damaged.
+        """
+        name = f"{_folder(step)}/{MANIFEST}"
+        try:
+            text = self._storage.read(name)
+        except UnicodeDecodeError as error:
+            raise ManifestError(f"{name} is not valid: {error}") from None
+        return parse_manifest(text, name, step) if text is not None else None
+
+    def missing(self, root: Path, steps: Collection[int]) -> list[int]:
+        """Those of these steps of the local folder that are not there as they are here, ascending."""
+        own = {step: manifest for step in sorted(steps) if (manifest := _own(root, step)) is not None}
+        return [step for step, manifest in own.items() if self._sound(step) != manifest]
+
+    # ---- sending
+
+    def upload(self, root: Path, step: int, *, start: int | None = None) -> Uploaded:
+        """Copy a committed full checkpoint. The caller holds a lease on it.
+
+        Args:
+            root: the local checkpoint folder.
+            start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None:
+                not known; those after `step` are.
+
+        Raises:
+            DamagedError: a local file is not as the manifest says.
+            ManifestError: there is no such checkpoint here.
+        """
+        manifest = read_manifest(step_dir(root, step))
+        folder = _folder(step)
+        there = self._sound(step)
+        present = self._storage.files(folder)
+        arrived = {entry.path for entry in manifest.files if present.get(entry.path) == entry.bytes}
+        if there == manifest and len(arrived) == len(manifest.files):
+            self._name_newest(manifest, start)
+            return Uploaded(0, len(arrived))
+        if there == manifest:
+            self._storage.delete(f"{folder}/{MANIFEST}")
+        else:
+            arrived &= self._noted(step, manifest)
+            if not arrived and present:
+                self._remove(step)
+        sent = self._send(step_dir(root, step), manifest, arrived)
+        self._check_sizes(manifest)
+        self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
+        self._storage.delete(f"{folder}/{UPLOADING}")
+        self._name_newest(manifest, start)
+        return Uploaded(sum(entry.bytes for entry in sent), len(manifest.files) - len(sent))
+
+    def _noted(self, step: int, manifest: Manifest) -> set[str]:
+        """Files that an earlier try of this very checkpoint has brought there."""
+        text = self._storage.read(f"{_folder(step)}/{UPLOADING}")
+        try:
+            noted = json.loads(text or "{}")
+            return set(noted["files"]) if noted["self"] == manifest.own_digest else set()
+        except (ValueError, KeyError, TypeError):
+            return set()
+
+    def _send(self, source: Path, manifest: Manifest, arrived: set[str]) -> list[FileEntry]:
+        folder, lock = _folder(manifest.step), threading.Lock()
+        rest = [entry for entry in manifest.files if entry.path not in arrived]
+
+        def note() -> None:
+            noted = {"self": manifest.own_digest, "files": sorted(arrived)}
+            self._storage.write(f"{folder}/{UPLOADING}", json.dumps(noted))
+
+        def send(storage: Storage, entry: FileEntry) -> None:
+            if problem := _problem(source / entry.path, entry):
+                raise DamagedError(f"the checkpoint of step {manifest.step} is damaged here: {problem}")
+            storage.put(source / entry.path, f"{folder}/{entry.path}")
+            with lock:
+                arrived.add(entry.path)
+                note()
+
+        note()
+        self._side_by_side(send, rest)
+        return rest
+
+    def _check_sizes(self, manifest: Manifest) -> None:
+        present = self._storage.files(_folder(manifest.step))
+        for entry in manifest.files:
+            if present.get(entry.path) != entry.bytes:
+                raise OSError(f"{entry.path} arrived with {present.get(entry.path, 'no')} bytes, not {entry.bytes}")
+
+    def _name_newest(self, manifest: Manifest, start: int | None) -> None:
+        """Take what this attempt left behind out of sight, and let the tracker name the newest of the rest."""
+        after = manifest.step if start is None else min(start, manifest.step)
+        newest = manifest.step
+        for step in self.steps():
+            if step <= after or step == manifest.step:
+                continue
+            with suppress(ManifestError):
+                there = self.manifest(step)
+                if there is not None and there.attempt < manifest.attempt:
+                    self._storage.write(f"{_folder(step)}/{ABANDONED}", there.to_text())
+                    self._storage.delete(f"{_folder(step)}/{MANIFEST}")
+                elif there is not None:
+                    newest = max(newest, step)
+        self._storage.write(TRACKERS[FULL], str(newest))
+
+    # ---- retention
+
+    def retain(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
+        """Delete what the policies give up of what is there, and torn copies of what is no longer here.
+
+        Args:
+            root: the local checkpoint folder, whose pins hold there too.
+            now: Unix seconds.
+
+        Returns:
+            The steps that went.
+        """
+        pins, local = holds.pinned(root), {info.step for info in store.scan(root)}
+        facts, gone = [], []
+        for step in self.steps():
+            manifest = self._sound(step)
+            if manifest is not None:
+                facts.append(_facts(manifest, pinned=(step, manifest.attempt) in pins))
+            elif step not in local and self._storage.read(f"{_folder(step)}/{ABANDONED}") is None:
+                gone.append(step)
+        gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
+        for step in gone:
+            self._remove(step)
+        return sorted(gone)
+
+    def _remove(self, step: int) -> None:
+        self._storage.delete(f"{_folder(step)}/{MANIFEST}")
+        self._storage.delete(_folder(step))
+
+    # ---- fetching
+
+    def download(
+        self, root: Path, *, newer_than: tuple[int, int] | None = None, say: Callable[[str], None] = lambda text: None
+    ) -> int | None:
+        """Bring the newest good full checkpoint into the local folder.
+
+        It is put together in the staging folder, every file checked against its digest, and made visible with one
+        rename; a folder of that step which is here already is renamed first. What was fetched by a try that broke off
+        is not fetched again.
+
+        Args:
+            root: the local checkpoint folder; nobody else may use it meanwhile.
+            newer_than: (attempt, step) of the best one here; None: there is none.
+            say: called with a sentence for each copy that is passed over or fetched.
+
+        Returns:
+            Its step; None where nothing newer than `newer_than` is good.
+        """
+        for manifest in self._candidates(newer_than, say):
+            say(f"fetching the checkpoint of step {manifest.step} ({manifest.bytes / 1e6:.1f} MB) from the mirror")
+            try:
+                self._fetch(root, manifest)
+            except DamagedError as error:
+                say(f"the mirror's copy of step {manifest.step} is passed over: {error}")
+                continue
+            return manifest.step
+        return None
+
+    def _candidates(self, newer_than: tuple[int, int] | None, say: Callable[[str], None]) -> Iterator[Manifest]:
+        """What is there, the newest of the latest attempt first."""
+        found = []
+        for step in reversed(self.steps()):
+            try:
+                manifest = self.manifest(step)
+            except ManifestError as error:
+                say(f"the mirror's copy of step {step} is passed over: {error}")
+                continue
+            if manifest is not None and manifest.kind == FULL:
+                found.append(manifest)
+        for manifest in sorted(found, key=lambda manifest: (manifest.attempt, manifest.step), reverse=True):
+            attempt, step = newer_than or (0, 0)
+            if manifest.attempt >= attempt and manifest.step > step:
+                yield manifest
+
+    def _fetch(self, root: Path, manifest: Manifest) -> None:
+        folder = _folder(manifest.step)
+        staging = root / STAGING / f"mirror-{manifest.step}-{manifest.attempt}"
+
+        def fetch(storage: Storage, entry: FileEntry) -> None:
+            target = staging / entry.path
+            if target.is_file() and _problem(target, entry, durable=True) is None:
+                return
+            try:
+                storage.get(f"{folder}/{entry.path}", target)
+            except FileNotFoundError:
+                raise DamagedError(f"{entry.path} is missing") from None
+            if problem := _problem(target, entry, durable=True):
+                raise DamagedError(problem)
+
+        staging.mkdir(parents=True, exist_ok=True)
+        try:
+            self._side_by_side(fetch, manifest.files)
+        except DamagedError:
+            store.discard(root, staging)
+            raise
+        write_manifest(staging, manifest)
+        store.adopt_folder(root, staging, manifest.step)
+
+    # ---- for all of these
+
+    def _side_by_side(self, work: Callable[[Storage, FileEntry], None], entries: Sequence[FileEntry]) -> None:
+        """Do something to several files at a time; the first error is raised and what has not begun is left."""
+        lanes = threading.local()
+
+        def one(entry: FileEntry) -> None:
+            if not hasattr(lanes, "storage"):
+                lanes.storage = self._open()
+            work(lanes.storage, entry)
+
+        with ThreadPoolExecutor(min(_STREAMS, max(1, len(entries))), "mirror") as pool:
+            # The largest first, so that none of them is left over for the end.
+            ordered = sorted(entries, key=lambda entry: entry.bytes, reverse=True)
+            futures = [pool.submit(one, entry) for entry in ordered]
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            pool.shutdown(wait=True, cancel_futures=True)
+            for future in done:
+                future.result()
+
+    def _sound(self, step: int) -> Manifest | None:
+        """The manifest of a step there; None where there is none that is valid."""
+        try:
+            return self.manifest(step)
+        except ManifestError:
+            return None
 
 
-def _copy_remote(folder: Path, destination: str) -> None:
-    from pyarrow import fs  # heavy, and needed for remote places only
-
-    manifest = read_manifest(folder)
-    remote, base = fs.FileSystem.from_uri(destination)
-    local = fs.LocalFileSystem()
-    target = f"{base}/{folder.name}"
-    for path in [*(entry.path for entry in manifest.files), MANIFEST]:
-        remote.create_dir(f"{target}/{path}".rpartition("/")[0], recursive=True)
-        fs.copy_files(str(folder / path), f"{target}/{path}", source_filesystem=local, destination_filesystem=remote)
-    with remote.open_output_stream(f"{base}/{TRACKERS[FULL]}") as stream:
-        stream.write(str(manifest.step).encode())
+def _folder(step: int) -> str:
+    return f"{STEP_PREFIX}{step}"
 
 
-if __name__ == "__main__":
+def _own(root: Path, step: int) -> Manifest | None:
     try:
-        copy_checkpoint(Path(sys.argv[1]), sys.argv[2])
-    except (RunError, OSError) as error:
-        sys.exit(f"{sys.argv[1]} was not copied to {sys.argv[2]}: {error}")
+        return read_manifest(step_dir(root, step))
+    except ManifestError:
+        return None
+
+
+def _facts(manifest: Manifest, *, pinned: bool) -> CheckpointFacts:
+    return CheckpointFacts(
+        step=manifest.step,
+        kind=manifest.kind,
+        created=manifest.created,
+        bytes=manifest.bytes,
+        metrics=manifest.metrics,
+        pinned=pinned,
+    )
+
+
+def _problem(path: Path, entry: FileEntry, **options: Any) -> str | None:
+    """How a file differs from its entry; None where it does not."""
+    try:
+        size, digest = digest_file(path, **options)
+    except FileNotFoundError:
+        return f"{entry.path} is missing"
+    if size != entry.bytes:
+        return f"{entry.path} has {size} bytes instead of {entry.bytes}"
+    if digest != entry.xxh3_128:
+        return f"{entry.path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
+    return None

@@ -20,12 +20,12 @@ the staging folder, so an actor that was killed goes on where it was.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,15 @@ from ray.exceptions import RayError
 
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.layout import FileEntry
+from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.prune import Pruned
+from trinity_sync.checkpoint.storage import absolute
+from trinity_sync.checkpoint.uploads import Uploads
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
 from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind
-from trinity_sync.protocol.retention import Policy, make_policies
+from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
 
 ACTOR_NAME = "checkpoint_monitor"
@@ -66,7 +69,7 @@ class MonitorConfig:
         keep_state_dicts: how many of the newest state-dict folders stay.
         timeout_s: a step of which nothing is heard for so long has failed; also the limit of waits that name none.
         fsync: whether commits are made durable.
-        mirror_timeout_s: limit for copying one checkpoint to `default_hdfs_dir`.
+        mirror: how checkpoints are copied to `default_hdfs_dir`.
         log_dir: where the actor's log goes; None: where Ray puts it.
     """
 
@@ -75,7 +78,7 @@ class MonitorConfig:
     keep_state_dicts: int = 2
     timeout_s: float = 1800.0
     fsync: bool = True
-    mirror_timeout_s: float = 14_400.0
+    mirror: MirrorSettings = field(default_factory=MirrorSettings)
     log_dir: str | None = None
 
 
@@ -85,7 +88,8 @@ class CheckpointMonitor:
     Args:
         save_strategy: one of `trinity_sync.protocol.turns.SAVE_STRATEGIES`.
         default_local_dir: the checkpoint folder, shared by all nodes. None: parts are counted, nothing is written.
-        default_hdfs_dir: where committed full checkpoints are copied to: a path or a URI; None: nowhere.
+        default_hdfs_dir: where committed full checkpoints are copied to: a path, or a URL that fsspec knows; None:
+            nowhere. A copy that fails is a ``fault`` event, never a reason for a save to fail.
         config: the rest.
         clock: Unix seconds.
     """
@@ -130,7 +134,7 @@ class CheckpointMonitor:
             "max_concurrency": _MAX_CALLS,
         }
         folder = str(default_local_dir) if default_local_dir is not None else None
-        remote = str(default_hdfs_dir) if default_hdfs_dir is not None else None
+        remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
 
         body = small_actor(cls, strategy, folder, remote, config)
         _created[namespace] = ray.remote(body).options(**options).remote()
@@ -154,11 +158,9 @@ class CheckpointMonitor:
             policies=make_policies(config.policies) if isinstance(config.policies, Mapping) else config.policies,
             keep_state_dicts=config.keep_state_dicts,
             fsync=config.fsync,
-            mirror=default_hdfs_dir,
-            mirror_timeout_s=config.mirror_timeout_s,
             clock=clock,
         )
-        self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
+        self._events: deque[tuple[dict[str, Any], bool]] = deque(maxlen=_MAX_EVENTS)
         self._results: dict[tuple[int, Kind], dict[str, Any]] = {}
         self._finishing: set[int] = set()
         self._working = False
@@ -166,8 +168,8 @@ class CheckpointMonitor:
         self._changed = asyncio.Event()
         self._queue: asyncio.Queue[Decision] = asyncio.Queue()
         self._journal_lock = asyncio.Lock()
+        self._retention_lock = asyncio.Lock()
         self._unnoted: set[int] = set()
-        self._mirrors = ThreadPoolExecutor(1, "mirror")
         self._background: set[asyncio.Task[None]] = set()
         self._warned: set[str] = set()
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
@@ -175,6 +177,7 @@ class CheckpointMonitor:
         self._book = rebuilt.book
         for problem in rebuilt.problems:
             self._fault("checkpoint folder", problem)
+        self._uploads = self._make_uploads(default_hdfs_dir, resumed=not restarted and config.attempt > 0)
         self._apply(rebuilt.decisions)
         self._forever = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._watch_clock())]
 
@@ -186,6 +189,25 @@ class CheckpointMonitor:
             step_timeout_s=self._config.timeout_s,
             committed=committed,
         )
+
+    def _make_uploads(self, place: str | None, *, resumed: bool) -> Uploads | None:
+        if place is None or self._disk.root is None:
+            return None
+        loop = asyncio.get_event_loop()
+        here = self._disk.full_steps()
+        uploads = Uploads(
+            self._disk.root,
+            place,
+            self._config.mirror,
+            policies=self._disk.policies,
+            start=max(here, default=0) if resumed else None,
+            report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),
+            on_idle=lambda: loop.call_soon_threadsafe(self._unmirrored),
+            clock=self._clock,
+        )
+        if here:
+            uploads.catch_up(here)
+        return uploads
 
     # ---- the driver's calls
 
@@ -266,17 +288,52 @@ class CheckpointMonitor:
             WaitTimeout: it names the steps that are open.
         """
         await self._wait(
-            lambda: self._queue.empty() and not (self._working or self._book.open_steps() or self._background),
+            lambda: self._queue.empty() and not (self._working or self._book.open_steps() or self._in_the_background),
             lambda: ("the checkpoint monitor", f"finish; still open: {self._book.open_steps() or 'background work'}"),
             self._config.timeout_s if timeout_s is None else timeout_s,
         )
 
-    async def drain_events(self) -> list[dict[str, Any]]:
-        """The events ``commit``, ``prune`` and ``fault`` since the last call, oldest first, for ``events.jsonl``.
+    async def retain(self, keep_last: int | None = None) -> list[dict[str, Any]]:
+        """Run retention now.
+
+        Args:
+            keep_last: keep the newest so many full checkpoints, and what the configured policies keep; for programs
+                that give their limit with each save. None: the configured policies alone.
+
+        Returns:
+            What was deleted: [{step, reason, freed_bytes}].
+        """
+        extra = () if keep_last is None else (KeepLast(keep_last),)
+        pruned: list[dict[str, Any]] = [
+            {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
+            for gone in await self._retain(extra)
+        ]
+        for gone in pruned:
+            self._event("prune", **gone)
+        return pruned
+
+    async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
+        """Wait until nothing is on its way to the mirror, or the time is over.
+
+        Returns:
+            The steps that are not there, and why. Empty without a mirror.
+        """
+        uploads = self._uploads
+        if uploads is None:
+            return {}
+        with contextlib.suppress(WaitTimeout):
+            await self._wait(lambda: not uploads.busy, lambda: ("the mirror", "take all checkpoints"), timeout_s)
+        return uploads.left()
+
+    async def drain_events(self, *, untold: bool = False) -> list[dict[str, Any]]:
+        """The events ``commit``, ``prune``, ``mirror`` and ``fault`` since the last call, oldest first.
 
         Those of an actor that was killed before they were drained are lost with it.
+
+        Args:
+            untold: leave out those that the caller of `wait_committed` gets anyway.
         """
-        drained = list(self._events)
+        drained = [event for event, told in self._events if not (told and untold)]
         self._events.clear()
         return drained
 
@@ -490,7 +547,7 @@ class CheckpointMonitor:
             case MoveTracker(kind, step):
                 await asyncio.to_thread(self._disk.move_tracker, kind, step)
             case Fail(step, _, error):
-                self._fault(f"checkpoint of step {step}", error)
+                self._fault(f"checkpoint of step {step}", error, told=True)
                 await asyncio.to_thread(self._disk.write_failed, self._book.failures)
                 await self._clean(step)
             case Clean(step, _):
@@ -520,15 +577,16 @@ class CheckpointMonitor:
             pruned = await self._retain()
             total_s = max(0.0, self._clock() - commit.opened)
             self._record(commit, self._disk.describe(manifest, total_s, pruned))
-            if commit.kind == FULL and self._disk.mirror is not None and self._disk.root is not None:
-                self._in_background(self._copy_on(commit.step))
+            if commit.kind == FULL and self._uploads is not None:
+                self._uploads.add(commit.step)
         finally:
             self._finishing.discard(commit.step)
 
-    async def _retain(self) -> list[Pruned]:
+    async def _retain(self, extra: Sequence[Policy] = ()) -> list[Pruned]:
         """Run retention; it is never a reason for a commit to fail."""
         try:
-            pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps())
+            async with self._retention_lock:
+                pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps(), extra)
         except Exception as error:
             self._fault("retention", error)
             return []
@@ -546,11 +604,26 @@ class CheckpointMonitor:
         for problem in await asyncio.to_thread(self._disk.purge):
             self._fault("retention", problem)
 
-    async def _copy_on(self, step: int) -> None:
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._mirrors, self._disk.copy_on, step)
-        except Exception as error:
-            self._fault(f"copy of step {step} to {self._disk.mirror}", error)
+    def _mirrored(self, event: str, fields: dict[str, Any]) -> None:
+        """Something happened on the way to the mirror."""
+        if event == "fault":
+            self._fault(fields["where"], fields["error"])
+        else:
+            self._event(event, **fields)
+            self._unmirrored()
+        self._wake()
+
+    def _unmirrored(self) -> None:
+        """A lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
+        self._in_background(self._retain_late())
+
+    async def _retain_late(self) -> None:
+        for gone in await self._retain():
+            self._event("prune", step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes)
+
+    @property
+    def _in_the_background(self) -> bool:
+        return bool(self._background) or (self._uploads is not None and self._uploads.busy)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -596,17 +669,19 @@ class CheckpointMonitor:
         self._results[commit.step, commit.kind] = result
         while len(self._results) > _MAX_EVENTS:
             del self._results[next(iter(self._results))]
-        self._event("commit", **{key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")})
+        told = {key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")}
+        self._event("commit", told=True, **told)
         for gone in result["pruned"]:
-            self._event("prune", **gone)
+            self._event("prune", told=True, **gone)
 
-    def _event(self, event: str, **fields: Any) -> None:
-        self._events.append({"event": event, "time": self._clock(), "attempt": self._config.attempt, **fields})
+    def _event(self, event: str, *, told: bool = False, **fields: Any) -> None:
+        line = {"event": event, "time": self._clock(), "attempt": self._config.attempt, **fields}
+        self._events.append((line, told))
 
-    def _fault(self, where: str, error: object) -> None:
+    def _fault(self, where: str, error: object, *, told: bool = False) -> None:
         text = str(error) or type(error).__name__
         print(f"fault: {where}: {text}", file=sys.stderr)
-        self._event("fault", where=where, error=text)
+        self._event("fault", told=told, where=where, error=text)
 
     async def _journal(self, step: int) -> None:
         """Note what is known of an open step, or remove the note; a disk that refuses is a fault, not the caller's."""

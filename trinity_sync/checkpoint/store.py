@@ -227,6 +227,27 @@ def commit_folder(root: Path, draft: Manifest, *, partial: bool = False, durable
     return manifest
 
 
+def adopt_folder(root: Path, source: Path, step: int) -> None:
+    """Make a folder that came from elsewhere, with its manifest, the checkpoint of a step; durable.
+
+    What is there under that step is renamed to ``abandoned-*`` first.
+
+    Args:
+        source: on the same file system. Its files have been fsynced.
+    """
+    for parent, _, _ in os.walk(source, topdown=False):
+        sync_folder(Path(parent))
+    target = step_dir(root, step)
+    if target.exists():
+        try:
+            attempt: int | None = read_manifest(target).attempt
+        except ManifestError:
+            attempt = None
+        target.rename(abandoned_dir(root, step, attempt))
+    source.rename(target)
+    sync_folder(root)
+
+
 def clean_staging(root: Path, step: int, attempt: int) -> None:
     """Remove what is staged of a step."""
     folder = staging_dir(root, step, attempt)

@@ -331,8 +331,13 @@ def _check_retention(get: Get) -> Iterator[Problem]:
 
 def _check_mirror(get: Get) -> Iterator[Problem]:
     mirror = get("checkpoint.mirror")
-    if mirror is not None:
-        yield Problem("checkpoint.mirror", f"is {mirror}; this version cannot copy checkpoints on, so leave it null")
+    if mirror is None:
+        return
+    # fsspec, and the client of the place, are imported only where there is a mirror
+    from trinity_sync.checkpoint.storage import place_problem
+
+    if problem := place_problem(mirror):
+        yield Problem("checkpoint.mirror", problem)
 
 
 def _check_checkpoint_dir(get: Get) -> Iterator[Problem]:

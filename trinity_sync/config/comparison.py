@@ -12,7 +12,21 @@ from omegaconf import DictConfig, OmegaConf
 
 ABSENT = "(absent)"
 """Stands in `config_diff` for a key that one of the two configurations does not have."""
-LOCATIONS = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster", "hydra", "live", "tracker")
+LOCATIONS = (
+    "checkpoint.dir",
+    "checkpoint.mirror",
+    "checkpoint.mirror_options",
+    "checkpoint.mirror_keep",
+    "checkpoint.mirror_tries",
+    "checkpoint.mirror_backoff_s",
+    "checkpoint.mirror_timeout_s",
+    "checkpoint.mirror_wait_s",
+    "sync.shm_dir",
+    "cluster",
+    "hydra",
+    "live",
+    "tracker",
+)
 """Keys that say where a run lives or how it is shown. They do not count in `config_digest`."""
 NAMED_BY_PATH = ("model.path", "task.path")
 """Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""

@@ -140,6 +140,12 @@ class CheckpointConfig:
     snapshot: str = _choice("lazy", "eager")
     resume_from: str | None = MISSING
     mirror: str | None = MISSING
+    mirror_options: dict[str, Any] = MISSING
+    mirror_keep: str = _choice("same", "all")
+    mirror_tries: int = _number(at_least=1)
+    mirror_backoff_s: float = _number(more_than=0)
+    mirror_timeout_s: float = _number(more_than=0)
+    mirror_wait_s: float = _number(at_least=0)
     timeout_s: float = _number(more_than=0)
     save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")
     fsync: bool = MISSING
@@ -325,14 +331,18 @@ SCHEMA: dict[str, type] = {
 }
 
 
+_PASSED_ON: tuple[tuple[type, str], ...] = ((BackendConfig, "overrides"), (CheckpointConfig, "mirror_options"))
+"""Keys that hold what is handed to verl and to fsspec as it is."""
+
+
 def register() -> None:
     """Give the schema to Hydra's ConfigStore and the resolver `sum` to OmegaConf. Runs when the package is imported."""
     store = ConfigStore.instance()
     for name, schema in SCHEMA.items():
         node = OmegaConf.structured(schema)
-        if issubclass(schema, BackendConfig):
-            # verl's keys are verl's to check: any of them can be set without a '+' in front
-            node.overrides = {}
-            node.overrides._set_flag("struct", False)
+        for key in (key for owner, key in _PASSED_ON if issubclass(schema, owner)):
+            # its keys are for others to check: any of them can be set without a '+' in front
+            node[key] = {}
+            node[key]._set_flag("struct", False)
         store.store(group="schema", name=name, node=node)
     OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)

@@ -1,1 +1,1 @@
-""""""
+"""Parts for other people's programs, which do not use our launcher."""

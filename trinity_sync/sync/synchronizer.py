@@ -7,7 +7,8 @@ Control plane only: names, versions, digests and where things are, never tensor 
 3. The driver awaits `wait_sealed`, makes the bytes available in its sync mode, and `commit`s.
 4. Explorers `lease` the version, load it, and `release` the lease.
 
-Waiting calls return as soon as the state changes; nothing is polled.
+Waiting calls return as soon as the state changes; nothing is polled. Programs that have no slots hand over whole state
+dicts, or broadcast them and meet here for that: see `handover`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from ray.exceptions import RayError
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
+from trinity_sync.sync.handover import Handover, HandoverClient
 from trinity_sync.sync.remote import MemberDied, resolve_one
 
 ACTOR_NAME = "synchronizer"
@@ -43,12 +44,16 @@ class SynchronizerConfig:
         lease_s: seconds until a lease ends by itself (`sync.lease_s`).
         timeout_s: limit of the waits that name none (`sync.timeout_s`), seconds.
         log_dir: where the actor logs, None for Ray's own logs.
+        checkpoint_dir: where versions that are announced without a folder are to be found; None: not told.
+        detached: the actor outlives the process that made it, and ends with the last one that uses it.
     """
 
-    slots: int
-    lease_s: float
-    timeout_s: float
+    slots: int = 2
+    lease_s: float = 600.0
+    timeout_s: float = 600.0
     log_dir: str | None = None
+    checkpoint_dir: str | None = None
+    detached: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,14 +73,14 @@ class Sealed:
     parts: dict[str, Any]
 
 
-class SynchronizerActor:
+class SynchronizerActor(Handover):
     """The actor's body. Methods are coroutines on one event loop, so the state machine needs no lock."""
 
     def __init__(self, config: SynchronizerConfig) -> None:
         own_log(config.log_dir, "synchronizer")
+        super().__init__(config.checkpoint_dir)
         self._config = config
         self._book = VersionBook(config.slots, time.monotonic)
-        self._changed = asyncio.Condition()
         self._trainer_status = "running"
         self._explorers: Counter[str] = Counter()
         self._no_new_version = False
@@ -177,23 +182,30 @@ class SynchronizerActor:
     async def wait_newer(self, version: Version | None, timeout_s: float) -> Version | None:
         """The newest version once it is newer than `version`; None when the trainer said that none will come."""
 
-        def ready() -> bool:
-            return self._no_new_version or (
-                self._book.newest is not None and (version is None or self._book.newest > version)
-            )
+        def newer() -> Version | None:
+            newest = self._newest()
+            return newest if newest is not None and (version is None or newest > version) else None
 
-        await self._wait_for(ready, "the trainer", f"publish a version after {version}", timeout_s)
-        newest = self._book.newest
-        return newest if newest is not None and (version is None or newest > version) else None
+        await self._wait_for(
+            lambda: self._no_new_version or newer() is not None,
+            "the trainer",
+            f"publish a version after {version}",
+            timeout_s,
+        )
+        return newer()
 
     async def newest(self) -> Version | None:
         """The newest committed version."""
-        return self._book.newest
+        return self._newest()
+
+    def _newest(self) -> Version | None:
+        newest = (self._book.newest, self._handed.newest, self._sent)
+        return max((version for version in newest if version is not None), default=None)
 
     async def newest_location(self) -> str | None:
         """The folder of the newest version where the sync mode has one."""
         if self._book.newest is None:
-            return None
+            return self._handed.location
         lease = self._book.lease("location", 0.0)
         self._book.release(lease.id)
         return lease.location
@@ -232,27 +244,6 @@ class SynchronizerActor:
         """Peak resident bytes of this process and whether torch was loaded into it (it must not be)."""
         return {"peak_rss": peak_rss(), "pid": os.getpid(), "torch": "torch" in sys.modules}
 
-    # -- waiting
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _wait_change(self, deadline: float) -> bool:
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                return False
-        return True
-
-    async def _wait_for(self, ready: Callable[[], bool], who: str, what: str, timeout_s: float) -> None:
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(ready), timeout_s)
-            except TimeoutError:
-                raise WaitTimeout(who, what, timeout_s) from None
-
 
 def _known(status: str) -> str:
     if status not in STATUSES:
@@ -260,12 +251,13 @@ def _known(status: str) -> str:
     return status
 
 
-class Synchronizer:
+class Synchronizer(HandoverClient):
     """A thin, picklable client of the actor. Make it with `get_actor`; every call is bounded by the actor's timeout.
 
     Example:
-        synchronizer = Synchronizer.get_actor(SynchronizerConfig(slots=2, lease_s=30, timeout_s=60), namespace="run")
-        synchronizer.get_latest_model_version()
+        synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60), namespace="run")    # the driver
+        synchronizer.set_model_state_dict(model.state_dict(), 12)                                   # the trainer
+        state_dict, version = Synchronizer.get_actor(namespace="run").get_model_state_dict()        # an explorer
     """
 
     def __init__(self, actor: Any, timeout_s: float) -> None:
@@ -275,7 +267,7 @@ class Synchronizer:
     @classmethod
     def get_actor(cls, config: SynchronizerConfig | None = None, namespace: str | None = None) -> Synchronizer:
         """The run's synchronizer. With a config it is created or the one that is there is returned; without one it
-        must be there.
+        must be there. The actor serves the calling process from now on, and ends when the last one it serves is gone.
 
         Raises:
             RunError: no config was given and there is none.
@@ -287,7 +279,9 @@ class Synchronizer:
                 raise RunError(
                     f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"
                 ) from None
-            return cls(actor, ray.get(actor.timeout_s.remote(), timeout=60))
+            found = cls(actor, ray.get(actor.timeout_s.remote(), timeout=60))
+            found._attach(f"process {os.getpid()}")
+            return found
         actor = (
             ray.remote(small_actor(_Actor, config))
             .options(
@@ -296,10 +290,13 @@ class Synchronizer:
                 get_if_exists=True,
                 num_cpus=0,
                 max_concurrency=10_000,
+                **({"lifetime": "detached"} if config.detached else {}),
             )
             .remote()
         )
-        return cls(actor, config.timeout_s)
+        made = cls(actor, config.timeout_s)
+        made._attach(f"process {os.getpid()}")
+        return made
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Call a method of the actor and wait for its answer.

@@ -32,6 +32,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "load": ("version", "explorer", "digest", "total_s", "paused_s"),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
     "prune": ("step", "reason", "freed_bytes"),
+    "mirror": ("step", "url", "state", "bytes", "total_s"),
     "fault": ("where", "error"),
 }
 _INTEGERS = ("version", "step")

@@ -1,0 +1,59 @@
+"""Names of places: what is refused before anything is tried, and what may be shown of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.checkpoint.storage import Storage, local_folder, place_problem, shown, without_secrets
+
+
+@pytest.mark.parametrize("place", ["far", "/mnt/far", "file:///mnt/far", "sftp://user@host:22/far"])
+def test_places_that_can_be_named(place: str) -> None:
+    assert place_problem(place) is None
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("", "empty"),
+        ("~/far", "write the whole path"),
+        ("memory://far", "name a place that stays"),
+        ("file://far", "absolute path"),
+        ("s4://bucket/far", "knows no s4://"),
+        ("simplecache::s3://bucket/far", "chain"),
+    ],
+)
+def test_places_that_cannot_are_refused_with_a_reason(place: str, text: str) -> None:
+    assert text in (place_problem(place) or "")
+
+
+def test_a_client_that_is_not_installed_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+
+    def lacking(protocol: str) -> None:
+        raise ImportError(f"no client for {protocol}")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", lacking)
+    assert "pip install 'trinity-sync[s3]'" in (place_problem("s3://bucket/far") or "")
+    assert "adlfs" in (place_problem("abfs://container/far") or "")
+
+
+def test_passwords_are_not_shown() -> None:
+    place = "sftp://user:hunter2@host/far"
+    assert shown(place) == "sftp://user:***@host/far"
+    text = "login of user with hunter2 and k3y-of-mine was refused"
+    assert without_secrets(text, place, {"secret": "k3y-of-mine"}) == "login of user with *** and *** was refused"
+
+
+def test_where_a_place_is_on_this_machine() -> None:
+    assert local_folder("/mnt/far") == local_folder("file:///mnt/far") == Path("/mnt/far")
+    assert local_folder("s3://bucket/far") is None
+
+
+def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+    (tmp_path / "far").write_text("a file")
+    with pytest.raises(OSError):
+        Storage(str(tmp_path / "far/inner")).write("x", "text")
+    assert Storage(str(tmp_path / "none")).files() == {}

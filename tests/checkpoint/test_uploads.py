@@ -1,0 +1,267 @@
+"""The queue of checkpoints on their way to a mirror, with its real processes and, at length, a real SFTP server."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.helpers import commit
+from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, quick
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.fetch import check_place, fetch_newer
+from trinity_sync.checkpoint.holds import leased
+from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.mirror_process import MirrorError, call_mirror
+from trinity_sync.checkpoint.uploads import Uploads
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.retention import KeepLast
+
+BIG = {"actor/model.pt": "w" * 300_000, "actor/optim.pt": "o" * 600_000, "actor/config.json": "{}"}
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "there"
+
+
+@pytest.fixture
+def events() -> Events:
+    return Events()
+
+
+@pytest.fixture
+def uploads(here: Path, there: Path, events: Events) -> Iterator[Callable[..., Uploads]]:
+    made = []
+
+    def make(place: str = str(there), policies: tuple[Any, ...] = (), **settings: Any) -> Uploads:
+        queue = Uploads(
+            here,
+            place,
+            quick(**settings),
+            policies=policies,
+            start=None,
+            report=events.report,
+            on_idle=events.idle.set,
+        )
+        made.append(queue)
+        return queue
+
+    yield make
+    for queue in made:
+        queue.stop()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SftpServer]:
+    server = SftpServer(tmp_path / "server")
+    yield server
+    server.kill()
+
+
+def steps(root: Path) -> list[int]:
+    return [info.step for info in store.scan(root) if info.manifest is not None]
+
+
+# ---- the queue
+
+
+def test_what_is_committed_is_copied_in_the_background_and_retention_holds_there(
+    uploads: Callable[..., Uploads], here: Path, there: Path, events: Events
+) -> None:
+    for step in (10, 20):
+        commit(here, step)
+    queue = uploads(policies=(KeepLast(1),), options={})
+    queue.catch_up([10])
+    queue.add(20)
+    told = events.wait_for("mirror", 2)
+    assert [(event["step"], event["state"], event["bytes"]) for event in told] == [
+        (10, "copied", 10),
+        (20, "copied", 10),
+    ]
+    assert events.idle.wait(LIMIT_S)
+    assert (queue.busy, queue.left()) == (False, {})
+    assert steps(there) == [20]
+    assert store.verify(step_dir(there, 20)).ok
+    assert leased(here, now=0.0) == set()
+
+
+def test_a_checkpoint_that_retention_took_first_is_skipped_with_a_word(
+    uploads: Callable[..., Uploads], here: Path, events: Events
+) -> None:
+    here.mkdir()
+    queue = uploads()
+    queue.add(10)
+    (event,) = events.wait_for("mirror")
+    assert (event["step"], event["state"]) == (10, "skipped")
+    assert "retention deleted it" in event["reason"]
+    assert queue.left() == {}
+
+
+def test_a_copy_that_fails_is_told_each_time_and_put_off(
+    uploads: Callable[..., Uploads], here: Path, there: Path, events: Events
+) -> None:
+    commit(here, 10)
+    there.write_text("a file where the folder should be")
+    queue = uploads(options={})
+    queue.add(10)
+    faults = events.wait_for("fault", 2)
+    assert {fault["where"] for fault in faults} == {f"copy of step 10 to {there}"}
+    assert faults[0]["error"].startswith("try 1 of 2 failed: ")
+    assert faults[1]["error"].startswith("given up after 2 tries: ")
+    assert events.idle.wait(LIMIT_S)
+    assert list(queue.left()) == [10]
+    there.unlink()
+    commit(here, 20)
+    queue.add(20)
+    assert [event["step"] for event in events.wait_for("mirror", 2)] == [20, 10], (
+        "what was put off had no second chance"
+    )
+
+
+def test_a_checkpoint_that_is_damaged_here_is_tried_once(
+    uploads: Callable[..., Uploads], here: Path, there: Path, events: Events
+) -> None:
+    commit(here, 10)
+    (step_dir(here, 10) / "actor/model.pt").write_text("WEIGHTS 10")
+    queue = uploads(options={})
+    queue.add(10)
+    (fault,) = events.wait_for("fault")
+    assert "given up: the checkpoint of step 10 is damaged here" in fault["error"]
+    assert events.idle.wait(LIMIT_S)
+    assert "damaged" in queue.left()[10]
+    assert steps(there) == []
+
+
+# ---- one process per try
+
+
+def test_a_place_that_does_not_answer_is_broken_off(here: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
+        with pytest.raises(MirrorError, match=r"nothing moved for 0\.5 s"):
+            call_mirror(place, quick(timeout_s=0.5), {"do": "probe"})
+
+
+@pytest.mark.all
+def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
+        asking = (
+            "from trinity_sync.checkpoint.mirror_process import MirrorSettings, call_mirror\n"
+            f"call_mirror({place!r}, MirrorSettings(), {{'do': 'probe'}})"
+        )
+        parent = subprocess.Popen([sys.executable, "-c", asking])
+        silent.settimeout(LIMIT_S)
+        connection, _ = silent.accept()
+        parent.kill()
+        parent.wait()
+        connection.settimeout(LIMIT_S)
+        while connection.recv(1 << 12):
+            pass  # the client's greeting; the end of the connection is the end of the child
+
+
+# ---- the driver's side
+
+
+def test_a_run_starts_with_a_place_of_its_own_only(here: Path, there: Path) -> None:
+    check_place(str(there), quick(options={}), here)
+    commit(there, 10)
+    with pytest.raises(ConfigError, match=r"checkpoint\.mirror=.* holds checkpoints of another run"):
+        check_place(str(there), quick(options={}), here)
+    with pytest.raises(ConfigError, match="is the checkpoint folder itself"):
+        check_place(str(there), quick(), there)
+
+
+def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(here: Path, there: Path) -> None:
+    there.write_text("a file where the folder should be")
+    said: list[str] = []
+    settings = quick(tries=1, options={})
+    with pytest.raises(RunError, match=r"cannot be asked for one.*checkpoint\.mirror=null"):
+        fetch_newer(str(there / "run"), settings, here, None, say=said.append)
+    commit(here, 10)
+    best = store.newest_good(here)
+    assert fetch_newer(str(there / "run"), settings, here, best, say=said.append) is None
+    assert "going on from step 10, which is here" in said[-1]
+
+
+# ---- a real server
+
+
+@pytest.mark.all
+def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
+    uploads: Callable[..., Uploads], server: SftpServer, here: Path, events: Events, tmp_path: Path
+) -> None:
+    server.start()
+    for step in (10, 20, 30):
+        commit(here, step, BIG)
+    queue = uploads(server.url, policies=(KeepLast(2),))
+    for step in (10, 20, 30):
+        queue.add(step)
+    events.wait_for("mirror", 3)
+    assert events.idle.wait(LIMIT_S)
+    assert events.of("fault") == []
+    assert steps(server.folder / "run") == [20, 30]
+    assert all(store.verify(step_dir(server.folder / "run", step)).ok for step in (20, 30))
+    (server.folder / "run/global_step_30/actor/model.pt").write_text("W" * 300_000)
+    said: list[str] = []
+    assert fetch_newer(server.url, quick(), tmp_path / "back", None, say=said.append) == 20
+    assert any("copy of step 30 is passed over" in text for text in said)
+    assert store.verify(step_dir(tmp_path / "back", 20)).ok
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("hold_after", [0, 100, 100_000, 500_000, 899_000])
+def test_a_server_that_dies_in_the_middle_and_comes_back_gets_the_rest(
+    uploads: Callable[..., Uploads], server: SftpServer, here: Path, events: Events, hold_after: int
+) -> None:
+    server.start(hold_after)
+    commit(here, 10, BIG)
+    uploads(server.url, tries=50, backoff_s=0.1).add(10)
+    server.wait_until_holding()
+    assert leased(here, now=0.0) == {(10, 0)}
+    server.kill()
+    assert steps(server.folder / "run") == []
+    first = events.wait_for("fault")[0]
+    assert first["where"] == f"copy of step 10 to {server.url}"
+    assert first["error"].startswith("try 1 of 50 failed: ")
+    server.start()
+    (event,) = events.wait_for("mirror")
+    assert event["state"] == "copied"
+    assert store.verify(step_dir(server.folder / "run", 10)).ok
+    assert leased(here, now=0.0) == set()
+
+
+@pytest.mark.all
+def test_a_server_that_is_gone_for_good_leaves_nothing_torn(
+    uploads: Callable[..., Uploads], server: SftpServer, here: Path, events: Events, tmp_path: Path
+) -> None:
+    server.start()
+    commit(here, 10, BIG)
+    queue = uploads(server.url, tries=2)
+    queue.add(10)
+    events.wait_for("mirror")
+    assert events.idle.wait(LIMIT_S)
+    events.idle.clear()
+    server.kill()
+    server.start(hold_after=400_000)
+    commit(here, 20, BIG)
+    queue.add(20)
+    server.wait_until_holding()
+    server.kill()
+    events.wait_for("fault", 2)
+    assert events.idle.wait(LIMIT_S)
+    assert list(queue.left()) == [20]
+    assert steps(server.folder / "run") == [10]
+    server.start()
+    assert fetch_newer(server.url, quick(), tmp_path / "back", None, say=lambda text: None) == 10

@@ -1,0 +1,302 @@
+"""A plain verl program with our checkpoint manager in its engines: two ranks, real engines, real actors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.integrations.ranks import LIMIT, every, merged, outcomes
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.layout import read_manifest, step_dir
+from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.integrations.verl.run import VerlRun, open_run
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+
+BOTH = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
+
+
+def actor_path(root: Path, step: int) -> str:
+    return str(step_dir(root, step) / "actor")
+
+
+def save(ranks: list[Any], root: Path, step: int, *args: Any, strategy: str = "fsdp2", **kwargs: Any) -> None:
+    every(ranks, "manager", strategy, "save_checkpoint", actor_path(root, step), step, *args, **kwargs)
+
+
+def save_weights(ranks: list[Any], root: Path, step: int) -> None:
+    every(ranks, "manager", "fsdp2", "save_state_dict", actor_path(root, step), step)
+
+
+def wait(ranks: list[Any], strategy: str = "fsdp2") -> None:
+    every(ranks, "manager", strategy, "wait_on_save_thread")
+
+
+def kept(root: Path) -> list[int]:
+    """Full checkpoints. Those of weights alone have a rule of their own."""
+    return [info.step for info in store.scan(root) if info.kind == FULL]
+
+
+@BOTH
+def test_a_checkpoint_is_verls_and_is_loaded_bit_for_bit(
+    ranks: list[Any], run: VerlRun, root: Path, step: int, strategy: str
+) -> None:
+    every(ranks, "use", strategy, run.namespace)
+    every(ranks, "train", strategy, 0)
+    every(ranks, "train", strategy, 1)
+    before = every(ranks, "state", strategy)
+    every(ranks, "by_engine", strategy, "save_checkpoint", actor_path(root, step), None, step, None)
+    # Training goes on while the files are written, and must not show in them.
+    every(ranks, "train", strategy, 2)
+    after = every(ranks, "state", strategy)
+    wait(ranks, strategy)
+    folder = step_dir(root, step)
+    manifest = read_manifest(folder)
+    assert (manifest.kind, manifest.world_size, manifest.backend) == (FULL, 2, strategy)
+    assert store.verify(folder).ok
+    assert read_tracker(root, FULL).step == step
+    names = {path.name for path in (folder / "actor").glob("*.pt")}
+    assert names == {
+        f"{kind}_world_size_2_rank_{rank}.pt" for kind in ("model", "optim", "extra_state") for rank in range(2)
+    }
+    config = json.loads((folder / "actor" / "fsdp_config.json").read_text())
+    assert config == {"FSDP_version": {"fsdp": 1, "fsdp2": 2}[strategy], "world_size": 2}
+    assert (folder / "actor" / "huggingface" / "tokenizer.json").is_file()
+    every(ranks, "by_engine", strategy, "load_checkpoint", actor_path(root, step))
+    assert every(ranks, "state", strategy) == before != after
+    every(ranks, "train", strategy, 2)
+    assert every(ranks, "state", strategy) == after
+
+
+@BOTH
+def test_a_hugging_face_export_holds_the_version(
+    ranks: list[Any], run: VerlRun, root: Path, step: int, strategy: str
+) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    from trinity_sync.weights.tensors import saved_tensors, state_digest
+
+    every(ranks, "use", strategy, run.namespace, ["model"])
+    digest = every(ranks, "digest", strategy)[0]
+    save(ranks, root, step, strategy=strategy, save_as_hf=True)
+    every(ranks, "train", strategy, 0)
+    wait(ranks, strategy)
+    folder = step_dir(root, step) / "actor" / "huggingface"
+    assert state_digest(load_file(folder / "model.safetensors"), "BF16") == digest
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert state_digest(saved_tensors(loaded), "BF16") == digest
+    assert (folder / "generation_config.json").is_file()
+    assert store.verify(step_dir(root, step)).unlisted == ()
+
+
+def test_the_class_of_an_export_goes_by_the_architecture(ranks: list[Any]) -> None:
+    kinds = {
+        "Qwen3ForCausalLM": "AutoModelForCausalLM",
+        "Qwen3ForTokenClassification": "AutoModelForTokenClassification",
+        "Qwen2VLForConditionalGeneration": "AutoModelForImageTextToText",
+    }
+    assert [ray.get(ranks[0].auto_class.remote([kind]), timeout=LIMIT) for kind in kinds] == list(kinds.values())
+    for unknown in (["BertForMaskedLM"], None):
+        with pytest.raises(Exception, match="cannot be exported to Hugging Face format"):
+            ray.get(ranks[0].auto_class.remote(unknown), timeout=LIMIT)
+
+
+def test_weights_for_sync_are_announced_when_they_are_committed(
+    ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
+) -> None:
+    run, root = make_run(tmp_path), tmp_path
+    every(ranks, "use", "fsdp2", run.namespace)
+    save_weights(ranks, root, 0)
+    assert run.synchronizer.get_latest_model_version() == 0
+    assert store.scan(root) == []
+    every(ranks, "train", "fsdp2", 3)
+    save_weights(ranks, root, 1)
+    assert run.synchronizer.wait_new_model_state_dict(0) == 1
+    assert run.synchronizer.get_latest_model_path() == actor_path(root, 1)
+    assert run.synchronizer.get_model_state_dict() == (None, 1)
+    assert read_manifest(step_dir(root, 1)).kind == STATE_DICT
+    assert (read_tracker(root, STATE_DICT).step, read_tracker(root, FULL).step) == (1, None)
+    written = {path: path.stat() for path in step_dir(root, 1).rglob("model_*.pt")}
+    save_weights(ranks, root, 1)
+    save(ranks, root, 1)
+    wait(ranks)
+    assert read_manifest(step_dir(root, 1)).kind == FULL
+    assert store.verify(step_dir(root, 1)).ok
+    for path, before in written.items():
+        assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
+
+
+def test_weights_alone_count_as_a_full_checkpoint_where_nothing_else_is_asked_for(
+    ranks: list[Any], run: VerlRun, root: Path, step: int
+) -> None:
+    every(ranks, "use", "fsdp2", run.namespace, ["model"])
+    save_weights(ranks, root, step)
+    save(ranks, root, step)
+    wait(ranks)
+    assert read_manifest(step_dir(root, step)).kind == FULL
+
+
+def test_the_limit_holds_after_the_commit_and_after_a_restart(
+    ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
+) -> None:
+    run, root = make_run(tmp_path), tmp_path
+    with pytest.raises(RunError, match="a run is open in Ray namespace"):
+        open_run(root, run.namespace)
+    every(ranks, "use", "fsdp2", run.namespace, ["model"])
+    for step in (1, 2, 3):
+        save(ranks, root, step, 2)
+        wait(ranks)
+        assert kept(root) == [1, 2, 3][max(0, step - 2) : step]
+    # The same step again does not delete it, whatever the limit.
+    save(ranks, root, 3, 1)
+    wait(ranks)
+    assert kept(root) == [3]
+    save(ranks, root, 4)
+    wait(ranks)
+
+    with pytest.raises(ConfigError, match="is in use by the run"):
+        make_run(root)
+    run.close()
+    with pytest.raises(RunError, match="global_step_7 is not a committed full checkpoint"):
+        make_run(root, resume_step=7)
+    again = make_run(root, resume_step=3)
+    assert (again.attempt, again.step, again.resume_path) == (1, 3, step_dir(root, 3))
+    # No tracker names what the new run has not made: step 4 is abandoned.
+    assert (read_tracker(root, FULL).step, read_tracker(root, STATE_DICT).step) == (3, 3)
+    every(ranks, "use", "fsdp2", again.namespace, ["model"])
+    save(ranks, root, 4, 1)
+    wait(ranks)
+    assert kept(root) == [4]
+    assert read_manifest(step_dir(root, 4)).attempt == 1
+
+
+def test_the_full_weights_reach_the_synchronizer(ranks: list[Any], run: VerlRun, step: int) -> None:
+    from trinity_sync.weights.tensors import state_digest
+
+    every(ranks, "use", "fsdp2", run.namespace)
+    digest = every(ranks, "digest", "fsdp2")[0]
+    every(ranks, "manager", "fsdp2", "upload_state_dict", step)
+    state, version = run.synchronizer.get_model_state_dict()
+    assert version == step
+    assert state is not None
+    assert state_digest(state, "BF16") == digest
+    raised = outcomes(ranks, "manager", "fsdp2", "upload_state_dict", step - 1)
+    assert all(f"version {step - 1} cannot be published after version {step}" in str(error) for error in raised)
+
+
+def test_nothing_is_done_without_a_path(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    before = kept(root)
+    every(ranks, "manager", "fsdp2", "save_checkpoint", None, step)
+    every(ranks, "manager", "fsdp2", "save_state_dict", None, step)
+    every(ranks, "manager", "fsdp2", "load_checkpoint", None)
+    wait(ranks)
+    assert kept(root) == before
+
+
+def test_a_later_save_leaves_the_files_of_an_earlier_one_alone(
+    ranks: list[Any], run: VerlRun, root: Path, step: int
+) -> None:
+    every(ranks, "use", "fsdp2", run.namespace, ["model"])
+    save(ranks, root, step)
+    wait(ranks)
+    first = merged(step_dir(root, step) / "actor")
+    every(ranks, "train", "fsdp2", 5)
+    save(ranks, root, step + 1)
+    wait(ranks)
+    again, second = merged(step_dir(root, step) / "actor"), merged(step_dir(root, step + 1) / "actor")
+    assert all(first[name].equal(again[name]) for name in first)
+    assert not all(first[name].equal(second[name]) for name in first)
+
+
+# ---- faults
+
+
+def test_a_rank_that_cannot_copy_its_state_fails_all_ranks_at_once(
+    ranks: list[Any], run: VerlRun, root: Path, step: int
+) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    before = kept(root)
+    ray.get(ranks[1].patch.remote("fsdp2", "state_dict", "fail"), timeout=LIMIT)
+    raised = outcomes(ranks, "manager", "fsdp2", "save_checkpoint", actor_path(root, step), step)
+    assert all(f"could not copy the state of step {step}: rank 1: OSError" in str(error) for error in raised)
+    every(ranks, "heal")
+    assert kept(root) == before
+    # The step is lost, the manager is not.
+    save(ranks, root, step + 1)
+    wait(ranks)
+    assert read_tracker(root, FULL).step == step + 1
+
+
+def test_a_rank_that_cannot_write_is_told_to_all_ranks(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    save(ranks, root, step, 1)
+    wait(ranks)
+    ray.get(ranks[1].patch.remote("state", "fill", "fail"), timeout=LIMIT)
+    save(ranks, root, step + 1, 1)
+    for error in outcomes(ranks, "manager", "fsdp2", "wait_on_save_thread"):
+        assert f"the checkpoint of step {step + 1} failed: " in str(error)
+        assert "No space left on device" in str(error)
+    # Told once. The checkpoint before is in force, though the limit is 1.
+    assert kept(root) == [step]
+    save(ranks, root, step + 2)
+    raised = outcomes(ranks, "manager", "fsdp2", "save_checkpoint", actor_path(root, step + 3), step + 3)
+    assert all("because an earlier save failed: " in str(error) for error in raised)
+    assert all("No space left on device" in str(error) for error in raised)
+    every(ranks, "heal")
+    save(ranks, root, step + 4, 1)
+    wait(ranks)
+    assert kept(root) == [step + 4]
+
+
+def test_what_is_asked_for_and_not_there_is_refused(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    ray.get(ranks[1].without.remote("fsdp2", "optimizer"), timeout=LIMIT)
+    raised = outcomes(ranks, "manager", "fsdp2", "save_checkpoint", actor_path(root, step), step)
+    assert all("rank 1: ConfigError: save_contents has 'optimizer', but" in str(error) for error in raised)
+
+
+def test_a_path_that_the_monitor_cannot_commit_is_refused(ranks: list[Any], run: VerlRun, tmp_path: Path) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    raised = outcomes(ranks, "manager", "fsdp2", "save_checkpoint", str(tmp_path / "elsewhere"), 3)
+    assert all("it has to be" in str(error) and "global_step_3" in str(error) for error in raised)
+
+
+def test_a_rank_whose_file_is_missing_stops_all_ranks(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace, ["model"])
+    save(ranks, root, step)
+    wait(ranks)
+    (step_dir(root, step) / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    raised = outcomes(ranks, "manager", "fsdp2", "load_checkpoint", actor_path(root, step))
+    for error in raised:
+        assert "rank 0: RunError" in str(error)
+        assert "rank 1: RunError" in str(error)
+        assert "has no model_world_size_2_rank_1.pt, optim_world_size_2_rank_1.pt" in str(error)
+        assert "what is there is model_world_size_2" in str(error)
+
+
+def test_without_actors_a_manager_says_who_starts_them(ranks: list[Any]) -> None:
+    raised = outcomes(ranks, "use", "fsdp2", "nobody-is-here")
+    assert all("open_run before the workers" in str(error) for error in raised)
+
+
+def test_a_writer_that_is_killed_is_noticed_by_its_peers(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    save(ranks, root, step)
+    wait(ranks)
+    ray.get(ranks[1].patch.remote("state", "fill", "hang"), timeout=LIMIT)
+    save(ranks, root, step + 1)
+    os.kill(ray.get(ranks[1].pid.remote(), timeout=LIMIT), signal.SIGKILL)
+    (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "wait_on_save_thread")
+    assert "the writer rank-1 on node" in str(raised)
+    (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "save_checkpoint", actor_path(root, step + 2), step + 2)
+    assert "a rank is gone" in str(raised)
+    assert read_tracker(root, FULL).step == step

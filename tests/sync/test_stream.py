@@ -1,0 +1,115 @@
+"""Parameters over a process group: sender and receivers as threads, each with a group of its own."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.sync.helpers import random_weights
+from trinity_sync.errors import RunError
+from trinity_sync.sync.stream import broadcast_each, broadcast_packed, describe, receive
+from trinity_sync.weights.apply import ChecksumError
+
+LIMIT = 20.0
+RECEIVERS = 2
+
+_numbers = itertools.count()
+
+
+def exchange(send: Callable[[Any], None], take: Callable[[Any], Any]) -> list[Any]:
+    """Run a sender and the receivers; what each of them returned or raised, the sender first."""
+    store, number = dist.HashStore(), next(_numbers)
+    found: list[Any] = [None] * (1 + RECEIVERS)
+
+    def member(rank: int) -> None:
+        try:
+            prefixed = dist.PrefixStore(f"group-{number}", store)
+            group = dist.ProcessGroupGloo(prefixed, rank, 1 + RECEIVERS, timedelta(seconds=LIMIT))
+            found[rank] = send(group) if rank == 0 else take(group)
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=member, args=(rank,)) for rank in range(1 + RECEIVERS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT)
+    return found
+
+
+def taken(group: Any, meta: Any, **options: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in receive(group, meta, timeout_s=LIMIT, **options)}
+
+
+def same(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> bool:
+    return list(found) == list(weights) and all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [256, 1 << 20])
+def test_buckets_arrive(bucket_bytes: int, verify: bool) -> None:
+    weights = random_weights(1)
+    options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "verify": verify}
+    _, *received = exchange(
+        lambda group: broadcast_packed(group, weights.items(), timeout_s=LIMIT, **options),
+        lambda group: taken(group, describe(weights.items()), packed=True, **options),
+    )
+    assert all(same(found, weights) for found in received)
+
+
+def test_parameters_arrive_one_by_one_in_wire_dtype() -> None:
+    weights = random_weights(2)
+    cast = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    meta = describe(weights.items(), "BF16")
+    _, *received = exchange(
+        lambda group: broadcast_each(group, weights.items(), wire_dtype="BF16", timeout_s=LIMIT),
+        lambda group: taken(group, meta),
+    )
+    assert all(same(found, cast) for found in received)
+
+
+def test_a_peers_receiver_takes_the_stream_of_parameters() -> None:
+    """It makes an empty tensor of each announced dtype and shape, and broadcasts into it from rank 0."""
+    weights = random_weights(3)
+
+    def peer(group: Any) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, dtype, shape in describe(weights.items()):
+            found[name] = torch.empty(shape, dtype=getattr(torch, dtype.split(".")[-1]))
+            options = dist.BroadcastOptions()
+            options.rootRank = 0
+            group.broadcast([found[name]], options).wait()
+        return found
+
+    _, *received = exchange(lambda group: broadcast_each(group, weights.items(), timeout_s=LIMIT), peer)
+    assert all(same(found, weights) for found in received)
+
+
+def test_a_bucket_that_was_damaged_on_the_way_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = random_weights(4)
+    monkeypatch.setattr("trinity_sync.sync.stream.bucket_digest", lambda data: bytes(16))
+    _, *received = exchange(
+        lambda group: broadcast_packed(group, weights.items(), timeout_s=LIMIT),
+        lambda group: taken(group, describe(weights.items()), packed=True),
+    )
+    assert all(isinstance(error, ChecksumError) for error in received)
+
+
+def test_a_sender_that_ends_early_is_an_error_within_the_limit() -> None:
+    weights = random_weights(5)
+
+    def send_one(group: Any) -> None:
+        broadcast_each(group, list(weights.items())[:1], timeout_s=LIMIT)
+
+    def take(group: Any) -> Any:
+        return {name: tensor for name, tensor in receive(group, describe(weights.items()), timeout_s=1.0)}
+
+    _, *received = exchange(send_one, take)
+    assert all(isinstance(error, RunError) and "could not be broadcast within 1 s" in str(error) for error in received)

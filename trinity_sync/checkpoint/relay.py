@@ -1,0 +1,52 @@
+"""What the monitor has to tell beyond the saves themselves, brought to the run's record while the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from trinity_sync.errors import RunError
+
+_INTERVAL_S = 1.0
+_CALL_S = 10.0
+
+
+class EventRelay:
+    """Fetches the monitor's events (faults, copies to the mirror, what was pruned late) about once a second.
+
+    Args:
+        monitor: handle of the checkpoint monitor.
+        sink: gets each event: its name and its fields. Called in a thread of the relay's, and in that of `close`.
+    """
+
+    def __init__(self, monitor: Any, sink: Callable[..., None]) -> None:
+        self._monitor, self._sink = monitor, sink
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Fetch what is there, and stop. What a monitor that does not answer knows is lost."""
+        self._closed.set()
+        self._thread.join(_CALL_S + _INTERVAL_S)
+        self._fetch()
+
+    def _run(self) -> None:
+        with contextlib.suppress(RunError):  # a disk that refuses the record ends the run elsewhere
+            while not self._closed.wait(_INTERVAL_S):
+                self._fetch()
+
+    def _fetch(self) -> None:
+        call = self._monitor.drain_events.remote(untold=True)
+        try:
+            events = ray.get(call, timeout=_CALL_S)
+        except RayError:
+            return  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
+        for event in events:
+            fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
+            self._sink(event["event"], **fields)

@@ -1,0 +1,182 @@
+"""Where a mirror is kept: files below a folder that fsspec reaches, behind put, get, files and delete.
+
+The only module that knows fsspec, which is imported when a place is first opened: neither the monitor nor a check of a
+configuration without a mirror pays for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+#: The extra of this package that brings what a protocol needs.
+_EXTRAS = {"s3": "s3", "s3a": "s3", "sftp": "sftp", "ssh": "sftp", "gs": "gcs", "gcs": "gcs"}
+
+_SECRET_OPTION = re.compile(r"pass|secret|token|key", re.IGNORECASE)
+
+
+def place_problem(place: str) -> str | None:
+    """What is wrong with the name of a place, for the user; None: nothing that can be seen without going there.
+
+    Args:
+        place: a path, or a URL.
+    """
+    import fsspec
+    from fsspec.registry import known_implementations
+
+    if not place.strip():
+        return "is empty; name a folder or a URL, or null for none"
+    if place.startswith("~"):
+        return f"is {place}, but '~' stands for nothing here; write the whole path"
+    if "::" in place:
+        return f"is {shown(place)}, a chain of file systems; name the one that keeps the files"
+    protocol, separator, rest = place.partition("://")
+    if not separator:
+        return None
+    if protocol == "memory":
+        return f"is {place}, which ends with the process that writes it; name a place that stays"
+    if protocol in ("file", "local") and not rest.startswith("/"):
+        return f"is {place}; a {protocol}:// URL needs an absolute path, such as {protocol}:///mnt/checkpoints"
+    if protocol not in fsspec.available_protocols():
+        return f"is {shown(place)}, but fsspec knows no {protocol}://; it knows {', '.join(_usual())} and others"
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        if protocol in _EXTRAS:
+            advice = f"install it with: pip install 'trinity-sync[{_EXTRAS[protocol]}]'"
+        else:
+            advice = str(known_implementations.get(protocol, {}).get("err") or error)
+        return f"is {shown(place)}, but the package that speaks {protocol}:// is not installed; {advice}"
+    return None
+
+
+def _usual() -> list[str]:
+    return ["file", "s3", "gs", "az", "sftp", "hdfs"]
+
+
+def absolute(place: str) -> str:
+    """A path as seen from everywhere on the machine; a URL as it is."""
+    return place if "://" in place else str(Path(place).absolute())
+
+
+def local_folder(place: str) -> Path | None:
+    """The folder that a place is on this machine; None where it is elsewhere."""
+    protocol, separator, rest = place.partition("://")
+    if not separator:
+        return Path(place)
+    return Path(rest) if protocol in ("file", "local") else None
+
+
+def shown(place: str) -> str:
+    """A place as it may be written into logs: without the password."""
+    return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", place)
+
+
+def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
+    """A text, such as a store's error, without what the place and its options keep secret."""
+    found = re.search(r"://[^/@:]*:([^/@]+)@", place)
+    secrets = [found.group(1)] if found else []
+    secrets += [value for name, value in options.items() if isinstance(value, str) and _SECRET_OPTION.search(name)]
+    for secret in sorted((value for value in secrets if len(value) > 3), key=len, reverse=True):
+        text = text.replace(secret, "***")
+    return text
+
+
+class Storage:
+    """A folder at a place, with a connection of its own. Not for several threads at a time.
+
+    Names are relative to the folder, with ``/``. Everything raises what the place's client raises: an `OSError`, or an
+    error of its own where the connection is lost.
+
+    Args:
+        place: a path, or a URL that fsspec knows; it need not exist yet.
+        options: for the fsspec class of the place.
+    """
+
+    def __init__(self, place: str, options: Mapping[str, Any] | None = None) -> None:
+        from fsspec.core import url_to_fs
+
+        # fsspec hands out one instance per place, whose connection may be a dead one of an earlier try.
+        self._fs, base = url_to_fs(place, skip_instance_cache=True, **(options or {}))
+        self._base = base.rstrip("/")
+        self._folders: set[str] = set()
+
+    def put(self, source: Path, name: str) -> None:
+        """Copy a file there; a file of that name is replaced."""
+        self._fs.put_file(str(source), self._writable(name))
+
+    def get(self, name: str, target: Path) -> None:
+        """Copy a file from there.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self._fs.get_file(self._path(name), str(target))
+
+    def write(self, name: str, text: str) -> None:
+        """Write a small file."""
+        self._fs.pipe_file(self._writable(name), text.encode())
+
+    def read(self, name: str) -> str | None:
+        """Read a small file; None where there is none.
+
+        Raises:
+            UnicodeDecodeError: it holds no text.
+        """
+        try:
+            return self._fs.cat_file(self._path(name)).decode()
+        except FileNotFoundError:
+            return None
+
+    def files(self, name: str = "") -> dict[str, int]:
+        """All files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
+        return dict(self._walk(self._path(name), ""))
+
+    def folders(self) -> list[str]:
+        """Names of the folders that lie here directly."""
+        return sorted(name for name, info in self._children(self._base) if info["type"] == "directory")
+
+    def delete(self, name: str) -> None:
+        """Remove a file, or a folder with all that is in it; nothing where there is none."""
+        try:
+            self._fs.invalidate_cache()
+            self._fs.rm(self._path(name), recursive=True)
+        except FileNotFoundError:
+            pass
+        self._folders.clear()
+
+    def _path(self, name: str) -> str:
+        return f"{self._base}/{name}" if name else self._base
+
+    def _writable(self, name: str) -> str:
+        path = self._path(name)
+        folder = path.rpartition("/")[0]
+        if folder not in self._folders:
+            self._fs.makedirs(folder, exist_ok=True)
+            self._folders.add(folder)
+        return path
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, int]]:
+        # fsspec's own find() takes a folder that cannot be listed for an empty one.
+        for name, info in self._children(folder):
+            if info["type"] == "directory":
+                yield from self._walk(f"{folder}/{name}", f"{prefix}{name}/")
+            else:
+                yield f"{prefix}{name}", int(info["size"] or 0)
+
+    def _children(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        self._fs.invalidate_cache()
+        try:
+            entries = self._fs.ls(folder or "/", detail=True)
+        except FileNotFoundError:
+            return
+        own = folder.rpartition("/")[2]
+        for info in entries:
+            path = info["name"].rstrip("/")
+            name = path.rpartition("/")[2]
+            # Object stores list a folder's own placeholder among its contents.
+            if name and not (name == own and path.strip("/") == folder.strip("/")):
+                yield name, info

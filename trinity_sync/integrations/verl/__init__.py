@@ -1,0 +1,36 @@
+"""For programs built on verl: a drop-in checkpoint manager, and functions over verl's engines.
+
+`open_run` in the driver, the rest in the workers, on all ranks. Importing this package loads neither torch nor verl;
+its names are loaded when they are first asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOME = {
+    "FSDPCheckpointManager": "manager",
+    "use_in": "manager",
+    "fsdp_save_state_dict": "functions",
+    "fsdp_upload_state_dict": "functions",
+    "fsdp_sync_weight_nccl": "functions",
+    "fsdp_state_dict_meta": "functions",
+    "open_run": "run",
+}
+
+__all__ = [
+    "FSDPCheckpointManager",
+    "fsdp_save_state_dict",
+    "fsdp_state_dict_meta",
+    "fsdp_sync_weight_nccl",
+    "fsdp_upload_state_dict",
+    "open_run",
+    "use_in",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,92 @@
+"""Waiting for commits beside the trainer: rank 0 lets something follow each, and any rank may ask how they went."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from trinity_sync.errors import WaitTimeout
+from trinity_sync.protocol.parts import Kind
+from trinity_sync.sync.remote import resolve_one
+
+
+class Commits:
+    """Commits that one process waits for.
+
+    Args:
+        monitor: handle of the checkpoint monitor.
+        attempt: of the run.
+        timeout_s: limit of each wait, seconds.
+    """
+
+    def __init__(self, monitor: Any, attempt: int, timeout_s: float) -> None:
+        self._monitor = monitor
+        self._attempt = attempt
+        self._timeout_s = timeout_s
+        self._threads: list[threading.Thread] = []
+        self._errors: list[Exception] = []
+        self._open: dict[tuple[int, Kind], None] = {}
+
+    def expect(self, step: int, kind: Kind) -> None:
+        """This process has a share in the commit; `wait` waits for it."""
+        self._open[step, kind] = None
+
+    def follow(self, step: int, kind: Kind, then: Callable[[], None]) -> None:
+        """Call `then` in the background when the step is committed. What it raises, or the commit, is told later."""
+
+        def run() -> None:
+            try:
+                self._wait_for(step, kind)
+                then()
+            except Exception as error:
+                self._errors.append(error)
+
+        thread = threading.Thread(target=run, name=f"commit-{kind}-{step}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def raise_failures(self) -> None:
+        """Raise what followed a commit and failed since the last call. Does not wait."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        errors, self._errors = self._errors, []
+        if errors:
+            raise errors[0]
+
+    def wait(self) -> None:
+        """Wait until all commits are done, and what follows them.
+
+        Raises:
+            RunError: a step failed, on whichever rank; says why.
+            WaitTimeout: it names what is missing.
+        """
+        waiting, self._open = list(self._open), {}
+        failed: Exception | None = None
+        for step, kind in waiting:
+            try:
+                self._wait_for(step, kind)
+            except Exception as error:
+                failed = failed or error
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+            if thread.is_alive():
+                raise WaitTimeout("the work after a commit", "end", self._timeout_s)
+        try:
+            self.raise_failures()
+        except Exception as error:
+            raise failed or error from None
+        if failed is not None:
+            raise failed
+
+    def drop(self) -> None:
+        """The saves failed, which was told already: wait for no commit of theirs, and do not tell it again."""
+        self._open.clear()
+        for thread in self._threads:
+            thread.join(self._timeout_s)
+        self._threads.clear()
+        self._errors.clear()
+
+    def _wait_for(self, step: int, kind: Kind) -> None:
+        call = self._monitor.wait_committed.remote(step, self._attempt, self._timeout_s, kind=kind)
+        # The monitor ends the wait itself, and names what is missing.
+        resolve_one(call, "the checkpoint monitor", f"commit step {step}", self._timeout_s + 5)

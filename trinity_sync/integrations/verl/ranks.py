@@ -1,0 +1,98 @@
+"""All ranks or none: what fails on one rank is raised on every rank, so none waits for one that has given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trinity_sync.errors import RunError
+
+T = TypeVar("T")
+
+
+def together(what: str, work: Callable[[], T]) -> list[T]:
+    """Do something on every rank and wait for all of them. Collective, over the default group.
+
+    Args:
+        what: for the message, such as ``"copy the state of step 3"``.
+        work: must leave no peer in a collective call when it raises.
+
+    Returns:
+        The results of all ranks (picklable), in rank order.
+
+    Raises:
+        RunError: on every rank, with the rank and its error, when any rank failed or died.
+    """
+    error: Exception | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    found: list[Any] = [None] * dist.get_world_size()
+    try:
+        dist.all_gather_object(found, (None if error is None else _describe(error), result))
+    except RuntimeError as gone:
+        raise RunError(f"could not {what}: a rank is gone ({_describe(gone)})") from (error or gone)
+    failed = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(found) if problem is not None]
+    if failed:
+        raise RunError(f"could not {what}: {'; '.join(failed)}") from error
+    return [value for _, value in found]
+
+
+class Drained:
+    """Tensors that all ranks iterate, because each is gathered from all of them, though one rank alone uses them.
+
+    The rank that uses them may fail in between; `finish` then takes part in the gathers that are left, and the error
+    is raised afterwards.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self._tensors = iter(tensors)
+
+    def __iter__(self) -> Drained:
+        return self
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        return next(self._tensors)
+
+    def finish(self) -> None:
+        """Go through what is left."""
+        for _ in self._tensors:
+            pass
+
+
+def use_on_first_rank(
+    what: str, tensors: Iterable[tuple[str, torch.Tensor]], use: Callable[[Iterable[tuple[str, torch.Tensor]]], T]
+) -> T | None:
+    """Let rank 0 use tensors that all ranks gather. Collective; a barrier at the end.
+
+    Args:
+        use: called on rank 0 with (name, full tensor), one after another.
+
+    Returns:
+        Its result on rank 0, None elsewhere.
+
+    Raises:
+        RunError: on every rank, when it failed.
+    """
+    result: list[T] = []
+
+    def work() -> None:
+        left = Drained(tensors)
+        try:
+            if dist.get_rank() == 0:
+                result.append(use(left))
+        finally:
+            left.finish()
+
+    together(what, work)
+    return result[0] if result else None
+
+
+def _describe(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,127 @@
+"""What the driver of a verl program does first: put the checkpoint folder in order and start the actors."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from trinity_sync.checkpoint import CheckpointMonitor, store
+from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
+from trinity_sync.errors import RunError
+from trinity_sync.sync import Synchronizer, SynchronizerConfig
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VerlRun:
+    """A run's actors.
+
+    Attributes:
+        namespace: where they are; pass it to the workers as `ray_namespace`.
+        attempt: 0 for a fresh folder, one more for each start on it.
+        step: what the run goes on from; 0: the initial weights.
+        resume_path: folder of that step, None for 0.
+        monitor: handle of the checkpoint monitor.
+        synchronizer: the client.
+        lock: what keeps other runs out of the checkpoint folder.
+    """
+
+    namespace: str
+    attempt: int
+    step: int
+    resume_path: Path | None
+    monitor: Any
+    synchronizer: Synchronizer
+    lock: ExitStack = field(repr=False)
+
+    def close(self) -> None:
+        """End the actors and let the folder go. The end of the driver does the same."""
+        _open.remove(self)
+        for actor in (self.monitor, self.synchronizer.actor):
+            ray.kill(actor)
+        self.lock.close()
+
+
+#: They live as long as the driver, whether or not it keeps what `open_run` returned.
+_open: list[VerlRun] = []
+
+
+def open_run(
+    checkpoint_dir: str | os.PathLike[str],
+    namespace: str | None = None,
+    *,
+    resume_step: int | None = None,
+    save_strategy: str | None = None,
+    monitor_config: MonitorConfig | None = None,
+    synchronizer_config: SynchronizerConfig | None = None,
+) -> VerlRun:
+    """Start a run on a checkpoint folder, a fresh one or one to go on with. The driver, before the workers.
+
+    What a crash left half written is removed, folders of later steps than the one to go on from become ``abandoned-*``,
+    and the trackers name what is there, so verl's ``find_latest_ckpt_path(checkpoint_dir)`` finds the right one.
+
+    Args:
+        checkpoint_dir: verl's ``trainer.default_local_dir``, shared by all nodes.
+        namespace: Ray namespace of the actors; None: that of the driver.
+        resume_step: go on after this step; None: after the newest full checkpoint that verifies; 0: from the start.
+        save_strategy: who may write at once, see `CheckpointMonitor`.
+        monitor_config, synchronizer_config: the rest of the actors' settings; attempt and folder are filled in.
+
+    Raises:
+        ConfigError: the folder cannot be written, or another run that lives uses it.
+        RunError: the step to go on from is not a full checkpoint, or a run is open in the namespace.
+    """
+    namespace = namespace or ray.get_runtime_context().namespace
+    _refuse_second(namespace)
+    root = Path(checkpoint_dir).absolute()
+    with ExitStack() as lock:
+        lock.enter_context(locked(root, root))
+        attempt, step = _put_in_order(root, resume_step)
+        monitor = CheckpointMonitor.get_actor(
+            namespace, save_strategy, str(root), config=replace(monitor_config or MonitorConfig(), attempt=attempt)
+        )
+        synchronizer = Synchronizer.get_actor(
+            replace(synchronizer_config or SynchronizerConfig(), checkpoint_dir=str(root)), namespace
+        )
+        run = VerlRun(
+            namespace=namespace,
+            attempt=attempt,
+            step=step,
+            resume_path=step_dir(root, step) if step > 0 else None,
+            monitor=monitor,
+            synchronizer=synchronizer,
+            lock=lock.pop_all(),
+        )
+    _open.append(run)
+    return run
+
+
+def _put_in_order(root: Path, resume_step: int | None) -> tuple[int, int]:
+    """The attempt, and the step to go on from."""
+    infos = store.scan(root)
+    attempts = [info.attempt for info in infos if info.attempt is not None]
+    attempt = max(attempts) + 1 if attempts else 0
+    if resume_step is None:
+        good = store.newest_good(root)
+        step = good.step if good is not None else 0
+    else:
+        step = resume_step
+        if step > 0 and not any(info.step == step and info.kind == "full" for info in infos):
+            raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
+    store.set_start(root, step, attempt)
+    return attempt, step
+
+
+def _refuse_second(namespace: str) -> None:
+    """The monitor of a run that lives would be at work in a folder that is put in order under it."""
+    try:
+        ray.get_actor(ACTOR_NAME, namespace=namespace)
+    except ValueError:
+        return
+    raise RunError(f"a run is open in Ray namespace {namespace!r} already; give this one a namespace of its own")

@@ -1,0 +1,77 @@
+"""A rank's training state copied aside, so that it can be written while training goes on and changes it."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+from verl.utils.fsdp_utils import get_fsdp_state_ctx
+
+from trinity_sync.protocol.parts import FileTuple
+from trinity_sync.weights.image import fill
+from trinity_sync.weights.snapshot import Snapshot, plan
+
+
+@contextmanager
+def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
+    """State dicts of this rank's shards, with both generations of FSDP.
+
+    Args:
+        offload: what FSDP1 gives lies on the CPU.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
+        with get_fsdp_state_ctx(
+            model,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=offload),
+            ShardedOptimStateDictConfig(offload_to_cpu=offload),
+        ):
+            yield
+
+
+class StateCopy:
+    """Copies of a state, one at a time, into memory that is kept: fresh pages would cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._memory: mmap.mmap | None = None
+        self._snapshot: Snapshot | None = None
+
+    def take(self, files: Mapping[str, Any], what: str) -> None:
+        """Copy a state; the copy before must not be needed any more.
+
+        Args:
+            files: file name -> live value for `torch.save`.
+            what: for errors, such as ``"the state of step 3"``.
+        """
+        planned = plan(files)
+        if self._memory is None or len(self._memory) < planned.nbytes:
+            self._snapshot, self._memory = None, mmap.mmap(-1, max(planned.nbytes, mmap.PAGESIZE))
+        self._snapshot = Snapshot(planned, self._memory, what, in_background=False)
+
+    def writer(self, name: str, folder: Path, staging: Path, *, durable: bool) -> Any:
+        """A function that writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
+
+        Args:
+            staging: the step's staging folder, to which the entry is relative.
+            durable: fsync.
+        """
+        snapshot, memory = self._snapshot, self._memory
+        assert snapshot is not None
+        assert memory is not None
+        return lambda: [_write(snapshot, memory, name, folder, staging, durable)]
+
+
+def _write(snapshot: Snapshot, memory: mmap.mmap, name: str, folder: Path, staging: Path, durable: bool) -> FileTuple:
+    folder.mkdir(parents=True, exist_ok=True)
+    # The copy is whole already, so there is nothing to wait for.
+    (image,) = snapshot.file_images(folder, 0.0, {name})
+    path = Path(image.path)
+    size, digest = fill(path, image.extents, memory, durable=durable)
+    return path.relative_to(staging).as_posix(), size, digest

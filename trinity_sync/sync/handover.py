@@ -1,0 +1,318 @@
+"""The synchronizer's calls for programs that hand over whole state dicts, or broadcast them themselves, in place of
+slots and node agents: the actor's half and the client's, bases of `SynchronizerActor` and `Synchronizer`.
+
+The actor holds references, sizes and digests, never the bytes of a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.handed import Handed, HandedVersions
+from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
+from trinity_sync.protocol.versions import Version, VersionError
+from trinity_sync.sync.waits import Waits
+
+if TYPE_CHECKING:
+    import torch
+
+    from trinity_sync.sync.state_dicts import Tensors
+
+
+class Handover(Waits):
+    """The actor's half.
+
+    Args:
+        checkpoint_dir: where announced versions are; None: not told.
+    """
+
+    def __init__(self, checkpoint_dir: str | None) -> None:
+        super().__init__()
+        self._checkpoint_dir = checkpoint_dir
+        self._handed = HandedVersions()
+        self._rounds = RoundBook()
+        self._sent: Version | None = None
+        self._served: dict[str, int] = {}
+
+    # -- state dicts
+
+    async def put_state(self, version: Version, manifest: Any, references: list[Any]) -> None:
+        """A state dict is in the object store.
+
+        Args:
+            manifest: what the reader needs to make tensors of the buckets (plain values).
+            references: to the buckets, nested in a list so that Ray does not fetch them.
+        """
+        try:
+            self._handed.publish(Version(*version), (manifest, references))
+        except VersionError as error:
+            raise RunError(str(error)) from None
+        await self._notify()
+
+    async def announce(self, version: Version, location: str | None) -> None:
+        """A version is on disk, at `location` or, where the actor knows the checkpoint folder, at its place there."""
+        version = Version(*version)
+        if location is None and self._checkpoint_dir is not None:
+            folder = Path(self._checkpoint_dir) / f"global_step_{version.step}"
+            if (folder / "manifest.json").is_file():
+                location = str(folder)
+            elif version.step > 0:
+                raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint")
+        self._handed.announce(version, location)
+        await self._notify()
+
+    async def get_state(self) -> Handed | None:
+        """The newest version with what is needed to have its tensors; None before the first."""
+        return self._handed.get()
+
+    async def state_lost(self, version: Version) -> Handed | None:
+        """A reader could not get the tensors of a version; what serves in its place."""
+        return self._handed.lost(Version(*version))
+
+    # -- broadcasts
+
+    async def open_group(self, address: str, port: int, meta: list[Any] | None, explorers: int) -> WeightSyncGroup:
+        """The trainer set up where a group for broadcasts meets."""
+        try:
+            group = self._rounds.open(address, port, meta, explorers)
+        except RoundError as error:
+            raise RunError(str(error)) from None
+        await self._notify()
+        return group
+
+    async def join_group(self, explorer: str, after: int, timeout_s: float) -> WeightSyncGroup:
+        """The group that an explorer is to enter: one with an id above `after`, which is waited for."""
+
+        def there() -> bool:
+            return self._rounds.group is not None and self._rounds.group.id > after
+
+        await self._wait_for(there, "the trainer", f"set up a weight sync group for {explorer}", timeout_s)
+        try:
+            return self._rounds.join(explorer)
+        except RoundError as error:
+            raise RunError(str(error)) from None
+
+    async def group_meta(self) -> list[Any] | None:
+        """What is sent over the group: (name, dtype, shape) in order."""
+        return self._rounds.group.meta if self._rounds.group is not None else None
+
+    async def ready(self, module: str, step: int | None, timeout_s: float) -> int:
+        """Wait until the trainer and all explorers of the group are here; the step that is going to be sent."""
+        rounds = self._rounds
+        try:
+            waited = rounds.arrive(module, step)
+        except RoundError as error:
+            raise RunError(str(error)) from None
+        await self._notify()
+        try:
+            await self._wait_for(
+                lambda: rounds.rounds >= waited or rounds.failed is not None, "they", "be ready", timeout_s
+            )
+        except WaitTimeout:
+            missing = rounds.missing()
+            raise WaitTimeout(missing, f"come to the broadcast that {module} is ready for", timeout_s) from None
+        finally:
+            if rounds.rounds < waited:
+                rounds.withdraw(module)
+        if rounds.rounds < waited:
+            raise RunError(f"{module} waited in vain: {rounds.failed}")
+        assert rounds.step is not None
+        return rounds.step
+
+    async def sent(self, version: Version) -> None:
+        """All explorers of the group have a version."""
+        version = Version(*version)
+        if self._sent is None or version > self._sent:
+            self._sent = version
+        await self._notify()
+
+    # -- whom the actor serves
+
+    async def attach(self, module: str, owned: list[Any]) -> None:
+        """Notice the end of a module: `owned` holds the reference to its `hold` call, which fails with its owner. When
+        the last one is gone, so is the actor.
+        """
+        self._served[module] = self._served.get(module, 0) + 1
+        with contextlib.suppress(RayError):
+            await owned[0]
+        self._served[module] -= 1
+        if not self._served[module]:
+            del self._served[module]
+        self._rounds.gone(module)
+        await self._notify()
+        if not self._served:
+            # Not `exit_actor`, which waits for the calls that are under way, and some never return.
+            ray.kill(ray.get_runtime_context().current_actor)
+
+
+#: The calls by which actors watch this process; while it lives, so do they.
+_attached: dict[tuple[str, str], tuple[Any, Any]] = {}
+
+
+class HandoverClient:
+    """The client's half."""
+
+    actor: Any
+    _timeout_s: float
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call a method of the actor and wait for its answer."""
+        raise NotImplementedError
+
+    def _attach(self, module: str) -> None:
+        """Let the actor notice the end of this process, under this name."""
+        key = (self.actor._actor_id.hex(), module)
+        if key not in _attached:
+            held = self.actor.hold.remote()
+            _attached[key] = (held, self.actor.attach.remote(module, [held]))
+
+    # -- whole state dicts
+
+    def set_model_state_dict(
+        self,
+        model_state_dict: Tensors | None,
+        trainer_step: int,
+        *,
+        attempt: int = 0,
+        wire_dtype: str | None = None,
+        location: str | None = None,
+    ) -> None:
+        """Publish a version. Its tensors go into the object store in large buckets; the actor gets references.
+
+        Called by one process of the trainer, which has to live as long as readers are to have the tensors.
+
+        Args:
+            model_state_dict: name -> whole tensor on any device, or an iterable of such pairs, which is consumed one
+                tensor at a time. None: the version is the checkpoint of that step on disk.
+            trainer_step: names the version.
+            attempt: of the run.
+            wire_dtype: of floating tensors on their way, such as ``"BF16"``; None: as they are.
+            location: for None: the folder of the checkpoint, where the actor was not told where checkpoints are.
+
+        Raises:
+            RunError: the version is not newer than the one before, or there is no committed checkpoint of the step.
+        """
+        version = Version(attempt, trainer_step)
+        if model_state_dict is None:
+            self.call("announce", version, location)
+            return
+        from trinity_sync.sync import state_dicts
+
+        manifest, references = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
+        self.call("put_state", version, manifest, references)
+
+    def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | None, int]:
+        """The newest version: its tensors, every byte checked, and its step; both of one version.
+
+        Args:
+            copy: give tensors of their own. Else they are views of shared memory, which must not be written to.
+
+        Returns:
+            (None, step) where the version is a checkpoint on disk (`get_latest_model_path`), or came another way, and
+            (None, -1) before the first.
+
+        Raises:
+            RunError: the tensors are lost with the process that published them, or damaged. The newest checkpoint,
+                where one is known, serves from then on.
+        """
+        handed, newest = self.call("get_state"), self.call("newest")
+        if newest is None:
+            return None, -1
+        if handed is None or handed.state is None or handed.version < newest:
+            return None, newest.step
+        from trinity_sync.sync import state_dicts
+
+        try:
+            tensors = state_dicts.get(handed.version, handed.state, self._timeout_s)
+        except state_dicts.StateLostError as error:
+            serves = self.call("state_lost", handed.version)
+            instead = (
+                "no checkpoint is known that could serve"
+                if serves is None or serves.location is None
+                else f"the checkpoint of step {serves.version.step} in {serves.location} serves from now on"
+            )
+            raise RunError(f"{error}, the process that published them is gone; {instead}") from error
+        if copy:
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        return tensors, handed.version.step
+
+    def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype as torch prints it, shape) of the tensors of the newest version, or of what the weight sync
+        group sends, in the order in which they come.
+
+        Raises:
+            RunError: neither is known.
+        """
+        handed = self.call("get_state")
+        if handed is not None and handed.state is not None:
+            from trinity_sync.sync import state_dicts
+
+            return state_dicts.described(handed.state[0])
+        meta = self.call("group_meta")
+        if meta is None:
+            raise RunError("nothing is known of the tensors: no state dict and no weight sync group was set up")
+        return [(name, dtype, tuple(shape)) for name, dtype, shape in meta]
+
+    # -- broadcasts over a group of the program's own
+
+    def setup_weight_sync_group(
+        self, master_address: str, master_port: int, state_dict_meta: list[Any] | None = None, *, explorers: int = 1
+    ) -> WeightSyncGroup:
+        """Rank 0 of the trainer: tell the explorers where to meet for broadcasts.
+
+        Args:
+            master_address, master_port: of a store that serves already.
+            state_dict_meta: (name, dtype, shape) of what is going to be sent, in order.
+            explorers: how many belong to the group. A group of before is over.
+        """
+        self._attach(TRAINER)
+        meta = (
+            None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
+        )
+        return self.call("open_group", master_address, int(master_port), meta, explorers)
+
+    def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> WeightSyncGroup:
+        """An explorer: wait for a group, and its place in it.
+
+        Args:
+            explorer: its name, unique in the run.
+            after: the id of the group that it was in before.
+
+        Raises:
+            RunError: all places are taken.
+            WaitTimeout: the trainer set up none.
+        """
+        self._attach(explorer)
+        return self.call("join_group", explorer, after, self._timeout_s, timeout_s=self._timeout_s + 5)
+
+    def ready_to_nccl_sync(
+        self, module: str, trainer_step: int | None = None, *, timeout_s: float | None = None
+    ) -> int:
+        """Wait until the trainer and all explorers of the group are ready for a broadcast.
+
+        Args:
+            module: ``"trainer"``, or the explorer's name.
+            trainer_step: from the trainer: what it is going to send.
+            timeout_s: limit, seconds; the configured one unless given.
+
+        Returns:
+            The step that is going to be sent. It is the newest version only after `notify_nccl_sync_done`, so that no
+            label stands before its bytes.
+
+        Raises:
+            RunError: a member of the group died.
+            WaitTimeout: names who did not come. Whoever waited is not counted as ready any more.
+        """
+        self._attach(module)
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        return self.call("ready", module, trainer_step, limit, timeout_s=limit + 5)
+
+    def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> None:
+        """The trainer: the version was sent to all explorers of the group."""
+        self.call("sent", Version(attempt, trainer_step))
