@@ -20,12 +20,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.retention import policy_fields
-from trinity_sync.config.schema import Config
+from trinity_sync.config.schema import MEGATRON_FAMILIES, Config
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.retention import make_policies
-
-MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model families of transformers that `backend=megatron` trains."""
 
 
 class Problem(NamedTuple):

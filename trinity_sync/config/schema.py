@@ -14,6 +14,9 @@ from omegaconf import MISSING, OmegaConf
 
 DTYPES = ("bf16", "fp32", "fp16")
 
+MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Model families of transformers that `backend=megatron` trains."""
+
 
 def _choice(*values: str) -> Any:
     return field(default=MISSING, metadata={"choices": values})

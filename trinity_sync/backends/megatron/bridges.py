@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
 from trinity_sync.backends.megatron.layers import local_layers
-from trinity_sync.config.checks import MEGATRON_FAMILIES
+from trinity_sync.config.schema import MEGATRON_FAMILIES
 from trinity_sync.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -44,7 +44,14 @@ class Checkpoints:
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._planners = {name: Planner() for name in (_MODEL, _OPTIMIZER, _EXTRA)}
+        # A fully reshardable optimizer is gathered over the data-parallel ranks, so what is saved is a copy already.
+        gathered = layout(engine)["optimizer_format"] == "fully_reshardable"
+        self._planners = {
+            _MODEL: Planner(live=True),
+            _OPTIMIZER: Planner(live=not gathered),
+            _EXTRA: Planner(live=True),
+        }
+        self._copies = optimizer_state.HostCopies()
         # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
         gc.freeze()
 
@@ -55,14 +62,15 @@ class Checkpoints:
             folder: the checkpoint's; is made.
 
         Returns:
-            What writes the copy: to be called on a background thread of every rank; returns this rank's files. Two of
-            these must not run at the same time.
+            What writes the copy: to be called on a background thread of every rank; returns this rank's files. It has
+            to be done before the next `begin`, which uses the memory again.
         """
         engine, manager = self._engine, self._manager
         optimizer_state.materialise(engine.optimizer)
         content = manager._build_sharded_state_dict_metadata()
         model = manager._build_model_sharded_state_dict(content)
-        optimizer = manager._build_optimizer_state_dict(model, content)
+        with self._copies.used_by(engine.optimizer):
+            optimizer = manager._build_optimizer_state_dict(model, content)
         trees = {_MODEL: model, _OPTIMIZER: optimizer, _EXTRA: self._extra()}
         if dist.get_rank() == 0:
             for name in trees:

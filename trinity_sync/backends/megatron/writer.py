@@ -42,11 +42,14 @@ _FORMAT = ("torch_dist", 1)
 
 
 class _Snapshot(FileSystemWriterAsync):
-    """One rank's share of one state dict, copied when it is planned, in one file."""
+    """One rank's share of one state dict, in one file; what is live is copied when it is planned."""
+
+    live = True
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         self._file = f"{plan.storage_data.prefix}0.distcp"
-        self._items = [(item, _copied(planner.resolve_data(item))) for item in plan.items]
+        data = ((item, planner.resolve_data(item)) for item in plan.items)
+        self._items = [(item, _copied(value) if self.live else value) for item, value in data]
 
     def write(self) -> tuple[list[Any], list[Path]]:
         """The results for the metadata and the files written."""
@@ -57,7 +60,9 @@ class _Snapshot(FileSystemWriterAsync):
         ordered = sorted(self._items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
         with path.open("wb") as stream:
             results = [
-                _write_item(_StorageWriterTransforms(), stream, data, item, self._file, SerializationFormat.TORCH_SAVE)
+                _write_item(
+                    _StorageWriterTransforms(), stream, _alone(data), item, self._file, SerializationFormat.TORCH_SAVE
+                )
                 for item, data in ordered
             ]
         self._items = []
@@ -71,12 +76,22 @@ def _copied(data: Any) -> Any:
     return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
+def _alone(data: Any) -> Any:
+    """torch would write all of the storage that a tensor is a part of."""
+    if isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() != data.nbytes:
+        return _copied(data)
+    return data
+
+
 class _Strategy(TorchDistSaveShardedStrategy):
     """megatron-core's strategy with our writer. Planning runs on the training thread, over the default group."""
+
+    live = True
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         self.snapshot = _Snapshot(checkpoint_dir, thread_count=1)
+        self.snapshot.live = self.live
         (_, self.metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False),
             self.snapshot,
@@ -114,10 +129,14 @@ class Pending:
 class Planner:
     """Plans the saves of one state dict, whose layout stays the same: who of the replicas writes what is decided once,
     and checked once.
+
+    Args:
+        live: the tensors are those that training changes; else they were made for the save, on the host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, live: bool) -> None:
         self._strategy = _Strategy(*_FORMAT)
+        self._strategy.live = live
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._shared = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._checked = False
