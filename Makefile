@@ -13,6 +13,9 @@ FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip c
 UV_FLAGS := --python $(BIN)/python --constraint constraints.txt \
 	$(foreach place,$(FIND_LINKS),--find-links $(place)) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
+# Two files of tests at a time: much of what they do is wait for processes to start.
+BESIDE := -n 2 --dist loadfile
+
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
@@ -36,10 +39,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/python -m pytest -m "not all"
+	$(BIN)/python -m pytest $(BESIDE) -m "not all"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(BESIDE)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun

@@ -98,7 +98,7 @@ def test_the_default_configuration_passes() -> None:
         ("sync.wire_dtype=int8", "bf16, fp32, fp16"),
         ("sync.transport=ucx", "auto, nccl, gloo"),
         ("sync.encoding=delta", "full only"),
-        ("checkpoint.format=dcp", "verl only"),
+        ("checkpoint.format=zip", "verl or dcp"),
         ("checkpoint.interval=-1", "at least 0"),
         ("checkpoint.mirror=s4://bucket/runs", "knows no s4://"),
         ("checkpoint.mirror=memory://runs", "name a place that stays"),
@@ -137,7 +137,7 @@ def test_what_is_handed_on_to_others_takes_any_key(key: str) -> None:
 
 
 def test_all_problems_are_listed_at_once() -> None:
-    message = refused("sync.slots=0", "explorer.replicas=33", "trainer.schedule=free", "checkpoint.format=dcp")
+    message = refused("sync.slots=0", "explorer.replicas=33", "trainer.schedule=free", "checkpoint.format=zip")
     assert message.startswith("4 settings are wrong")
     for key in ("sync.slots", "explorer.replicas", "trainer.schedule", "checkpoint.format"):
         assert f"\n  {key} is " in message

@@ -106,13 +106,31 @@ def start_ray(limit_s: float, **options: Any) -> None:
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            ray.init(**options)
+            with _lean():
+                ray.init(**options)
             return
         except Exception as error:
             ray.shutdown()
             if "timed out" in str(error) and time.monotonic() < deadline:
                 continue
             raise RunError(f"Ray did not start: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _lean() -> Iterator[None]:
+    """Ray's node without its dashboard, autoscaler and log forwarder: a run uses none of them, and each is a Python
+    process that takes seconds of a small machine's start. `ray.init` has no switches for them.
+    """
+    from ray._private.node import Node
+
+    before = {name: vars(Node)[name] for name in ("start_api_server", "start_monitor", "start_log_monitor")}
+    for name in before:
+        setattr(Node, name, lambda self, *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 def check_reachable(address: str) -> None:

@@ -23,7 +23,7 @@ SMALL = [
     "trainer.steps=3",
     "checkpoint.interval=2",
 ]
-LIMIT_S = 240
+LIMIT_S = 400
 
 
 @dataclass

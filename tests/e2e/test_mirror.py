@@ -15,7 +15,7 @@ from trinity_sync.checkpoint.layout import step_dir
 
 pytestmark = pytest.mark.all
 
-SETTINGS = ("trainer.steps=6", "checkpoint.interval=2", "trainer.lr_scheduler=cosine", "seed=7")
+SETTINGS = ("trainer.steps=6", "checkpoint.interval=2", "seed=7")
 
 
 def mirrored(server: SftpServer, *more: str) -> tuple[str, ...]:
