@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,8 +129,13 @@ def _resume(options: argparse.Namespace) -> int:
 
     folder = options.run.absolute()
     overrides, config_name, config_dir = _read_invocation(folder)
-    overrides = merge_overrides(overrides, options.overrides)
     try:
+        old = without_foreign_keys(
+            overrides,
+            options.overrides,
+            lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
+        )
+        overrides = merge_overrides(old, options.overrides)
         cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(app.explain(error)) from error
@@ -173,6 +178,32 @@ def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
         return [*overrides, *searched], str(settings.job.config_name), extra[0] if extra else None
     except Exception as error:
         raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
+
+
+def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callable[[str], DictConfig]) -> list[str]:
+    """Leave out old overrides of keys that a newly chosen option of their group does not have.
+
+    A run with ``backend=megatron backend.tp=2`` that is resumed with ``backend=fsdp2`` has no `backend.tp` any more.
+
+    Args:
+        old, new: overrides as text.
+        compose: makes the configuration with one override, the choice.
+    """
+    from omegaconf import OmegaConf
+
+    kept = list(old)
+    for choice in new:
+        group, found, _ = choice.partition("=")
+        below = [text for text in kept if text.lstrip("+").startswith(f"{group}.")]
+        if not found or "." in group or not below:
+            continue
+        chosen = compose(choice)
+        for text in below:
+            key = text.lstrip("+").partition("=")[0]
+            node = OmegaConf.select(chosen, key.rpartition(".")[0])
+            if not text.startswith("+") and (node is None or key.rpartition(".")[2] not in node):
+                kept.remove(text)
+    return kept
 
 
 def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:

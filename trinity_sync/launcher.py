@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.lock import locked
@@ -116,7 +118,7 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    preparing = _in_background(lambda: _prepare(cfg, folder.model))
+    preparing = _in_background(lambda: _prepare(cfg, folder.model, start))
     replicas = 0 if cfg.algorithm.kind == "sft" else cfg.explorer.replicas
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
@@ -136,8 +138,8 @@ def _run(
         store.recover(start.checkpoints)
 
 
-def _prepare(cfg: DictConfig, model_folder: Path) -> None:
-    """What the driver does while Ray starts: make the initial model, import verl."""
+def _prepare(cfg: DictConfig, model_folder: Path, start: Start) -> None:
+    """While Ray starts: make the initial model, or one of another engine's weights, import verl."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -145,8 +147,21 @@ def _prepare(cfg: DictConfig, model_folder: Path) -> None:
         from trinity_sync.explorer.model_factory import make_model
 
         make_model(plain(cfg.model.architecture), cfg.seed, model_folder)
+    if start.weights_only:
+        from trinity_sync.checkpoint.export import export_checkpoint
+
+        assert start.folder is not None, "weights are taken from a checkpoint"
+        taken = _taken_weights(model_folder, start)
+        shutil.rmtree(taken, ignore_errors=True)
+        given = Path(cfg.model.path) if cfg.model.path else model_folder
+        export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
     with _quiet_imports():
         import trinity_sync.trainer.worker  # noqa: F401
+
+
+def _taken_weights(model_folder: Path, start: Start) -> Path:
+    """Where the weights of another engine's checkpoint lie while the run starts, in Hugging Face format."""
+    return model_folder.with_name(f"model-of-step-{start.step}")
 
 
 @contextlib.contextmanager
@@ -245,6 +260,8 @@ class Job:
         self._use_gpu = use_gpu
         self._logs = str(folder.logs)
         self._model_path = str(cfg.model.path or folder.model)
+        if start.weights_only:
+            self._model_path = str(_taken_weights(folder.model, start))
         self._synchronizer: Any = None
         self._monitor: Any = None
         self._relay: Any = None
@@ -296,7 +313,11 @@ class Job:
         self._start_agents()
         if self._pool is not None:
             self._pool.attach(self._agents)
-        if self._start.folder is not None:
+        if self._start.weights_only:
+            self._trainer.call(
+                "begin_at", self._start.step, what="set the schedule", timeout_s=cfg.cluster.start_timeout_s
+            )
+        elif self._start.folder is not None:
             recorder.phase(f"restoring step {self._start.step}")
             self._trainer.call(
                 "load", str(self._start.folder), what=f"load {self._start.folder}", timeout_s=cfg.checkpoint.timeout_s
@@ -499,7 +520,10 @@ class Job:
         folder = self._start.folder
         if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
             return None
-        step = published_step(folder, parts)
+        moved = self._start.weights_only or (
+            self._cfg.backend.strategy == "megatron" and check_layout(self._cfg, folder) is not None
+        )
+        step = None if moved else published_step(folder, parts)
         if step is None:
             print(
                 f"note: {folder} was saved by other trainer ranks, so the explorers begin with its own weights: "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import MANIFEST, ManifestError, read_manifest, step_of
 from trinity_sync.errors import ConfigError
@@ -27,12 +28,14 @@ class Start:
         resumed: it goes on in its own folder.
         checkpoints: where it saves.
         folder: the checkpoint that it begins with; None: the initial model.
+        weights_only: it takes the checkpoint's weights, and begins with a new optimizer.
     """
 
     step: int
     resumed: bool
     checkpoints: Path
     folder: Path | None
+    weights_only: bool = False
 
     @classmethod
     def find(cls, cfg: DictConfig, checkpoints: Path, *, resume: bool, logs: Path | None = None) -> Start:
@@ -58,10 +61,10 @@ class Start:
                 f"or go on with that run: trinity-sync resume RUN_DIR"
             )
         folder = Path(cfg.checkpoint.resume_from) if cfg.checkpoint.resume_from is not None else None
-        step = _check_given(cfg, folder) if folder is not None else 0
+        step, whole = _check_given(cfg, folder) if folder is not None else (0, True)
         if mirror is not None:
             mirror.check(checkpoints)
-        return cls(step, False, checkpoints, folder)
+        return cls(step, False, checkpoints, folder, weights_only=not whole)
 
     @classmethod
     def _resumed(cls, cfg: DictConfig, checkpoints: Path, mirror: RunMirror | None) -> Start:
@@ -74,12 +77,14 @@ class Start:
             return cls(0, True, checkpoints, None)
         _check_steps(cfg, found.step, f"the run with checkpoints in {checkpoints}")
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
-        _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
-        return cls(found.step, True, checkpoints, found.path)
+        whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
+        return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
 
 
-def _check_given(cfg: DictConfig, folder: Path) -> int:
-    """The step of a checkpoint that the user named: of ours, of verl's or of Trinity's, `checkpoint.resume_from`."""
+def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
+    """Of a checkpoint that the user named (ours, verl's or Trinity's), `checkpoint.resume_from`: its step, and whether
+    the run's engine can load all of it.
+    """
     key = "checkpoint.resume_from"
     step = step_of(folder.resolve().name)
     if not folder.is_dir() or step is None:
@@ -98,8 +103,7 @@ def _check_given(cfg: DictConfig, folder: Path) -> int:
     else:
         backend, world_size = _recognise(folder, key)
     _check_steps(cfg, step, f"{key}={folder}")
-    _check_engine(cfg, folder, backend, world_size)
-    return step
+    return step, _check_engine(cfg, folder, backend, world_size)
 
 
 def _recognise(folder: Path, key: str) -> tuple[str, int]:
@@ -131,11 +135,22 @@ def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
         )
 
 
-def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> None:
-    """Whether the run's engine can load what another one saved."""
+def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
+    """Whether the run's engine can load all that another one saved; else it can take the weights."""
     wanted = (cfg.backend.strategy, cfg.backend.ranks)
+    if backend == wanted[0] == "megatron":
+        if note := check_layout(cfg, path):
+            print(f"note: {note}", file=sys.stderr)
+        return True
     if (backend, world_size) == wanted:
-        return
+        return True
+    if "megatron" in (backend, wanted[0]):
+        print(
+            f"note: {path} was saved by backend={backend}, this run goes on with backend={wanted[0]}: with the same "
+            f"weights and at the same place in the learning-rate schedule, but the optimizer's averages begin anew",
+            file=sys.stderr,
+        )
+        return False
     if (path / "actor" / "dcp").is_dir() and {backend, wanted[0]} <= {"fsdp", "fsdp2"}:
         if world_size != wanted[1]:
             print(
@@ -143,7 +158,7 @@ def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) ->
                 f"{wanted[1]}, the random numbers of a rank are not",
                 file=sys.stderr,
             )
-        return
+        return True
     raise ConfigError(
         f"{path} was saved by backend={backend} on backend.ranks={world_size}, this run asks for "
         f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks "

@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +54,17 @@ class Ranks:
 
     A case has `strategy`, `model` (``"tied"`` or ``"untied"``) and `fsdp_size`. Each start of ranks makes the models
     anew, and they are the same. `saved` are events by ``strategy-model``: two ranks have saved for one to load.
+    `target` is what each process runs, where it is not the cases of the FSDP engines.
     """
 
-    def __init__(self, folder: Path, ranks: int, cases: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int,
+        cases: Sequence[Mapping[str, Any]],
+        saved: Mapping[str, Any],
+        target: Callable[..., None] | None = None,
+    ) -> None:
         self._folder = folder
         self._ranks = ranks
         with socket.socket() as probe:
@@ -64,7 +72,8 @@ class Ranks:
             port = probe.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self._processes = [
-            context.Process(target=_rank, args=(rank, ranks, port, folder, list(cases), saved)) for rank in range(ranks)
+            context.Process(target=target or _rank, args=(rank, ranks, port, folder, list(cases), saved))
+            for rank in range(ranks)
         ]
         before = {name: os.environ.get(name) for name in PLATFORM}
         os.environ.update(PLATFORM)

@@ -356,8 +356,7 @@ def test_damaged_hugging_face_folders_are_named(tmp_path: Path, damage: Damage, 
     ("files", "fault"),
     [
         ((), "holds no weights of a format that is read"),
-        (("dist_ckpt/.metadata", "dist_ckpt/metadata.json"), "a distributed checkpoint of Megatron"),
-        (("model/dist_ckpt/.metadata", "model/dist_ckpt/metadata.json"), "a distributed checkpoint of Megatron"),
+        (("model/dist_ckpt/.metadata", "model/dist_ckpt/metadata.json"), "cannot be read without its config.json"),
         (("pytorch_model.bin",), "only those with safetensors are read"),
     ],
 )

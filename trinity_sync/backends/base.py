@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -77,4 +77,18 @@ class Backend(Protocol):
 
     def load(self, folder: Path) -> None:
         """Restore what was saved: ``verl`` on the same number of ranks, ``dcp`` on any. Collective."""
+        ...
+
+
+@runtime_checkable
+class WritesItself(Protocol):
+    """A backend whose checkpoint format is more than one object per file: it writes its files itself."""
+
+    def begin_save(self, folder: Path) -> Callable[[], list[Path]]:
+        """Copy the training state for `folder`. Collective.
+
+        Returns:
+            What writes the copy and returns this rank's files; collective too, and called on a background thread of
+            every rank while training goes on.
+        """
         ...

@@ -24,12 +24,12 @@ def find_config(folder: Path) -> Path | None:
     place = weights_folder(folder).absolute()
     step = place.parent if place.name == "actor" else place
     number = step_of(step.name)
-    candidates = [place / "huggingface", place]
+    candidates = [place / "huggingface", place / "model" / "huggingface", place]
     if number is not None:
         root = step.parent
         others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
         nearest = sorted(others, key=lambda of: (abs(of - number), of))
-        candidates += [others[of] / "actor" / "huggingface" for of in nearest]
+        candidates += [others[of] / "actor" / below for of in nearest for below in ("huggingface", "model/huggingface")]
         candidates.append(root.parent / "model")
     return next((path for path in candidates if (path / _CONFIG).is_file()), None)
 

@@ -7,6 +7,7 @@ itself, so that one mistake is told once.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -19,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.retention import policy_fields
-from trinity_sync.config.schema import Config
+from trinity_sync.config.schema import MEGATRON_FAMILIES, Config
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.retention import make_policies
 
@@ -44,7 +45,8 @@ class _UnknownValueError(Exception):
 def check(cfg: DictConfig) -> None:
     """Check a composed configuration: missing values, ranges, and what must hold between fields.
 
-    Looks at the values and at the paths they name, reads no file and starts nothing.
+    Looks at the values and at the paths they name, and reads no file but the model's `config.json`, for the backends
+    that cut a model by its heads and layers. Starts nothing.
 
     Raises:
         ConfigError: naming every problem with its key, what is wrong and what would be right.
@@ -160,6 +162,89 @@ def _check_fsdp_size(get: Get) -> Iterator[Problem]:
         )
 
 
+def _check_megatron_ranks(get: Get) -> Iterator[Problem]:
+    if get("backend.strategy") != "megatron":
+        return
+    ranks, tp, pp = get("backend.ranks"), get("backend.tp"), get("backend.pp")
+    if ranks % (tp * pp):
+        yield Problem(
+            "backend.ranks",
+            f"is {ranks}; backend.tp x backend.pp ({tp} x {pp} = {tp * pp}) must divide it; "
+            f"set backend.ranks={tp * pp} or another multiple, or a smaller backend.tp or backend.pp",
+        )
+
+
+def _check_megatron_model(get: Get) -> Iterator[Problem]:
+    if get("backend.strategy") != "megatron":
+        return
+    model = _model_fields(get)
+    family = model.get("model_type")
+    if family is not None and family not in MEGATRON_FAMILIES:
+        yield Problem(
+            "backend",
+            f"is megatron, which trains models of the families {', '.join(MEGATRON_FAMILIES)}; this one is {family}; "
+            "use backend=fsdp2",
+        )
+    cuts = {
+        "backend.tp": ("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+        "backend.pp": ("num_hidden_layers",),
+    }
+    for key, names in cuts.items():
+        parts = get(key)
+        uneven = [
+            f"{name} ({model[name]})" for name in names if isinstance(model.get(name), int) and model[name] % parts
+        ]
+        if uneven:
+            yield Problem(key, f"is {parts}; it must divide the model's {' and '.join(uneven)}")
+
+
+def _check_megatron_settings(get: Get) -> Iterator[Problem]:
+    if get("backend.strategy") != "megatron":
+        return
+    dtype, wire = get("backend.dtype"), get("sync.wire_dtype")
+    if dtype != "bf16":
+        yield Problem(
+            "backend.dtype", f"is {dtype}; backend=megatron trains in bf16 (its optimizer keeps copies in fp32)"
+        )
+    elif wire != dtype:
+        yield Problem(
+            "sync.wire_dtype",
+            f"is {wire}; backend=megatron publishes the weights it computes with, so set it to {dtype} (backend.dtype)",
+        )
+    warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
+    if warmup == steps:
+        yield Problem(
+            "trainer.warmup_steps",
+            f"is {warmup}, as many as trainer.steps; backend=megatron needs less, set it to {steps - 1} or less",
+        )
+    form = get("checkpoint.format")
+    if form != "verl":
+        yield Problem(
+            "checkpoint.format",
+            f"is {form}, which is for fsdp and fsdp2; with backend=megatron verl's files are megatron-core's, which "
+            "other layouts can load too, so set it to verl",
+        )
+    writers = get("checkpoint.save_strategy")
+    if writers != "unrestricted":
+        yield Problem(
+            "checkpoint.save_strategy",
+            f"is {writers}; the ranks of backend=megatron finish a checkpoint together, so set it to unrestricted",
+        )
+
+
+def _model_fields(get: Get) -> dict[str, Any]:
+    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
+    path = get("model.path")
+    if path is None:
+        architecture = get("model.architecture")
+        return {} if architecture is None else {str(name): value for name, value in architecture.items()}
+    try:
+        found = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}  # a bad folder is told of by _check_model
+    return found if isinstance(found, dict) else {}
+
+
 def _check_staleness(get: Get) -> Iterator[Problem]:
     interval, staleness = get("sync.interval"), get("sync.max_staleness")
     if staleness < interval - 1:
@@ -171,7 +256,13 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
 
 
 def _check_batch(get: Get) -> Iterator[Problem]:
-    parts = get("backend.ranks") * get("trainer.mini_batches")
+    copies, named = get("backend.ranks"), "backend.ranks"
+    if get("backend.strategy") == "megatron":
+        shared = get("backend.tp") * get("backend.pp")
+        if copies % shared:
+            return  # said by _check_megatron_ranks
+        copies, named = copies // shared, "data-parallel ranks (backend.ranks / (backend.tp x backend.pp))"
+    parts = copies * get("trainer.mini_batches")
     if get("algorithm.kind") == "sft":
         key, sequences = "algorithm.batch_size", get("algorithm.batch_size")
         counted = f"is {sequences}"
@@ -180,7 +271,7 @@ def _check_batch(get: Get) -> Iterator[Problem]:
         key, sequences = "algorithm.prompts_per_step", prompts * samples
         counted = f"times algorithm.samples_per_prompt is {sequences} sequences a step ({prompts} x {samples})"
     if sequences % parts:
-        yield Problem(key, f"{counted}; it must be a multiple of backend.ranks x trainer.mini_batches ({parts})")
+        yield Problem(key, f"{counted}; it must be a multiple of {named} x trainer.mini_batches ({parts})")
 
 
 def _check_replicas(get: Get) -> Iterator[Problem]:
@@ -315,6 +406,9 @@ def _check_task(get: Get) -> Iterator[Problem]:
 _CHECKS: tuple[Callable[[Get], Iterator[Problem]], ...] = (
     _check_name,
     _check_fsdp_size,
+    _check_megatron_ranks,
+    _check_megatron_model,
+    _check_megatron_settings,
     _check_staleness,
     _check_batch,
     _check_replicas,

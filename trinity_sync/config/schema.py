@@ -14,6 +14,9 @@ from omegaconf import MISSING, OmegaConf
 
 DTYPES = ("bf16", "fp32", "fp16")
 
+MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Model families of transformers that `backend=megatron` trains."""
+
 
 def _choice(*values: str) -> Any:
     return field(default=MISSING, metadata={"choices": values})
@@ -45,6 +48,21 @@ class FsdpConfig(BackendConfig):
     reduce_dtype: str = _choice(*DTYPES)
     param_offload: bool = MISSING
     optimizer_offload: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class MegatronConfig(BackendConfig):
+    """megatron-core, through verl's engine."""
+
+    strategy: str = _choice("megatron")
+    tp: int = _number(at_least=1)
+    pp: int = _number(at_least=1)
+    sequence_parallel: bool = MISSING
+    dtype: str = _choice(*DTYPES)
+    param_offload: bool = MISSING
+    optimizer_offload: bool = MISSING
+    optimizer_format: str = _choice("fully_reshardable", "dp_reshardable")
+    restore_rng: bool = MISSING
 
 
 @dataclass(kw_only=True)
@@ -293,6 +311,7 @@ class Config:
 SCHEMA: dict[str, type] = {
     "root": Config,
     "fsdp": FsdpConfig,
+    "megatron": MegatronConfig,
     "sync": SyncConfig,
     "keep_all": KeepAll,
     "keep_last": KeepLast,

@@ -184,7 +184,7 @@ class TrainingLoop:
             what=f"train step {step}",
             timeout_s=self._settings.step_timeout_s,
         )
-        metrics = results[0]
+        metrics = next(filter(None, results))  # with pipeline stages only ranks of the last one have some
         if not np.isfinite(metrics["loss"]):
             raise RunError(f"the loss of step {step} is {metrics['loss']}; the newest checkpoint is unharmed")
         return metrics

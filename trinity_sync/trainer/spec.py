@@ -17,7 +17,7 @@ class WorkerSpec:
     """Everything that `TrinityWorker` needs to build its engine.
 
     Attributes:
-        strategy: ``fsdp`` or ``fsdp2``.
+        strategy: ``fsdp``, ``fsdp2`` or ``megatron``.
         engine: further fields of verl's engine config.
         optimizer: fields of verl's optimizer config.
         model_path: folder in Hugging Face format, or a hub id.
@@ -88,32 +88,7 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         log_dir: where the ranks log.
     """
     backend, trainer = cfg.backend, cfg.trainer
-    engine = {
-        "fsdp_size": backend.fsdp_size,
-        "model_dtype": backend.master_dtype,
-        "mixed_precision": {
-            "param_dtype": backend.param_dtype,
-            "reduce_dtype": backend.reduce_dtype,
-            "buffer_dtype": "fp32",
-        },
-        "param_offload": backend.param_offload,
-        "optimizer_offload": backend.optimizer_offload,
-        "use_torch_compile": False,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 1,
-        "infer_micro_batch_size_per_gpu": 1,
-        "wrap_policy": {"min_num_params": 0},
-        **plain(backend.overrides),
-    }
-    optimizer = {
-        "lr": trainer.lr,
-        "betas": tuple(trainer.betas),
-        "weight_decay": trainer.weight_decay,
-        "clip_grad": trainer.clip_grad,
-        "lr_scheduler_type": trainer.lr_scheduler,
-        "lr_warmup_steps": trainer.warmup_steps,
-        "total_training_steps": trainer.steps,
-    }
+    engine, optimizer = _megatron(cfg) if backend.strategy == "megatron" else _fsdp(cfg)
     algorithm = cfg.algorithm
     loss = {}
     if algorithm.kind == "grpo":
@@ -148,3 +123,84 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         timeout_s=backend.timeout_s,
         log_dir=log_dir,
     )
+
+
+def _fsdp(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of verl's FSDPEngineConfig and FSDPOptimizerConfig."""
+    backend, trainer = cfg.backend, cfg.trainer
+    engine = {
+        "fsdp_size": backend.fsdp_size,
+        "model_dtype": backend.master_dtype,
+        "mixed_precision": {
+            "param_dtype": backend.param_dtype,
+            "reduce_dtype": backend.reduce_dtype,
+            "buffer_dtype": "fp32",
+        },
+        **_shared(cfg),
+        "use_torch_compile": False,
+        "wrap_policy": {"min_num_params": 0},
+        **plain(backend.overrides),
+    }
+    return engine, {**_adam(cfg), "lr_scheduler_type": trainer.lr_scheduler}
+
+
+def _megatron(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of verl's McoreEngineConfig and McoreOptimizerConfig."""
+    backend, trainer = cfg.backend, cfg.trainer
+    overrides = plain(backend.overrides)
+    transformer = {
+        # verl hands sequence_parallel to its other bridge only
+        "sequence_parallel": backend.sequence_parallel and backend.tp > 1,
+        # fused kernels that need Apex or come with Transformer Engine
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+    }
+    if trainer.gradient_checkpointing:
+        transformer |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    engine = {
+        "tensor_model_parallel_size": backend.tp,
+        "pipeline_model_parallel_size": backend.pp,
+        "sequence_parallel": backend.sequence_parallel,
+        "dtype": "bfloat16",
+        "vanilla_mbridge": True,
+        "seed": cfg.seed,
+        "dist_ckpt_optim_fully_reshardable": backend.optimizer_format == "fully_reshardable",
+        **_shared(cfg),
+        **overrides,
+        "override_transformer_config": {**transformer, **overrides.get("override_transformer_config", {})},
+    }
+    optimizer = {
+        **_adam(cfg),
+        "lr_decay_style": trainer.lr_scheduler,
+        "use_checkpoint_opt_param_scheduler": True,
+        # verl does not pass its own betas on, and megatron-core wants to hear of the overlap twice
+        "override_optimizer_config": {
+            "adam_beta1": trainer.betas[0],
+            "adam_beta2": trainer.betas[1],
+            "overlap_param_gather": bool(overrides.get("override_ddp_config", {}).get("overlap_param_gather", False)),
+        },
+    }
+    return engine, optimizer
+
+
+def _shared(cfg: DictConfig) -> dict[str, Any]:
+    return {
+        "param_offload": cfg.backend.param_offload,
+        "optimizer_offload": cfg.backend.optimizer_offload,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 1,
+        "infer_micro_batch_size_per_gpu": 1,
+    }
+
+
+def _adam(cfg: DictConfig) -> dict[str, Any]:
+    trainer = cfg.trainer
+    return {
+        "lr": trainer.lr,
+        "betas": tuple(trainer.betas),
+        "weight_decay": trainer.weight_decay,
+        "clip_grad": trainer.clip_grad,
+        "lr_warmup_steps": trainer.warmup_steps,
+        "total_training_steps": trainer.steps,
+    }

@@ -6,10 +6,15 @@ Which methods are collective is said at each: all ranks are to be called, in the
 
 from __future__ import annotations
 
+# First of all: what verl imports depends on it.
+import trinity_sync.backends.lean_verl  # noqa: F401
+
+# isort: split
 import mmap
 import os
 import random
 import time
+import warnings
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +26,15 @@ import torch
 import torch.distributed as dist
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.config import (
+    ActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    McoreEngineConfig,
+    McoreOptimizerConfig,
+    TrainingWorkerConfig,
+)
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
@@ -35,6 +48,7 @@ from trinity_sync.sync.parts import part_name
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.spec import RankInfo, WorkerSpec
 from trinity_sync.trainer.state_saver import StateSaver
+from trinity_sync.trainer.whole_saver import Saver, WholeSaver
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import pin_segment, stage
@@ -59,18 +73,24 @@ class TrinityWorker(TrainingWorker):
             world_size=int(os.environ["WORLD_SIZE"]),
             timeout=timedelta(seconds=spec.timeout_s),
         )
+        if spec.strategy == "megatron":
+            from trinity_sync.backends.megatron.engine import prepare
+
+            prepare()
         super().__init__(_worker_config(spec))
         self._segments: dict[int, mmap.mmap] = {}
         self._agent: Any = None
+        self._saver: Saver
 
     def initialise(self) -> RankInfo:
         """Build model, optimizer and scheduler. Collective."""
         self.reset()
         self.set_loss_fn(_loss(self._spec))
-        random.seed(self._spec.seed + self.rank)
-        np.random.seed((self._spec.seed + self.rank) % 2**32)
-        torch.manual_seed(self._spec.seed + self.rank)
-        self._backend = FsdpBackend(self.engine, self._spec.wire_dtype)
+        seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        self._backend = _backend(self._spec, self.engine)
         shards = self._backend.shards()
         self._part = part_name(self.rank)
         self._layout = PartLayout.build(self._part, shards, self._spec.bucket_bytes)
@@ -105,6 +125,9 @@ class TrinityWorker(TrainingWorker):
             timeout_s=timeout_s,
             attempt=attempt,
         )
+        if self._spec.strategy == "megatron":
+            self._saver = WholeSaver(self._backend, coordinator, self._part)
+            return
         self._saver = StateSaver(
             self._backend,
             agent,
@@ -191,6 +214,13 @@ class TrinityWorker(TrainingWorker):
         """Restore the training state from a full checkpoint's folder. Collective."""
         self._backend.load(Path(folder) / "actor")
 
+    def begin_at(self, step: int) -> None:
+        """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells that no optimizer's step came first
+            for _ in range(step):
+                self.engine.lr_scheduler_step()
+
     def write_token(self, folder: str, token: str) -> None:
         """Rank 0: leave a token in the checkpoint folder for `read_token`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -210,7 +240,23 @@ class TrinityWorker(TrainingWorker):
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
 
 
+def _backend(spec: WorkerSpec, engine: Any) -> Any:
+    """The backend of the engine. Megatron's is imported where it is chosen: it takes seconds."""
+    if spec.strategy == "megatron":
+        from trinity_sync.backends.megatron.backend import MegatronBackend
+
+        return MegatronBackend(engine, spec.wire_dtype, spec.timeout_s)
+    return FsdpBackend(engine, spec.wire_dtype)
+
+
+def _engine_configs(spec: WorkerSpec) -> tuple[Any, Any]:
+    if spec.strategy == "megatron":
+        return McoreEngineConfig(**spec.engine), McoreOptimizerConfig(**spec.optimizer)
+    return FSDPEngineConfig(strategy=spec.strategy, **spec.engine), FSDPOptimizerConfig(**spec.optimizer)
+
+
 def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
+    engine, optimizer = _engine_configs(spec)
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -220,8 +266,8 @@ def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
             enable_gradient_checkpointing=spec.gradient_checkpointing,
             override_config={"attn_implementation": spec.attn_implementation},
         ),
-        engine_config=FSDPEngineConfig(strategy=spec.strategy, **spec.engine),
-        optimizer_config=FSDPOptimizerConfig(**spec.optimizer),
+        engine_config=engine,
+        optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
 

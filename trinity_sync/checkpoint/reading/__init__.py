@@ -18,8 +18,9 @@ import torch
 
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, read_manifest
 from trinity_sync.checkpoint.places import find_config, weights_folder
-from trinity_sync.checkpoint.reading.distributed import METADATA, open_distributed
+from trinity_sync.checkpoint.reading.distributed import open_distributed
 from trinity_sync.checkpoint.reading.hugging_face import is_hugging_face, open_hugging_face
+from trinity_sync.checkpoint.reading.megatron import megatron_folder, open_megatron
 from trinity_sync.checkpoint.reading.part_files import open_parts, part_files
 from trinity_sync.checkpoint.reading.pieces import Source, TensorInfo, WeightsError
 from trinity_sync.checkpoint.reading.saved_form import saved_form
@@ -112,6 +113,10 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
         name, sources = f"verl's files of {len(files)} ranks", open_shards(files)
     elif (place / "dcp").is_dir():
         name, sources = "torch.distributed.checkpoint", open_distributed(place / "dcp", _MODEL_PREFIX)
+    elif dist_ckpt := megatron_folder(place):
+        if config is None:
+            raise WeightsError(f"{dist_ckpt} holds a Megatron model, which cannot be read without its config.json")
+        name, sources = "Megatron's distributed checkpoint", open_megatron(dist_ckpt, config)
     elif files := part_files(place):
         return Weights(folder, f"weights of {len(files)} parts", config, manifest, open_parts(files))
     elif found := next((path for path in (place, place / "huggingface") if is_hugging_face(path)), None):
@@ -126,7 +131,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
     """That the model's files are there as they were committed, as far as that shows without reading them."""
     for entry in manifest.files:
-        if not entry.path.startswith(("actor/model_", "actor/weights_", "actor/dcp/")):
+        if not entry.path.startswith(("actor/model_", "actor/weights_", "actor/dcp/", "actor/model/dist_ckpt/")):
             continue
         path = folder / entry.path
         size = path.stat().st_size if path.is_file() else None
@@ -138,13 +143,10 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 def _nothing(place: Path) -> str:
     """Why a folder cannot be read."""
-    for megatron in (place / "dist_ckpt", place / "model" / "dist_ckpt", place):
-        if (megatron / METADATA).is_file() and (megatron / "metadata.json").is_file():
-            return f"{megatron} is a distributed checkpoint of Megatron (dist_checkpointing), a format that is not read"
     binary = next(iter(sorted(place.glob("pytorch_model*.bin"))), None)
     if binary is not None:
         return f"{binary} is a pickle; of Hugging Face folders only those with safetensors are read"
     return (
         f"{place} holds no weights of a format that is read: verl's model_world_size_*_rank_*.pt, this program's "
-        "weights_*.safetensors, dcp/.metadata, or a Hugging Face model's safetensors"
+        "weights_*.safetensors, dcp/.metadata, model/dist_ckpt/.metadata, or a Hugging Face model's safetensors"
     )

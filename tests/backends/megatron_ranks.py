@@ -1,0 +1,500 @@
+"""Real Megatron engines in processes of their own: what `test_megatron.py` asks of them, gathered in one start.
+
+All layouts of one number of ranks run in the same processes, one after the other; megatron-core's groups are taken down
+in between. `engines.Ranks` starts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tests.backends.engines import _digest as digest
+from tests.backends.engines import _facts_file as facts_file
+from tests.backends.engines import _step as step
+
+VOCABULARY = 37  # no multiple of anything: the engines pad it
+
+
+def make_models(folder: Path) -> None:
+    """Small models of the supported families, and a tokenizer beside each."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    from trinity_sync.explorer.model_factory import character_tokenizer
+
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.02,
+    }
+    for name, config, model, tied in (
+        ("qwen3", Qwen3Config, Qwen3ForCausalLM, False),
+        ("qwen3-tied", Qwen3Config, Qwen3ForCausalLM, True),
+        ("qwen2", Qwen2Config, Qwen2ForCausalLM, False),
+        ("llama-tied", LlamaConfig, LlamaForCausalLM, True),
+    ):
+        torch.manual_seed(3)
+        fields = {**sizes, "tie_word_embeddings": tied}
+        if name == "qwen2":
+            del fields["head_dim"]
+        made = model(config(**fields))
+        for parameter in made.parameters():  # transformers begins norms with ones and biases with zeros
+            if parameter.dim() == 1:
+                torch.nn.init.normal_(parameter, 1.0, 0.1)
+        made.to(torch.bfloat16).save_pretrained(folder / name)
+        character_tokenizer(VOCABULARY).save_pretrained(folder / name)
+
+
+def run(
+    rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
+) -> None:
+    """One process. A case has `world` ranks (the first ones), `tp`, `pp`, `model`, and what it does: `do`."""
+    import warnings
+
+    warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed as dist
+
+    import trinity_sync.backends.lean_verl  # noqa: F401
+
+    raises = _what_raises_without_cuda()
+    from trinity_sync.backends.megatron import cpu, engine
+
+    used = _count_calls(cpu.STAND_INS)
+    engine.prepare()
+    models = folder / "models"
+    if rank == 0 and not models.exists():
+        make_models(models)
+    facts: list[dict[str, Any]] = []
+    for world in sorted({case["world"] for case in cases}, reverse=True):
+        mine = [case for case in cases if case["world"] == world]
+        if rank >= world:
+            facts += [{} for _ in mine]
+            continue
+        port += 1
+        dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}")
+        dist.barrier()
+        facts += [{**_case(case, models, folder), "cuda": torch.cuda.is_available()} for case in mine]
+        dist.barrier()
+        dist.destroy_process_group()
+    for of_case in facts:
+        of_case |= {"raised": raises, "used": sorted(used)}
+    facts_file(folder, ranks, rank).write_text(json.dumps(facts))
+
+
+def _what_raises_without_cuda() -> list[str]:
+    """The names of the stand-ins whose originals fail on this machine."""
+    import importlib
+
+    import torch
+
+    from trinity_sync.backends.megatron.cpu import STAND_INS
+
+    found = []
+    for name in STAND_INS:
+        module, _, attribute = name.rpartition(".")
+        original = getattr(importlib.import_module(module), attribute)
+        state = torch.get_rng_state()
+        torch.manual_seed(77)
+        before = torch.get_rng_state()
+        try:
+            if name.endswith("_set_cuda_rng_state"):
+                original(state)
+                if torch.equal(torch.get_rng_state(), before):
+                    raise RuntimeError("had no effect")
+            elif name.endswith("manual_seed"):
+                original(1)
+                if torch.equal(torch.get_rng_state(), before):
+                    raise RuntimeError("had no effect")
+            else:
+                original()
+        except (AssertionError, RuntimeError):
+            found.append(name)
+        finally:
+            torch.set_rng_state(state)
+    return sorted(found)
+
+
+def _count_calls(stand_ins: dict[str, Any]) -> set[str]:
+    """Replace each stand-in by one that leaves its name in the set."""
+    used: set[str] = set()
+
+    def counting(name: str, stand_in: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            used.add(name)
+            return stand_in(*args, **kwargs)
+
+        return call
+
+    for name, stand_in in list(stand_ins.items()):
+        stand_ins[name] = counting(name, stand_in)
+    return used
+
+
+def build(case: Mapping[str, Any], models: Path) -> Any:
+    """The engine of a case."""
+    from megatron.core import parallel_state
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
+    from verl.workers.engine import EngineRegistry
+
+    parallel_state.destroy_model_parallel()
+    late = case.get("overlap_param_gather", False)
+    engine = EngineRegistry.new(
+        "language_model",
+        "megatron",
+        model_config=HFModelConfig(path=str(models / case["model"])),
+        engine_config=McoreEngineConfig(
+            tensor_model_parallel_size=case["tp"],
+            pipeline_model_parallel_size=case["pp"],
+            vanilla_mbridge=True,
+            use_remove_padding=False,
+            dist_ckpt_optim_fully_reshardable=case.get("format", "fully_reshardable") == "fully_reshardable",
+            override_ddp_config={"overlap_param_gather": late, "overlap_grad_reduce": late},
+            override_transformer_config={
+                "masked_softmax_fusion": False,
+                "gradient_accumulation_fusion": False,
+                "persist_layer_norm": False,
+                "sequence_parallel": case.get("sequence_parallel", case["tp"] > 1),
+            },
+        ),
+        optimizer_config=McoreOptimizerConfig(
+            lr=1e-2,
+            total_training_steps=20,
+            lr_warmup_steps=2,
+            lr_decay_style="cosine",
+            use_checkpoint_opt_param_scheduler=True,
+            override_optimizer_config={"overlap_param_gather": late},
+        ),
+        checkpoint_config=CheckpointConfig(),
+    )
+    engine.initialize()
+    return engine
+
+
+def _case(case: Mapping[str, Any], models: Path, folder: Path) -> dict[str, Any]:
+    from trinity_sync.backends.megatron.backend import MegatronBackend
+
+    engine = build(case, models)
+    backend = MegatronBackend(engine, "BF16", 60.0)
+    facts: dict[str, Any] = {}
+    for action in case["do"]:
+        facts |= _ACTIONS[action](case, engine, backend, models, folder)
+    return facts
+
+
+def _train(engine: Any, number: int) -> None:
+    step(engine, engine.get_data_parallel_rank(), number)
+
+
+def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """The initial version, and the one after a step, against mbridge's own export."""
+    from safetensors.torch import load_file
+
+    from trinity_sync.weights.tensors import state_digest
+
+    file = load_file(models / case["model"] / "model.safetensors")
+    facts = {"file": state_digest(file, "BF16"), "initial": digest(backend, case["world"])}
+    facts |= _log_probs(engine, models / case["model"])
+    _train(engine, 0)
+    _train(engine, 1)
+    facts["after_step"] = digest(backend, case["world"])
+    exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
+    facts["exported"] = state_digest({name: exported[name] for name in file}, "BF16")
+    return facts
+
+
+def _log_probs(engine: Any, model: Path) -> dict[str, Any]:
+    """The largest difference of a log-prob from transformers' in float32, on the rank that has the output."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+    from verl.utils import tensordict_utils as tu
+
+    from trinity_sync.trainer.batch import sft_batch
+
+    draw = np.random.default_rng(engine.get_data_parallel_rank())
+    lengths = ((5, 9), (12, 3), (7, 7), (2, 11))
+    pairs = [(draw.integers(3, VOCABULARY, a), draw.integers(3, VOCABULARY, b)) for a, b in lengths]
+    data = sft_batch([a for a, _ in pairs], [b for _, b in pairs], micro_batch=2, global_mini_batch=4)
+    tu.assign_non_tensor(data, calculate_entropy=True)
+    with engine.eval_mode():
+        output = engine.infer_batch(data, None)
+    if not engine.is_mp_src_rank_with_outputs():
+        return {}
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    worst = 0.0
+    for index, (prompt, answer) in enumerate(pairs):
+        ids = torch.from_numpy(np.concatenate([prompt, answer]))
+        with torch.no_grad():
+            wanted = reference(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        found = output["model_output"]["log_probs"][index][: len(ids) - 1].float()
+        worst = max(worst, (wanted - found).abs().max().item())
+    entropy = output["model_output"]["entropy"].values()
+    return {"log_probs": worst, "finite": bool(torch.isfinite(entropy).all())}
+
+
+def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """Save in the background while a step trains, then resume: the same step once more."""
+    import numpy as np
+    import torch
+
+    from trinity_sync.checkpoint.reading import open_weights
+
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    np.random.seed(7)
+    saved = folder / case["save"]
+    facts = {"before_save": digest(backend, case["world"])}
+    write = backend.begin_save(saved)
+    facts["rng_saved"] = _rng()
+    files: list[Path] = []
+    writer = threading.Thread(target=lambda: files.extend(write()))
+    writer.start()
+    _train(engine, 2)
+    writer.join(60)
+    assert not writer.is_alive(), "the save does not end"
+    if torch.distributed.get_rank() == 0:
+        facts["read"] = open_weights(saved).digest("BF16")
+    facts["files"] = sorted(str(path.relative_to(saved)) for path in files)
+    facts["next"], facts["next_state"] = digest(backend, case["world"]), _optimizer_hash(engine)
+    facts["lr_next"] = engine.optimizer.param_groups[0]["lr"]
+
+    torch.manual_seed(999)
+    backend.load(saved)
+    facts["loaded"], facts["rng_loaded"] = digest(backend, case["world"]), _rng()
+    _train(engine, 2)
+    facts["next_after_load"], facts["next_state_after_load"] = digest(backend, case["world"]), _optimizer_hash(engine)
+    facts["lr_next_after_load"] = engine.optimizer.param_groups[0]["lr"]
+    return facts
+
+
+def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """Load what another layout saved, and save it again."""
+    import torch.distributed as dist
+
+    backend.load(folder / case["load"])
+    facts = {"loaded": digest(backend, case["world"]), "lr": engine.optimizer.param_groups[0]["lr"]}
+    again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case['world']}"
+    backend.begin_save(again)()
+    dist.barrier()
+    facts["contents"] = checkpoint_hashes(again)
+    facts["contents_loaded"] = checkpoint_hashes(folder / case["load"])
+    return facts
+
+
+def _late(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """Versions taken between steps, and while the model is offloaded, are those of a run that takes none."""
+    from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
+
+    from trinity_sync.backends.megatron.cpu import CudaMeansCpu
+
+    facts: dict[str, Any] = {"deadline": backend.deadline}
+    found = []
+    for number in range(3):
+        _train(engine, number)
+        if number % 2 == 0:
+            found.append(digest(backend, case["world"]))
+    facts["versions"] = found
+    with CudaMeansCpu():
+        offload_megatron_model_to_cpu(engine.module)
+    facts["offloaded"] = digest(backend, case["world"])
+    facts["storage"] = engine.module[0].buffers[0].param_data.untyped_storage().size()
+    with CudaMeansCpu():
+        load_megatron_model_to_gpu(engine.module)
+    _train(engine, 3)
+    facts["after_offload"] = digest(backend, case["world"])
+    return facts
+
+
+def _failing(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """A save that the last rank cannot write, and one after it."""
+    import torch.distributed as dist
+
+    from trinity_sync.errors import RunError
+
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    told = ""
+    write = backend.begin_save(folder / "torn")
+    if rank == last:
+        (folder / "torn" / "model" / "dist_ckpt" / f"__{last}_0.distcp").mkdir()
+    try:
+        write()
+    except RunError as error:
+        told = str(error)
+    return {"told": told, "after": len(backend.begin_save(folder / "sound")())}
+
+
+def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """What the bridges say to models they do not know, and to a GPU without Transformer Engine."""
+    import logging
+    from unittest import mock
+
+    import torch
+    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+
+    from trinity_sync.backends.megatron import bridges
+    from trinity_sync.errors import ConfigError
+
+    said = []
+    scaled = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4}
+    for check, config in (
+        (bridges.check_architecture, GPT2Config()),
+        (bridges.check_architecture, LlamaConfig(attention_bias=True)),
+        (bridges.check_architecture, Qwen3Config(hidden_act="gelu")),
+        (bridges.rotary_arguments, LlamaConfig(rope_parameters=scaled)),
+    ):
+        try:
+            check(config)
+        except ConfigError as error:
+            said.append(str(error))
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
+    known = LlamaConfig(rope_parameters={**llama3, "original_max_position_embeddings": 8192})
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(bridges.__name__).addHandler(handler)
+    bridges.has_transformer_engine.cache_clear()
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
+        found = [bridges.has_transformer_engine() for _ in range(2)]
+    bridges.has_transformer_engine.cache_clear()
+    return {"said": said, "llama3": bridges.rotary_arguments(known), "te": found, "warnings": warnings}
+
+
+def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """The functions for verl programs: a save of the model alone, an upload, a broadcast to the last rank."""
+    import logging
+
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from trinity_sync.integrations import verl_megatron
+    from trinity_sync.weights.tensors import state_digest
+
+    log, kept = logging.getLogger("test"), list(load_file(models / case["model"] / "model.safetensors"))
+    calls: list[Any] = []
+
+    class Coordinator:
+        def save_sync(self, save: Any, step: int, is_state_dict: bool, *, part: str) -> None:
+            calls.append((step, is_state_dict, part))
+            save()
+
+    class Synchronizer:
+        def set_model_state_dict(self, state: dict[str, Any], step: int) -> None:
+            calls.append((step, state_digest({name: state[name] for name in kept}, "BF16"), len(state) - len(kept)))
+
+    manager = engine.checkpoint_mananager
+    contents = list(manager.checkpoint_save_contents)
+    place = folder / "by-verl" / "actor"
+    if dist.get_rank() == 0:
+        place.mkdir(parents=True)
+    dist.barrier()
+    verl_megatron.megatron_save_state_dict(engine, None, 3, Coordinator(), log)
+    manager.use_dist_checkpointing = False  # as verl has it by default
+    verl_megatron.megatron_save_state_dict(engine, str(place), 3, Coordinator(), log)
+    facts: dict[str, Any] = {"contents_after": manager.checkpoint_save_contents == contents}
+    facts["saved"] = sorted({path.relative_to(place).parts[0] for path in place.rglob("*") if path.is_file()})
+    facts["saved_digest"] = state_digest(
+        {
+            name: tensor
+            for name, tensor in load_file(place / "model/huggingface/model.safetensors").items()
+            if name in kept
+        },
+        "BF16",
+    )
+
+    verl_megatron.megatron_upload_state_dict(engine, Synchronizer(), 0, log)
+    verl_megatron.megatron_upload_state_dict(engine, Synchronizer(), 4, log)
+    facts["calls"] = calls
+    facts["digest"] = digest(backend, case["world"])
+    facts["received"] = _received(engine, verl_megatron.megatron_sync_weight_nccl, kept)
+    return facts
+
+
+def _received(engine: Any, send: Any, kept: list[str]) -> str | None:
+    """Broadcast to a thread of the last rank, which plays the explorer; digest of what it got."""
+    import torch
+    import torch.distributed as dist
+
+    from trinity_sync.weights.tensors import state_digest
+
+    last = dist.get_world_size() - 1
+    group = dist.new_group([0, last])
+    named = {name: torch.zeros_like(tensor) for name, tensor in engine.get_per_tensor_param()[0]}
+    if dist.get_rank() != last:
+        send(engine, group)
+        return None
+
+    def receive() -> None:
+        for tensor in named.values():
+            dist.broadcast(tensor, group_src=0, group=group)
+
+    explorer = threading.Thread(target=receive)
+    explorer.start()
+    send(engine, None)
+    explorer.join(60)
+    return state_digest({name: named[name] for name in kept}, "BF16")
+
+
+_ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late, "functions": _functions} | {
+    "failing": _failing,
+    "refusals": _refusals,
+}
+
+
+def _rng() -> str:
+    import random
+
+    import numpy as np
+    import torch
+
+    state = torch.get_rng_state().numpy().tobytes() + np.random.get_state()[1].tobytes()
+    return hashlib.sha256(state + repr(random.getstate()).encode()).hexdigest()
+
+
+def _optimizer_hash(engine: Any) -> str:
+    """Of this rank's master weights, moments and step counts, in the order of the parameters."""
+    import torch
+
+    found = hashlib.sha256()
+    for one in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = one.optimizer.state[parameter]
+                for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]):
+                    found.update(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def checkpoint_hashes(folder: Path) -> dict[str, str]:
+    """Hash of every whole tensor in a checkpoint's model and optimizer, by its key: the same in all layouts."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    found = {}
+    for tree in ("model", "optimizer"):
+        reader = FileSystemReader(folder / tree / "dist_ckpt")
+        described = reader.read_metadata().state_dict_metadata
+        state = {
+            key: torch.empty(item.size, dtype=item.properties.dtype)
+            for key, item in described.items()
+            if isinstance(item, TensorStorageMetadata)
+        }
+        _load_state_dict(state, storage_reader=reader, no_dist=True)
+        for key, tensor in state.items():
+            found[f"{tree}: {key}"] = hashlib.sha256(
+                tensor.contiguous().view(torch.uint8).numpy().tobytes()
+            ).hexdigest()
+    return found

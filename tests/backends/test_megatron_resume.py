@@ -1,0 +1,49 @@
+"""In which layouts a run may go on from a Megatron checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync.backends.megatron.resume import check_layout
+from trinity_sync.config import compose
+from trinity_sync.errors import ConfigError
+
+
+def _checkpoint(folder: Path, **layout: Any) -> Path:
+    contents = {"layout": {"tp": 2, "pp": 1, "dp": 1, "optimizer_format": "fully_reshardable", **layout}}
+    (folder / "actor").mkdir()
+    (folder / "actor" / "ckpt_contents.json").write_text(json.dumps(contents))
+    return folder
+
+
+def _run(*overrides: str) -> Any:
+    return compose(["backend=megatron", *overrides])
+
+
+def test_the_same_layout_needs_nothing_said(tmp_path: Path) -> None:
+    assert check_layout(_run("backend.tp=2"), _checkpoint(tmp_path)) is None
+
+
+def test_a_checkpoint_that_does_not_say_its_layout_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert check_layout(_run("backend.tp=2"), tmp_path) is None
+
+
+@pytest.mark.parametrize("wanted", [["backend.pp=2"], ["backend.ranks=1"], ["backend.ranks=4", "backend.tp=2"]])
+def test_another_layout_has_to_give_up_the_random_generators(tmp_path: Path, wanted: list[str]) -> None:
+    checkpoint = _checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"set backend\.restore_rng=false"):
+        check_layout(_run(*wanted), checkpoint)
+    said = check_layout(_run("backend.restore_rng=false", *wanted), checkpoint)
+    assert said is not None
+    assert "tp=2 pp=1 dp=1" in said
+
+
+def test_an_optimizer_in_buckets_keeps_tp_and_pp(tmp_path: Path) -> None:
+    checkpoint = _checkpoint(tmp_path, optimizer_format="dp_reshardable")
+    with pytest.raises(ConfigError, match=r"set backend\.tp=2 backend\.pp=1.*fully_reshardable"):
+        check_layout(_run("backend.pp=2", "backend.restore_rng=false"), checkpoint)
+    assert check_layout(_run("backend.ranks=4", "backend.tp=2", "backend.restore_rng=false"), checkpoint)

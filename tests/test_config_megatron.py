@@ -1,0 +1,80 @@
+"""The checks on `backend=megatron`: layouts against ranks and model, and what it cannot do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_config import refused
+from trinity_sync.config import check, compose
+from trinity_sync.trainer.spec import worker_spec
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(2, 2, 1), (2, 1, 2), (2, 1, 1), (4, 2, 2), (4, 2, 1), (4, 1, 2), (1, 1, 1)],
+    ids=lambda layout: "x".join(map(str, layout)),
+)
+def test_layouts_that_fit_the_ranks_pass(layout: tuple[int, int, int]) -> None:
+    ranks, tp, pp = layout
+    check(compose(["backend=megatron", f"backend.ranks={ranks}", f"backend.tp={tp}", f"backend.pp={pp}"]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "right"),
+    [
+        (["backend.tp=2", "backend.pp=2"], "backend.ranks", "2 x 2 = 4"),
+        (["backend.ranks=3", "backend.tp=2"], "backend.ranks", "must divide it"),
+        (["backend.ranks=8", "backend.tp=8"], "backend.tp", "num_attention_heads (4)"),
+        (["backend.ranks=4", "backend.tp=4"], "backend.tp", "num_key_value_heads (2)"),
+        (["backend.ranks=4", "backend.pp=4"], "backend.pp", "num_hidden_layers (2)"),
+        (["backend.tp=2", "model.architecture.intermediate_size=255"], "backend.tp", "intermediate_size (255)"),
+        (["backend.dtype=fp32"], "backend.dtype", "trains in bf16"),
+        (["backend.dtype=fp16"], "backend.dtype", "trains in bf16"),
+        (["sync.wire_dtype=fp32"], "sync.wire_dtype", "set it to bf16"),
+        (["model.architecture.model_type=gpt2"], "backend", "llama, qwen2, qwen3"),
+        (["trainer.warmup_steps=140"], "trainer.warmup_steps", "139 or less"),
+        (["checkpoint.format=dcp"], "checkpoint.format", "set it to verl"),
+        (["checkpoint.save_strategy=single_process"], "checkpoint.save_strategy", "unrestricted"),
+        (["backend.optimizer_format=flat"], "backend.optimizer_format", "fully_reshardable, dp_reshardable"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_is_refused_with_its_key(overrides: list[str], key: str, right: str) -> None:
+    message = refused("backend=megatron", *overrides)
+    assert message.startswith(f"{key} ")
+    assert right in message
+
+
+def test_a_batch_is_shared_out_over_the_data_parallel_ranks_only() -> None:
+    sizes = ["algorithm.prompts_per_step=3", "algorithm.samples_per_prompt=3", "explorer.replicas=1"]
+    check(compose(["backend=megatron", "backend.tp=2", *sizes]))
+    message = refused("backend=megatron", *sizes)
+    assert message.startswith("algorithm.prompts_per_step ")
+    assert "data-parallel ranks" in message
+
+
+def test_the_models_folder_is_looked_into(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3}))
+    message = refused("backend=megatron", "backend.pp=2", f"model.path={tmp_path}")
+    assert message.startswith("backend.pp ")
+    assert "num_hidden_layers (3)" in message
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    assert "mamba" in refused("backend=megatron", f"model.path={tmp_path}")
+
+
+def test_verls_settings_reach_its_configs() -> None:
+    late = "backend.overrides.override_ddp_config={overlap_param_gather: true, overlap_grad_reduce: true}"
+    cfg = compose(["backend=megatron", "backend.tp=2", late, "trainer.gradient_checkpointing=true"])
+    spec = worker_spec(cfg, "model", "logs")
+    assert spec.engine["tensor_model_parallel_size"] == 2
+    assert spec.engine["override_transformer_config"]["sequence_parallel"]
+    assert spec.engine["override_transformer_config"]["recompute_granularity"] == "full"
+    assert spec.engine["override_ddp_config"]["overlap_param_gather"]
+    assert spec.optimizer["override_optimizer_config"] == {
+        "adam_beta1": 0.9,
+        "adam_beta2": 0.95,
+        "overlap_param_gather": True,
+    }

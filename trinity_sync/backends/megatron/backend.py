@@ -1,0 +1,147 @@
+"""The Megatron engine as `trinity_sync.backends.base.Backend`. One per rank; the trainer's worker calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu, unwrap_model
+
+from trinity_sync.backends.base import Deadline
+from trinity_sync.backends.megatron.checkpoint import Checkpoints
+from trinity_sync.backends.megatron.cpu import CudaMeansCpu
+from trinity_sync.backends.megatron.placement import Geometry, Piece, pieces
+from trinity_sync.weights.shards import Shard
+from trinity_sync.weights.tensors import from_torch, wire_name
+
+_TIED = "output_layer.weight"
+
+
+class MegatronBackend:
+    """A rank's view of verl's `MegatronEngineWithLMHead`.
+
+    Versions are read from the model's own parameters (bf16), which every data-parallel rank holds whole; each of these
+    contributes some of them.
+
+    Args:
+        engine: verl's engine, initialised.
+        wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
+        timeout_s: limit of a collective, seconds.
+    """
+
+    def __init__(self, engine: Any, wire_dtype: str, timeout_s: float) -> None:
+        self._engine = engine
+        self._wire_dtype = wire_dtype
+        self._places = _places(engine.module)
+        self._pieces = self._find_pieces()
+        self._checkpoints = Checkpoints(engine, timeout_s)
+
+    # -- versions
+
+    @property
+    def deadline(self) -> Deadline:
+        """The optimizer writes the parameters in place; offloaded ones are overwritten at the next offload."""
+        return "offload" if self._engine.is_param_offload_enabled else "optimizer_step"
+
+    def shards(self) -> Sequence[Shard]:
+        return [piece.shard for _, piece in self._pieces]
+
+    def sources(self) -> Mapping[str, torch.Tensor]:
+        """Collective with `overlap_param_gather`: what the optimizer wrote last is gathered here, not by the next
+        forward pass.
+        """
+        if self._gathers_late():
+            with self._on_device():
+                for chunk in self._engine.module:
+                    chunk.start_param_sync(force_sync=True)
+        return {piece.shard.name: piece.view(self._live(parameter)) for parameter, piece in self._pieces}
+
+    # -- full checkpoints
+
+    def begin_save(self, folder: Path) -> Callable[[], list[Path]]:
+        """Copy the training state; returns what writes it, to be called on a background thread of every rank.
+        Collective, and so is what it returns.
+        """
+        with self._on_device():
+            return self._checkpoints.begin(folder)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `begin_save` saved, in any layout that its format allows. Collective."""
+        with self._on_device():
+            self._checkpoints.load(folder)
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """For calls into megatron-core: the model is on its device inside, and where it was before afterwards."""
+        offloaded = any(buffer.param_data.untyped_storage().size() == 0 for buffer, _, _ in self._places.values())
+        with nullcontext() if torch.cuda.is_available() else CudaMeansCpu():
+            if offloaded:
+                load_megatron_model_to_gpu(self._engine.module, load_grad=False)
+            try:
+                yield
+            finally:
+                if offloaded:
+                    offload_megatron_model_to_cpu(self._engine.module)
+
+    def _gathers_late(self) -> bool:
+        return any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self._engine.module)
+
+    def _live(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The parameter's current values: in the host copy while the model is offloaded and has no storage."""
+        buffer, start, stop = self._places[parameter]
+        if buffer.param_data.untyped_storage().size() == 0:
+            return buffer.param_data.cpu_data[start:stop].view(parameter.shape)
+        return parameter.detach()
+
+    def _find_pieces(self) -> list[tuple[torch.nn.Parameter, Piece]]:
+        config, bridge = self._engine.model_config.hf_config, self._engine.bridge
+        at = Geometry(
+            heads=config.num_attention_heads,
+            groups=config.num_key_value_heads,
+            head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            vocabulary=config.vocab_size,
+            tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+            tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        )
+        mine = _Turns(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+        found: list[tuple[torch.nn.Parameter, Piece]] = []
+        for chunk in self._engine.module:
+            model = unwrap_model(chunk)
+            names = bridge._weight_name_mapping_mcore_local_to_global(model)
+            for local, parameter in model.named_parameters():
+                if local == _TIED and config.tie_word_embeddings:
+                    continue  # the copy of the embedding on the last stage
+                name = names[local]
+                hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
+                if mine.take(parameter.numel()):
+                    dtype = wire_name(from_torch(parameter.dtype), self._wire_dtype)
+                    found += [(parameter, piece) for piece in pieces(name, hf_names, parameter.shape, dtype, at)]
+        return found
+
+
+class _Turns:
+    """Shares parameters out evenly among replicas: each goes to the one that has the fewest elements so far."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self._rank = rank
+        self._taken = [0] * ranks
+
+    def take(self, numel: int) -> bool:
+        """Whether the next parameter is this replica's. All replicas ask about the same ones in the same order."""
+        whose = self._taken.index(min(self._taken))
+        self._taken[whose] += numel
+        return whose == self._rank
+
+
+def _places(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, tuple[Any, int, int]]:
+    """Where each parameter lies: its buffer, and the range of elements in it."""
+    return {
+        parameter: (buffer, start, stop)
+        for chunk in chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        for parameter, (start, stop, _) in buffer.param_index_map.items()
+    }

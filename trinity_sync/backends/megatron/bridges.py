@@ -1,0 +1,172 @@
+"""Which model families the Megatron backend trains, and how mbridge builds them.
+
+Each class takes over a family in mbridge's registry. What they have in common (`TrinityBridge`) mends what mbridge
+0.15.1 leaves open: layers without Transformer Engine, tied embeddings in every family, the rotary embedding as
+transformers 5 writes it, and a vocabulary that the tensor-parallel ranks do not divide.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from mbridge.core import register_model
+from mbridge.core.llm_bridge import LLMBridge
+from mbridge.models.llama import LLaMABridge
+from mbridge.models.qwen2 import Qwen2Bridge
+from mbridge.models.qwen3 import Qwen3Bridge
+from megatron.core import parallel_state
+from transformers import PretrainedConfig
+
+from trinity_sync.backends.megatron.layers import local_layers
+from trinity_sync.config.schema import MEGATRON_FAMILIES
+from trinity_sync.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+# A vocabulary padded to a multiple of this has the same size in checkpoints of all usual tensor-parallel sizes.
+_VOCABULARY_MULTIPLE = 8
+
+# Logit of a padding row of the vocabulary: no probability, and no infinity that could turn into a nan.
+_NO_LOGIT = -1e4
+
+# What Llama 3 fixes in its scaling of the rotary embedding; megatron-core has these numbers built in.
+_LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@cache
+def has_transformer_engine() -> bool:
+    """Whether layers of Transformer Engine can be had; on a GPU without it, says once what is used instead."""
+    found = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if torch.cuda.is_available() and not found:
+        _log.warning(
+            "transformer-engine is not installed: backend=megatron uses megatron-core's own layers, which are slower"
+        )
+    return found
+
+
+class TrinityBridge(LLMBridge):
+    """What all families have in common. Constructed by mbridge's `AutoBridge`, on all ranks."""
+
+    _DIRECT_MAPPING: dict[str, str]
+
+    # Names that layers without Transformer Engine have, where it would fuse the norm into the linear layer behind it.
+    _OTHER_MAPPING: ClassVar[dict[str, list[str]]] = {
+        "input_layernorm.weight": ["model.layers.{layer_number}.input_layernorm.weight"],
+        "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
+    }
+
+    def __init__(self, hf_config: PretrainedConfig, **kwargs: Any) -> None:
+        check_architecture(hf_config)
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
+        kwargs.setdefault("make_vocab_size_divisible_by", math.lcm(_VOCABULARY_MULTIPLE, ranks))
+        super().__init__(hf_config, **kwargs)
+
+    def _adjust_mapping_for_shared_weights(self) -> None:
+        # mbridge does this for Qwen only, and on the class, where it also hits the next, untied model.
+        if self.hf_config.tie_word_embeddings:
+            self._DIRECT_MAPPING = {**self._DIRECT_MAPPING, "output_layer.weight": "model.embed_tokens.weight"}
+
+    def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        if mcore_weights_name.endswith("pre_mlp_layernorm.weight"):
+            return self._weight_name_mapping_other(mcore_weights_name)  # mbridge would look among the mlp's weights
+        return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+        if has_transformer_engine():
+            return super()._get_transformer_layer_spec(vp_stage)
+        self.has_vp_stage = True
+        return local_layers(self.config, vp_stage)
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        return {
+            "vocab_size": self.hf_config.vocab_size,
+            "max_sequence_length": self.hf_config.max_position_embeddings,
+            "position_embedding_type": "rope",
+            **rotary_arguments(self.hf_config),
+        }
+
+    def _model_provider(self, post_model_creation_callbacks: list[Any]) -> Any:
+        provide = super()._model_provider(post_model_creation_callbacks)
+
+        def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
+            model = provide(pre_process, post_process, vp_stage)
+            if post_process:
+                _silence_padding(model, self.hf_config.vocab_size)
+            return model
+
+        return provider
+
+
+@register_model("qwen3")
+class Qwen3(TrinityBridge, Qwen3Bridge):
+    """Qwen3, dense."""
+
+
+@register_model("qwen2")
+class Qwen2(TrinityBridge, Qwen2Bridge):
+    """Qwen2 and Qwen2.5, dense."""
+
+
+@register_model("llama")
+class Llama(TrinityBridge, LLaMABridge):
+    """Llama 2 and 3."""
+
+
+def check_architecture(config: PretrainedConfig) -> None:
+    """Refuse a model that would be built or named wrongly.
+
+    Raises:
+        ConfigError: says what the model has and what is supported.
+    """
+    if config.model_type not in MEGATRON_FAMILIES:
+        raise ConfigError(
+            f"model: backend=megatron trains {', '.join(MEGATRON_FAMILIES)}, and this model is of the family "
+            f"{config.model_type}; use backend=fsdp2"
+        )
+    problems = {
+        "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
+    }
+    found = [name for name, is_one in problems.items() if is_one]
+    if found:
+        raise ConfigError(f"model: backend=megatron does not know models with {', '.join(found)}; use backend=fsdp2")
+
+
+def rotary_arguments(config: PretrainedConfig) -> dict[str, Any]:
+    """The rotary embedding as arguments of megatron-core's `GPTModel`.
+
+    Raises:
+        ConfigError: a scaling that megatron-core does not have.
+    """
+    rope = dict(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    base = {"rotary_base": rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)}
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return base
+    if kind == "linear":
+        return {**base, "seq_len_interpolation_factor": rope["factor"]}
+    if kind == "llama3" and all(rope.get(name) == value for name, value in _LLAMA3_ROPE.items()):
+        return {**base, "rope_scaling": True, "rope_scaling_factor": rope["factor"]}
+    raise ConfigError(f"model: backend=megatron does not know the rotary embedding {rope}; use backend=fsdp2")
+
+
+def _silence_padding(model: Any, vocabulary: int) -> None:
+    """Keep the rows that pad the vocabulary out of the softmax. They get no gradient, so they stay zero."""
+    local = model.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
+    valid = vocabulary - parallel_state.get_tensor_model_parallel_rank() * local
+    if valid >= local:
+        return
+    padding = torch.arange(local) >= valid
+
+    def silence(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        logits, bias = output
+        return logits.masked_fill(padding.to(logits.device), _NO_LOGIT), bias
+
+    model.output_layer.register_forward_hook(silence)

@@ -1,0 +1,163 @@
+"""Full checkpoints of the Megatron engine, in verl's folders (`model/`, `optimizer/`, `extra/`, `ckpt_contents.json`).
+
+What goes in is made by verl's checkpoint manager; how it is written and read is ours (see `writer`), for verl's way
+cannot be finalised from outside its process and its loader hands the optimizer a description that the model's load has
+used up. Beside verl's RNG state, which is one per model-parallel rank, each rank's own is saved.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
+
+from trinity_sync.backends.megatron import optimizer_state
+from trinity_sync.backends.megatron.resume import saved_layout
+from trinity_sync.backends.megatron.writer import Pending, Planner, finalise
+
+_MODEL, _OPTIMIZER, _EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
+_CONTENTS = "ckpt_contents.json"
+_RANK_RNG = "rng_state_of_rank"
+
+
+class Checkpoints:
+    """Saves and loads the training state of an engine. All methods are collective.
+
+    Args:
+        engine: verl's, initialised.
+        timeout_s: limit of the exchange in which the ranks of a save come together, seconds.
+    """
+
+    def __init__(self, engine: Any, timeout_s: float) -> None:
+        self._engine = engine
+        self._manager = engine.checkpoint_mananager  # verl spells it so
+        self._manager.use_dist_checkpointing = True
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        # A fully reshardable optimizer is gathered over the data-parallel ranks, so what is saved is a copy already.
+        gathered = layout(engine)["optimizer_format"] == "fully_reshardable"
+        self._planners = {
+            _MODEL: Planner(live=True),
+            _OPTIMIZER: Planner(live=not gathered),
+            _EXTRA: Planner(live=True),
+        }
+        self._copies = optimizer_state.HostCopies()
+        # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
+        gc.freeze()
+
+    def begin(self, folder: Path) -> Callable[[], list[Path]]:
+        """Copy the state between two steps.
+
+        Args:
+            folder: the checkpoint's; is made.
+
+        Returns:
+            What writes the copy: to be called on a background thread of every rank; returns this rank's files. It has
+            to be done before the next `begin`, which uses the memory again.
+        """
+        engine, manager = self._engine, self._manager
+        optimizer_state.materialise(engine.optimizer)
+        content = manager._build_sharded_state_dict_metadata()
+        model = manager._build_model_sharded_state_dict(content)
+        with self._copies.used_by(engine.optimizer):
+            optimizer = manager._build_optimizer_state_dict(model, content)
+        trees = {_MODEL: model, _OPTIMIZER: optimizer, _EXTRA: self._extra()}
+        if dist.get_rank() == 0:
+            for name in trees:
+                (folder / name).mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        pending = [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
+        return lambda: self._write(folder, pending)
+
+    def _write(self, folder: Path, pending: list[Pending]) -> list[Path]:
+        files = finalise(pending, self._group)
+        return files + (self._write_metadata(folder) if dist.get_rank() == 0 else [])
+
+    def _write_metadata(self, folder: Path) -> list[Path]:
+        self._manager._save_hf_config_and_tokenizer(str(folder))
+        self._manager._save_transformer_config(str(folder))
+        contents = self._manager._build_checkpoint_manifest(str(folder), 0, saved_any_dist_ckpt=True)
+        contents["layout"] = layout(self._engine)
+        (folder / _CONTENTS).write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
+        made = [path for path in (folder / "model" / "huggingface").rglob("*") if path.is_file()]
+        return [*sorted(made), folder / "transformer_config.json", folder / _CONTENTS]
+
+    def _extra(self) -> dict[str, Any]:
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        mine = ShardedObject(_RANK_RNG, rng_state(), (ranks,), (rank,), replica_id=0)
+        return {**self._manager._build_extra_state_dict(), _RANK_RNG: mine}
+
+    def load(self, folder: Path) -> None:
+        """Restore model, optimizer and learning rate; in the layout of the save the random generators too.
+
+        Any layout of the same model can load an optimizer that was saved as ``fully_reshardable``.
+        """
+        engine, manager = self._engine, self._manager
+        content = dist_checkpointing.load_content_metadata(checkpoint_dir=str(folder / _MODEL))
+        loaded = load_dist_checkpointing(manager._build_model_sharded_state_dict(content), str(folder / _MODEL))
+        for index, chunk in enumerate(engine.module):
+            chunk.load_state_dict(loaded["model" if len(engine.module) == 1 else f"model{index}"], strict=True)
+
+        optimizer_state.materialise(engine.optimizer)
+        # The load above has changed the first description of the model.
+        model = manager._build_model_sharded_state_dict(content)
+        wanted = manager._build_optimizer_state_dict(model, content, is_loading=True)
+        loaded = load_dist_checkpointing(wanted, str(folder / _OPTIMIZER))
+        optimizer_state.load(engine.optimizer, loaded["optimizer"])
+        scheduler = engine.lr_scheduler
+        scheduler.override_opt_param_scheduler = True  # the configuration says the schedule, the checkpoint the step
+        scheduler.num_steps = 0
+        scheduler.load_state_dict(loaded["lr_scheduler"])
+
+        if _ranks(saved_layout(folder)) == _ranks(layout(engine)):
+            loaded = load_dist_checkpointing(self._extra(), str(folder / _EXTRA))
+            set_rng_state(loaded[_RANK_RNG])
+
+
+def layout(engine: Any) -> dict[str, Any]:
+    """How an engine is laid out over the ranks, as it stands in a checkpoint's `ckpt_contents.json`."""
+    return {
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "dp": parallel_state.get_data_parallel_world_size(),
+        "optimizer_format": (
+            "fully_reshardable" if engine.engine_config.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
+        ),
+    }
+
+
+def _ranks(of: Mapping[str, Any] | None) -> dict[str, int]:
+    return {name: of[name] for name in ("tp", "pp", "dp")} if of else {}
+
+
+def rng_state() -> dict[str, Any]:
+    """All random generators of this rank."""
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set all random generators of this rank to what `rng_state` returned."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,97 @@
+"""megatron-core on a CPU: what it takes to run code that was written for CUDA only, and nothing more.
+
+megatron-core says ``device="cuda"``, ``tensor.cuda()`` and ``tensor.type() == "torch.cuda.FloatTensor"`` in dozens of
+places. One mechanism covers all of them: `CudaMeansCpu`, a `torch.overrides.TorchFunctionMode` that is entered for the
+duration of an engine's call and translates between the two devices on the way into and out of torch.
+
+What no mode can see are the plain functions of `torch.cuda` that raise on a build without CUDA (`current_device`,
+streams, generators). `install` gives those a CPU's meaning, once and for the process. `torch.cuda.is_available()` stays
+False. `STAND_INS` is the whole list; the tests check that each of them is needed and that each is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class CudaMeansCpu(TorchFunctionMode):
+    """Inside of it, "cuda" is another name of the CPU.
+
+    - An argument that names a CUDA device names the CPU; `Tensor.cuda()` returns the tensor.
+    - `Tensor.type()` answers ``torch.cuda.FloatTensor`` for a float tensor, which is how megatron-core's optimizers
+      recognise the parameters they can handle.
+    - `pin_memory` is dropped: there is no device to pin for.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
+            return args[0]
+        if func is torch.device:
+            return func(*args, **kwargs)  # a name only; what it is used for comes through here too
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        kwargs.pop("pin_memory", None)
+        return func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return _CPU
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return _CPU
+    return value
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """There is no device to wait for."""
+
+
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+# Functions of torch.cuda (and of one module of megatron-core) that raise without CUDA, and what they are on a CPU.
+STAND_INS: dict[str, Any] = {
+    # every buffer is asked for on the current device
+    "torch.cuda.current_device": lambda: _CPU,
+    # ranks that exchange what they loaded of a checkpoint wait for the device
+    "torch.cuda.synchronize": _nothing,
+    # one generator serves both as the host's and the device's: the RNG tracker forks it to draw initial weights
+    "torch.cuda.manual_seed": torch.manual_seed,
+    "torch.cuda.get_rng_state": _get_rng_state,
+    "torch.cuda.random.get_rng_state": _get_rng_state,
+    "megatron.core.tensor_parallel.random._set_cuda_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+}
+
+
+def install() -> None:
+    """Prepare this process for megatron-core without an accelerator. Where there is one, or the second time, nothing.
+
+    Call before megatron-core builds a model; `CudaMeansCpu` is entered apart from it.
+    """
+    if torch.cuda.is_available():
+        return
+    import megatron.core.tensor_parallel.random as random
+
+    for name, stand_in in STAND_INS.items():
+        owner, attribute = _owner(name)
+        setattr(owner, attribute, stand_in)
+    # It warns whenever the host's generator moves inside a fork of the device's; here they are the same one.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def _owner(name: str) -> tuple[Any, str]:
+    import importlib
+
+    module, _, attribute = name.rpartition(".")
+    return importlib.import_module(module), attribute

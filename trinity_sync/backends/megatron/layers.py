@@ -1,0 +1,60 @@
+"""Layers of megatron-core for models without Transformer Engine: on a CPU, or on a GPU where it is not installed.
+
+megatron-core has such a "local" specification of a layer itself; two of its modules do not fit and are replaced here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RmsNorm(torch.nn.RMSNorm):
+    """RMSNorm that takes part in sequence parallelism, which megatron-core's own wrapper of torch's refuses.
+
+    Each tensor-parallel rank normalises its slice of the sequence, so the gradients of the weight have to be summed
+    over them; megatron-core does that for weights with this mark.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(DotProductAttention):
+    """Unfused causal attention that ignores the padding mask verl passes, as Transformer Engine does.
+
+    verl's mask is true where a token is, megatron-core's where none may be looked at. Rows are padded on the right, so
+    causality alone keeps tokens from seeing padding.
+    """
+
+    def forward(
+        self, query: Any, key: Any, value: Any, attention_mask: Any, attn_mask_type: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
+        assert (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal, "decoders attend causally"
+        return super().forward(query, key, value, None, attn_mask_type=attn_mask_type, **kwargs)
+
+
+def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage, without Transformer Engine.
+
+    Args:
+        config: of the model; RMSNorm, attention without latent heads.
+        vp_stage: virtual pipeline stage, None for the only one.
+    """
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+        attention = parts.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    block.layer_norm = RmsNorm
+    return block

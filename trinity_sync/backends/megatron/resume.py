@@ -1,0 +1,57 @@
+"""Whether a run can go on from a Megatron checkpoint in another layout. Called by the launcher before anything starts;
+imports neither torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from trinity_sync.errors import ConfigError
+
+
+def check_layout(cfg: DictConfig, checkpoint: Path) -> str | None:
+    """Compare the layout that the configuration asks for with that of a checkpoint.
+
+    Args:
+        cfg: of the run that is to go on, with ``backend=megatron``.
+        checkpoint: the step folder.
+
+    Returns:
+        What the user should know, None where nothing changes.
+
+    Raises:
+        ConfigError: the checkpoint cannot be loaded so; says what to set.
+    """
+    backend = cfg.backend
+    saved = saved_layout(checkpoint / "actor")
+    wanted = {"tp": backend.tp, "pp": backend.pp, "dp": backend.ranks // (backend.tp * backend.pp)}
+    if saved is None or all(saved[name] == value for name, value in wanted.items()):
+        return None
+    there, here = (" ".join(f"{name}={of[name]}" for name in wanted) for of in (saved, wanted))
+    if saved["optimizer_format"] == "dp_reshardable" and (saved["tp"], saved["pp"]) != (backend.tp, backend.pp):
+        raise ConfigError(
+            f"{checkpoint} was saved with {there} and backend.optimizer_format=dp_reshardable, which other values of "
+            f"tp and pp cannot load: set backend.tp={saved['tp']} backend.pp={saved['pp']}; a run that saves with "
+            f"backend.optimizer_format=fully_reshardable can change them later"
+        )
+    if backend.restore_rng:
+        raise ConfigError(
+            f"{checkpoint} was saved with {there}, this run has {here}: weights and optimizer can be loaded, the "
+            f"random generators belong to the old ranks; set backend.restore_rng=false to go on with new ones"
+        )
+    return f"{checkpoint} was saved with {there}, this run has {here}: the random generators begin anew"
+
+
+def saved_layout(actor: Path) -> dict[str, int | str] | None:
+    """The layout that a checkpoint's `actor` folder says it has: ``tp``, ``pp``, ``dp``, ``optimizer_format``; None
+    where it does not say, as where verl has saved it.
+    """
+    try:
+        contents = json.loads((actor / "ckpt_contents.json").read_text())
+    except (OSError, ValueError):
+        return None
+    found = contents.get("layout") if isinstance(contents, dict) else None
+    return found if isinstance(found, dict) and {"tp", "pp", "dp", "optimizer_format"} <= found.keys() else None

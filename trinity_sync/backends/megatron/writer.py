@@ -1,0 +1,207 @@
+"""Saving a sharded state dict with `megatron.core.dist_checkpointing` in two halves: a snapshot now, the files later.
+
+megatron-core's own asynchronous save forks a process per save and exchanges results over one queue that all saves of
+the process share, so three saves at a time (model, optimizer, extra) can take each other's; it also has to be finalised
+by all ranks in the training thread. Here a save is
+
+1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard, and a copy of the tensors;
+2. `Pending.write` on a background thread of each rank: its own files, no communication;
+3. `finalise` on that thread (collective, over a process group that nothing else uses): the results come together and
+   rank 0 writes the metadata, or every rank raises what went wrong on whichever rank.
+
+The files are megatron-core's, so its own loaders and verl read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import save
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+from torch.distributed.checkpoint.planner import WriteItemType
+
+from trinity_sync.errors import RunError
+
+_FORMAT = ("torch_dist", 1)
+
+
+class _Snapshot(FileSystemWriterAsync):
+    """One rank's share of one state dict, in one file; what is live is copied when it is planned."""
+
+    live = True
+
+    def prepare_write_data(self, plan: Any, planner: Any) -> None:
+        self._file = f"{plan.storage_data.prefix}0.distcp"
+        data = ((item, planner.resolve_data(item)) for item in plan.items)
+        self._items = [(item, _copied(value) if self.live else value) for item, value in data]
+
+    def write(self) -> tuple[list[Any], list[Path]]:
+        """The results for the metadata and the files written."""
+        if not self._items:
+            return [], []
+        path = Path(self.checkpoint_dir) / self._file
+        # Plain bytes first: megatron-core reads them so.
+        ordered = sorted(self._items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
+        with path.open("wb") as stream:
+            results = [
+                _write_item(
+                    _StorageWriterTransforms(), stream, _alone(data), item, self._file, SerializationFormat.TORCH_SAVE
+                )
+                for item, data in ordered
+            ]
+        self._items = []
+        return results, [path]
+
+
+def _copied(data: Any) -> Any:
+    """A tensor's copy on the host, of its elements only; bytes are made for the save already."""
+    if not isinstance(data, torch.Tensor):
+        return data
+    return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _alone(data: Any) -> Any:
+    """torch would write all of the storage that a tensor is a part of."""
+    if isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() != data.nbytes:
+        return _copied(data)
+    return data
+
+
+class _Strategy(TorchDistSaveShardedStrategy):
+    """megatron-core's strategy with our writer. Planning runs on the training thread, over the default group."""
+
+    live = True
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
+        self.snapshot = _Snapshot(checkpoint_dir, thread_count=1)
+        self.snapshot.live = self.live
+        (_, self.metadata, _), *_ = save_state_dict_async_plan(
+            mcore_to_pyt_state_dict(state, False),
+            self.snapshot,
+            None,
+            0,
+            planner=MCoreSavePlanner(
+                dedup_replicated_tensors=not self.keep_only_main_replica, flatten_state_dict=False
+            ),
+        )
+        return AsyncRequest(None, (), [])
+
+
+class Pending:
+    """A state dict that is planned and copied, and not yet written."""
+
+    def __init__(self, folder: Path, snapshot: _Snapshot, metadata: Any) -> None:
+        self.folder = folder
+        self.metadata = metadata
+        self._snapshot = snapshot
+
+    def write(self) -> tuple[list[Any], list[Path]]:
+        """Write this rank's file. No communication."""
+        return self._snapshot.write()
+
+    def close(self, results: Sequence[Sequence[Any]]) -> list[Path]:
+        """Rank 0: write the metadata from the results of all ranks; the files that are there besides theirs."""
+        # The ranks' plans would let a later save with the same layout skip its planning. They need classes of
+        # megatron-core to be read, and nothing here uses them.
+        del self.metadata.all_local_plans
+        self._snapshot.finish(self.metadata, list(results))
+        save_config(CheckpointingConfig(*_FORMAT), str(self.folder))
+        return sorted(path for path in self.folder.iterdir() if path.suffix != ".distcp")
+
+
+class Planner:
+    """Plans the saves of one state dict, whose layout stays the same: who of the replicas writes what is decided once,
+    and checked once.
+
+    Args:
+        live: the tensors are those that training changes; else they were made for the save, on the host.
+    """
+
+    def __init__(self, *, live: bool) -> None:
+        self._strategy = _Strategy(*_FORMAT)
+        self._strategy.live = live
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._shared = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
+        self._checked = False
+
+    def plan(self, state: dict[str, Any], folder: Path, content: dict[str, Any]) -> Pending:
+        """Plan a save and copy what this rank will write. Collective, on the training thread.
+
+        Args:
+            state: sharded state dict; is used up.
+            folder: exists and is empty.
+            content: what megatron-core notes about the content, for the load.
+        """
+        save(
+            state,
+            str(folder),
+            self._shared,
+            validate_access_integrity=not self._checked,
+            async_sharded_save=True,
+            content_metadata=content,
+        )
+        self._checked = True
+        return Pending(folder, self._strategy.snapshot, self._strategy.metadata)
+
+
+def finalise(pending: Sequence[Pending], group: dist.ProcessGroup) -> list[Path]:
+    """Write all of them and make them checkpoints. Collective over `group`, on a thread of its own.
+
+    Returns:
+        The files that this rank has written.
+
+    Raises:
+        RunError: on all ranks, where one could not write; says which, and why.
+    """
+    results: list[list[Any]] = []
+    files: list[Path] = []
+    failure: str | None = None
+    try:
+        for one in pending:
+            found, paths = one.write()
+            results.append(found)
+            files += paths
+    except OSError as error:
+        failure = f"{error.strerror or error} ({error.filename or pending[0].folder.parent})"
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+    everyone = _gathered((failure, results), group)
+    _raise_failures([told for told, _ in everyone])
+    failure = None
+    if dist.get_rank() == 0:
+        try:
+            for index, one in enumerate(pending):
+                files += one.close([found[index] for _, found in everyone])
+        except OSError as error:
+            failure = f"{error.strerror or error} ({error.filename})"
+    _raise_failures(_gathered(failure, group))
+    return files
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return found
+
+
+def _raise_failures(told: Sequence[str | None]) -> None:
+    failed = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why is not None]
+    if failed:
+        raise RunError(f"the checkpoint could not be written: {'; '.join(failed)}")

@@ -1,0 +1,133 @@
+"""The weights in a Megatron checkpoint (``model/dist_ckpt``), whatever layout of ranks saved it.
+
+megatron-core writes a checkpoint of torch.distributed.checkpoint under its own names, the tensors of all layers as one
+with the layer as first dimension, query, key and value fused by groups of heads, gate above up, and the vocabulary
+padded. Here they come apart under the names of Hugging Face, one layer at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.checkpoint.reading.distributed import METADATA, open_distributed
+from trinity_sync.checkpoint.reading.hugging_face import CONFIG
+from trinity_sync.checkpoint.reading.pieces import Assembled, Source, TensorInfo, WeightsError
+
+_LAYERS = "decoder.layers."
+
+_WHOLE = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
+    "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+}
+_TOP = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+
+
+def megatron_folder(place: Path) -> Path | None:
+    """The folder of the model's weights in a checkpoint's ``actor`` folder (or that folder itself), if it is one."""
+    for folder in (place / "model" / "dist_ckpt", place):
+        if (folder / METADATA).is_file() and (folder / "metadata.json").is_file():
+            return folder
+    return None
+
+
+def open_megatron(folder: Path, config: Path) -> dict[str, Source]:
+    """The tensors by Hugging Face name.
+
+    Args:
+        folder: holds ``.metadata`` and ``metadata.json``.
+        config: folder with the model's ``config.json``: heads and the size of the vocabulary are not in the weights.
+
+    Raises:
+        WeightsError: a file is missing or damaged, or the weights are not those of a model that is known here.
+    """
+    try:
+        fields = json.loads((config / CONFIG).read_text(encoding="utf-8"))
+        heads, groups = int(fields["num_attention_heads"]), int(fields["num_key_value_heads"])
+        vocabulary = int(fields["vocab_size"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{config / CONFIG} does not say heads and vocabulary: {error!r}") from error
+    found: dict[str, Source] = {}
+    for key, stored in open_distributed(folder, "").items():
+        if key.startswith(_LAYERS):
+            for index in range(stored.info.shape[0]):
+                layer = _layer(stored, index)
+                for name, source in _of_layer(key.removeprefix(_LAYERS), layer, heads // groups, groups):
+                    found[f"model.layers.{index}.{name}"] = source
+        elif key in _TOP:
+            rows = min(vocabulary, stored.info.shape[0]) if stored.info.shape[1:] else stored.info.shape[0]
+            found[_TOP[key]] = _cut(stored, (rows, *stored.info.shape[1:]), lambda whole, rows=rows: whole[:rows])
+        else:
+            raise WeightsError(f"{folder / METADATA} lists {key}, which no model that is known here has")
+    return found
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A part of a stored tensor."""
+
+    base: Assembled
+    info: TensorInfo
+    part: Callable[[torch.Tensor], torch.Tensor]
+
+    def read(self) -> torch.Tensor:
+        return self.part(self.base.read()).reshape(self.info.shape).contiguous()
+
+
+def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tensor]) -> Source:
+    return _Cut(base, TensorInfo(base.info.dtype, shape), part)
+
+
+def _layer(stored: Assembled, index: int) -> Assembled:
+    """One layer of a tensor that holds all; each of its pieces lies in one layer."""
+    pieces = [piece for piece in stored.pieces if piece.start[0] == index]
+    if any(piece.sizes[0] != 1 for piece in stored.pieces):
+        raise WeightsError(f"{stored.name} is stored in pieces of several layers, which is not read")
+    shape = stored.info.shape[1:]
+    return Assembled(
+        f"{stored.name} of layer {index}",
+        TensorInfo(stored.info.dtype, shape),
+        stored.grid[1:],
+        tuple(replace(piece, start=piece.start[1:], sizes=piece.sizes[1:]) for piece in pieces),
+    )
+
+
+def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterator[tuple[str, Source]]:
+    """The tensors that one of a layer's is made of: (Hugging Face name below the layer, source)."""
+    rows, *rest = layer.info.shape
+    if key in _WHOLE:
+        yield _WHOLE[key], layer
+    elif key in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
+        size = rows // (groups * (per_group + 2))
+        spans: Mapping[str, tuple[int, int]] = {
+            "q": (0, per_group),
+            "k": (per_group, per_group + 1),
+            "v": (per_group + 1, per_group + 2),
+        }
+        for name, (first, last) in spans.items():
+
+            def part(whole: torch.Tensor, first: int = first, last: int = last) -> torch.Tensor:
+                return whole.view(groups, per_group + 2, size, *rest)[:, first:last]
+
+            shape = (groups * (last - first) * size, *rest)
+            yield f"self_attn.{name}_proj.{key.rpartition('.')[2]}", _cut(layer, shape, part)
+    elif key == "mlp.linear_fc1.weight":
+        half = rows // 2
+        parts: Mapping[str, Any] = {"gate": lambda whole: whole[:half], "up": lambda whole: whole[half:]}
+        for name, half_of in parts.items():
+            yield f"mlp.{name}_proj.weight", _cut(layer, (half, *rest), half_of)
+    else:
+        raise WeightsError(f"{layer.name} is no tensor of a model that is known here")
