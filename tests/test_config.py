@@ -98,7 +98,7 @@ def test_the_default_configuration_passes() -> None:
         ("sync.wire_dtype=int8", "bf16, fp32, fp16"),
         ("sync.transport=ucx", "auto, nccl, gloo"),
         ("sync.encoding=delta", "full only"),
-        ("checkpoint.format=zip", "verl or dcp"),
+        ("checkpoint.format=zip", "must be one of verl, dcp"),
         ("checkpoint.interval=-1", "at least 0"),
         ("checkpoint.mirror=s4://bucket/runs", "knows no s4://"),
         ("checkpoint.mirror=memory://runs", "name a place that stays"),

@@ -43,14 +43,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_ctrl_c_ends_a_run_cleanly_and_it_can_be_resumed(folder: Path) -> None:
+def test_ctrl_c_ends_a_run_cleanly(folder: Path) -> None:
     started = start(folder, *LONG)
     kill_at(started, "step 40/400", lambda run: run.process.pid, signal.SIGINT)
     run = started.finish()
     assert run.code == 130, run.output
     assert run.record["status"] == "interrupted"
-    assert leftovers(started.process.pid) == []
+    assert_ended_clean(run, started.process.pid)
 
+
+@pytest.mark.all
+def test_an_interrupted_run_goes_on_after_its_last_checkpoint(folder: Path) -> None:
+    started = start(folder, *LONG)
+    kill_at(started, "step 40/400", lambda run: run.process.pid, signal.SIGINT)
+    started.finish()
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     again = resume(folder, f"trainer.steps={last + 3}")
     assert again.code == 0, again.output
@@ -68,6 +74,7 @@ def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> No
     assert_ended_clean(run, started.process.pid)
 
 
+@pytest.mark.all
 def test_an_explorer_that_dies_ends_the_run_and_says_how_to_have_it_restarted(folder: Path) -> None:
     started = start(folder, *LONG)
     kill_at(started, "step 40/400", lambda run: run.pid_of("explorer-0"))

@@ -18,7 +18,7 @@ LAYOUTS = {
 MODES = ("checkpoint", "memory", "nccl")
 
 # Each costs a start of Ray and of the ranks; the engine's own tests go through the layouts.
-ALWAYS = {("tp2", "nccl"), ("pp2", "checkpoint")}
+ALWAYS = {("tp2", "memory")}
 
 CASES = [
     pytest.param(layout, mode, marks=() if (layout, mode) in ALWAYS else pytest.mark.all, id=f"{layout}-{mode}")
