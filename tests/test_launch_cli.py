@@ -178,7 +178,7 @@ def test_a_new_run_does_not_write_over_the_settings_of_an_old_one(launcher: Stan
     [
         ("trainer.stepz=3", r"trainer.stepz is no setting; trainer has steps, .* \(did you mean steps\?\)"),
         ("bckend=fsdp", r"bckend is no setting; the configuration has .* \(did you mean backend\?\)"),
-        ("backend=megatron", "backend=megatron is no option; backend has fsdp, fsdp2"),
+        ("backend=deepspeed", "backend=deepspeed is no option; backend has fsdp, fsdp2, megatron"),
         ("experiment=qick", r"experiment=qick is no option; experiment has quick \(did you mean quick\?\)"),
         ("retention=[keep_lst]", r"retention=keep_lst is no option; .* \(did you mean keep_last\?\)"),
         ("trainer.steps=many", "trainer.steps is many; must be a whole number"),
@@ -328,7 +328,7 @@ def test_a_later_resume_replays_the_settings_of_an_earlier_one_and_they_do_not_p
     assert launcher.calls[3].cfg == config.compose(["sync=memory", "trainer.steps=30", "seed=4"])
 
 
-@pytest.mark.parametrize("mistake", ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=megatron"])
+@pytest.mark.parametrize("mistake", ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed"])
 def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
@@ -409,9 +409,9 @@ def test_a_new_override_takes_the_place_of_the_one_it_replaces(
 
 
 def test_keys_that_only_the_option_before_had_go_with_it() -> None:
-    old = ["backend=megatron", "backend.tp=2", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
+    old = ["backend=deepspeed", "backend.tp=2", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
     kept = cli.without_foreign_keys(old, ["backend=fsdp2", "trainer.steps=9"], lambda choice: config.compose([choice]))
-    assert kept == ["backend=megatron", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
+    assert kept == ["backend=deepspeed", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
     assert cli.without_foreign_keys(old, ["trainer.steps=9"], lambda choice: config.compose([choice])) == old
 
 
