@@ -409,9 +409,9 @@ def test_a_new_override_takes_the_place_of_the_one_it_replaces(
 
 
 def test_keys_that_only_the_option_before_had_go_with_it() -> None:
-    old = ["backend=deepspeed", "backend.tp=2", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
+    old = ["backend=megatron", "backend.tp=2", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
     kept = cli.without_foreign_keys(old, ["backend=fsdp2", "trainer.steps=9"], lambda choice: config.compose([choice]))
-    assert kept == ["backend=deepspeed", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
+    assert kept == ["backend=megatron", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
     assert cli.without_foreign_keys(old, ["trainer.steps=9"], lambda choice: config.compose([choice])) == old
 
 
