@@ -11,6 +11,7 @@ nothing else runs, `disk_s` a plain write and fsync of all the bytes by one proc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -270,7 +271,8 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
         "model.architecture.head_dim=64",
     ]
     BenchJob.rounds, BenchJob.place = options.rounds, folder
-    code = launcher.run(compose(overrides), folder / "run", job=BenchJob)
+    with contextlib.redirect_stdout(sys.stderr):  # the run's own summary
+        code = launcher.run(compose(overrides), folder / "run", job=BenchJob)
     assert code == 0
     found = BenchJob.found
     one, verl = found["one_copy_s"]["median"], found["verl/blocked_s"]["median"]

@@ -17,8 +17,8 @@ LAYOUTS = {
 }
 MODES = ("checkpoint", "memory", "nccl")
 
-# Each costs a start of Ray and of the ranks; the engine's own tests go through the layouts.
-ALWAYS = {("tp2", "memory")}
+# Each costs a start of Ray and of the ranks; for every change the engine's own tests go through the layouts.
+ALWAYS: set[tuple[str, str]] = set()
 
 CASES = [
     pytest.param(layout, mode, marks=() if (layout, mode) in ALWAYS else pytest.mark.all, id=f"{layout}-{mode}")
