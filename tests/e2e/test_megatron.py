@@ -18,13 +18,9 @@ LAYOUTS = {
 MODES = ("checkpoint", "memory", "nccl")
 
 # Each costs a start of Ray and of the ranks; for every change the engine's own tests go through the layouts.
-ALWAYS: set[tuple[str, str]] = set()
+pytestmark = pytest.mark.all
 
-CASES = [
-    pytest.param(layout, mode, marks=() if (layout, mode) in ALWAYS else pytest.mark.all, id=f"{layout}-{mode}")
-    for layout in LAYOUTS
-    for mode in MODES
-]
+CASES = [pytest.param(layout, mode, id=f"{layout}-{mode}") for layout in LAYOUTS for mode in MODES]
 
 
 def _started(folder: Path, layout: str, *overrides: str) -> Run:
@@ -46,7 +42,6 @@ def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     assert not run.events("fault")
 
 
-@pytest.mark.all
 def test_a_rank_that_is_killed_while_a_save_is_under_way_costs_that_save_only(tmp_path: Path) -> None:
     started = start(tmp_path / "run", "backend=megatron", "backend.tp=2", "trainer.steps=400", "checkpoint.interval=1")
     kill_at(started, "step 6/400", lambda run: run.pid_of("trainer-rank-1"))
@@ -59,7 +54,6 @@ def test_a_rank_that_is_killed_while_a_save_is_under_way_costs_that_save_only(tm
     _begins_with(again, newest)
 
 
-@pytest.mark.all
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     settings = ("backend=megatron", "backend.tp=2", "trainer.lr_scheduler=cosine", "checkpoint.interval=2")
     whole = launch(tmp_path / "whole", *settings, "trainer.steps=5", "retention=[keep_all]")
@@ -73,7 +67,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     assert again.digests == whole.digests
 
 
-@pytest.mark.all
 def test_a_run_goes_on_in_other_layouts_and_backends(tmp_path: Path) -> None:
     run = _started(tmp_path / "run", "tp2", "retention=[keep_all]")
     assert run.code == 0, run.output
