@@ -123,7 +123,8 @@ def _lean() -> Iterator[None]:
     """
     from ray._private.node import Node
 
-    before = {name: vars(Node)[name] for name in ("start_api_server", "start_monitor", "start_log_monitor")}
+    names = ("start_api_server", "start_monitor", "start_log_monitor")
+    before = {name: vars(Node)[name] for name in names if name in vars(Node)}  # another Ray may name them otherwise
     for name in before:
         setattr(Node, name, lambda self, *args, **kwargs: None)
     try:

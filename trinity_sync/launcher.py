@@ -491,7 +491,7 @@ class Job:
         )
         self._recorder.phase("sending the first version")
         try:
-            loop.run()
+            completed = loop.run()
         except BaseException as error:
             with contextlib.suppress(Exception):
                 full_saves.settle(_SETTLE_S)
@@ -499,9 +499,8 @@ class Job:
                 self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
             raise
         self._synchronizer.notify_no_new_model_state_dict()
-        stopping = self._stop is not None and self._stop.is_set()
-        self._finish_copies(at_once=stopping)
-        if stopping:
+        self._finish_copies(at_once=not completed)
+        if not completed:
             raise KeyboardInterrupt
 
     def _finish_copies(self, *, at_once: bool) -> None:

@@ -212,6 +212,17 @@ def test_after_a_failure_saves_go_on_and_the_end_is_good_if_the_newest_was_saved
     assert [where for where, _ in run.log.faults] == [f"save of step {step}"]
 
 
+def test_an_older_failure_that_comes_later_does_not_hide_that_of_the_newest(run: Run, step: int) -> None:
+    good, newest = next(_steps), next(_steps)
+    run.saves._succeeded = good
+    run.saves._fail(newest, RunError("disk full"))
+    run.saves._fail(step, RunError("late"))
+    run.saves._fail(newest, RunError("disk full, told again"))
+    assert [where for where, _ in run.log.faults] == [f"save of step {newest}", f"save of step {step}"]
+    with pytest.raises(RunError, match="disk full"):
+        run.saves.finish()
+
+
 def test_a_save_that_cannot_even_begin_is_a_fault_and_not_the_end(run: Run, step: int) -> None:
     run.saves.begin(step, None, {})
     run.saves.settle(LIMIT)

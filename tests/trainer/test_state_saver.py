@@ -198,6 +198,24 @@ def test_a_save_whose_files_cannot_be_written_fails_the_step_and_the_next_one_wo
     assert saves.committed(step + 1)["weight"].eq(0).all()
 
 
+def test_a_save_that_does_not_even_get_its_turn_holds_up_no_later_one(
+    saves: Saves, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = saves.saver(PretendBackend())
+    saver._timeout_s = 2.0
+    with monkeypatch.context() as patch:
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise RunError("no turn")
+
+        patch.setattr(saver._coordinator, "_ask_for_turn", refuse)
+        saver.save(step, saves.begin(step))
+        saver._coordinator.settle()
+    saver._timeout_s = LIMIT
+    saver.save(step + 1, saves.begin(step + 1))
+    assert saves.committed(step + 1)["weight"].eq(0).all()
+
+
 class Stuck(CheckpointCoordinator):
     """Never comes to the end of a save."""
 

@@ -177,6 +177,19 @@ class CheckpointCoordinator:
                 errors[0].add_note(f"another background save failed as well: {_describe(other)}")
             raise errors[0]
 
+    def settle(self) -> None:
+        """Return when no background save is running. What failed was told to the monitor and is not raised here: it is
+        no reason not to save again.
+
+        Raises:
+            WaitTimeout: a save does not end.
+        """
+        try:
+            self.wait_all()
+        except BaseException:
+            if any(save.thread.is_alive() for save in self._saves.values()):
+                raise
+
     async def register_and_monitor(
         self,
         global_step: int,

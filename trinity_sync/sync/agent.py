@@ -237,7 +237,10 @@ class NodeAgent:
                 raise RunError(f"version {lease.version} was no longer held when it was written (sync.lease_s)")
             return files
 
-        await self._wait(partial(self._coordinator.save_sync, write, step, part=part, queues=True))
+        try:
+            await self._wait(partial(self._coordinator.save_sync, write, step, part=part, queues=True))
+        finally:  # also where it did not come to that
+            await self._release(lease)
 
     async def _release(self, lease: Lease) -> bool:
         return bool(await self._synchronizer.release.remote(lease.id))

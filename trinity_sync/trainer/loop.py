@@ -134,15 +134,15 @@ class TrainingLoop:
         self._saves = saves
         self._log = log
 
-    def run(self, on_start: Callable[[], None] = lambda: None) -> None:
-        """All steps. `on_start` is called once the explorers hold the first version."""
+    def run(self) -> bool:
+        """All steps; whether they were done, and not stopped before."""
         settings = self._settings
         self._publish(self._first_version(), _Timing())
-        on_start()
         for step in range(settings.first, settings.steps + 1):
             if self._step(step):
                 break
         self._saves.finish()
+        return step == settings.steps
 
     def _step(self, step: int) -> bool:
         """One step; whether the run is to stop after it."""

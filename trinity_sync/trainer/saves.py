@@ -95,7 +95,7 @@ class FullSaves:
         self._settings = settings
         self._log = log
         self._pending: dict[Any, tuple[int, float]] = {}
-        self._failed: tuple[int, TrinityError] | None = None
+        self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
 
     def begin(self, step: int, digest: str | None, metrics: dict[str, float], *, published: bool = True) -> None:
@@ -186,9 +186,9 @@ class FullSaves:
 
     def _fail(self, step: int, error: TrinityError) -> None:
         # The wait for the commit and the driver's own part may both tell of one failure.
-        if self._failed is None or self._failed[0] != step:
+        if step not in self._failed:
             self._log.fault(f"save of step {step}", error)
-        self._failed = (step, error)
+            self._failed[step] = error
 
     def _blocked(self, step: int, begun: float) -> float:
         """With what the optimizer's step waited after the save had begun, where the ranks can still say."""
@@ -199,9 +199,10 @@ class FullSaves:
             return begun
 
     def _raise_failure(self) -> None:
-        failed, self._failed = self._failed, None
-        if failed is not None and failed[0] > self._succeeded:
-            raise RunError(f"the newest checkpoint could not be saved: {failed[1]}") from failed[1]
+        newest = max(self._failed, default=-1)
+        if newest > self._succeeded:
+            error = self._failed[newest]
+            raise RunError(f"the newest checkpoint could not be saved: {error}") from error
 
 
 class _SaveFailed(RunError):  # noqa: N818 - it says what happened

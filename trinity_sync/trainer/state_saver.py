@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import mmap
 import sys
-import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.backends.base import DISTRIBUTED, Backend, Format
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.errors import WaitTimeout
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.sync.state import StatePart
 from trinity_sync.weights.slots import map_segment
@@ -66,8 +63,6 @@ class StateSaver:
         self._reserving: Any = None
         self._segment: mmap.mmap | None = None
         self._copying: Snapshot | None = None
-        self._handed_over = threading.Event()
-        self._handed_over.set()
         self._step = -1
         self._blocked_s = 0.0
         if form == "dcp":
@@ -91,19 +86,14 @@ class StateSaver:
         started = time.perf_counter()
         self._hold()
         # There is one segment: what was saved before has to be on the disk.
-        if not self._handed_over.wait(self._timeout_s):
-            raise WaitTimeout(_AGENT, f"take over the state before step {step}", self._timeout_s)
+        self._coordinator.settle()
         written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
         resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
-        with suppress(Exception):
-            # What failed before was told to the monitor, and is no reason not to try again.
-            self._coordinator.wait_all()
         planned = plan(self._backend.state(self._format))
         snapshot = Snapshot(
             planned, self._segment_for(planned), f"the state of step {step}", in_background=self._in_background
         )
         self._copying = snapshot
-        self._handed_over.clear()
         self._coordinator.save_async(
             "full", lambda: self._hand_over(snapshot, step, folder), step, part=self._part, hands_over=True
         )
@@ -125,12 +115,6 @@ class StateSaver:
             self._copying = None
 
     def _hand_over(self, snapshot: Snapshot, step: int, folder: Path) -> None:
-        try:
-            self._write_and_hand_over(snapshot, step, folder)
-        finally:
-            self._handed_over.set()
-
-    def _write_and_hand_over(self, snapshot: Snapshot, step: int, folder: Path) -> None:
         names = snapshot.names
         target = folder / "actor"
         target.mkdir(parents=True, exist_ok=True)

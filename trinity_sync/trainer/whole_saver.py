@@ -7,7 +7,6 @@ The training thread stands still for the copy; a background thread of each rank 
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -60,9 +59,7 @@ class WholeSaver:
             Seconds in which training stood still.
         """
         started = time.perf_counter()
-        with suppress(Exception):
-            # What failed before was told to the monitor, and is no reason not to try again.
-            self._coordinator.wait_all()
+        self._coordinator.settle()
         write = self._backend.begin_save(folder / "actor")
         self._coordinator.save_async("full", write, step, part=self._part)
         self._blocked = (step, time.perf_counter() - started)
