@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,35 @@ def test_a_failed_part_fails_the_step_and_cleans_up(monitor: Any, root: Path) ->
     assert not folder.exists()
     assert tracked(root) == (None, None)
     assert faults(monitor) == ["part 'r1' failed: disk full"]
+    assert save(monitor, 30)["step"] == 30
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True).returncode:
+        pytest.skip("a small file system can only be mounted by root")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def test_a_step_that_fails_on_a_full_disk_is_cleaned_up_and_stays_failed(
+    make_monitor: Callable[..., Any], small_disk: Path
+) -> None:
+    monitor = make_monitor(folder=small_disk)
+    folder = begin(monitor, 20, ["r0"])
+    with pytest.raises(OSError, match="No space left"):
+        (folder / "r0.pt").write_bytes(b"x" * 100_000)
+    error = "disk full " * 1000  # its note needs more room than the journal leaves
+    call(monitor, "notify_failed", 20, "r0", error)
+    call(monitor, "wait_idle", LIMIT)
+    assert not folder.exists()
+    assert not list(small_disk.rglob("*.tmp"))
+    assert f"part 'r0' failed: {error}" in faults(monitor)
+    ray.kill(monitor, no_restart=False)
+    with pytest.raises(RunError, match="disk full"):
+        call(monitor, "wait_committed", 20, 0, LIMIT)
     assert save(monitor, 30)["step"] == 30
 
 

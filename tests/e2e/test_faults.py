@@ -108,7 +108,8 @@ def test_a_full_disk_fails_the_save_and_keeps_the_run_folder_readable(folder: Pa
         assert run.code == 1
         assert "No space left on device" in run.output
         assert run.record["status"] == "failed"
-        assert [event["where"] for event in run.events("fault")] == ["save of step 2", "save of step 3"]
+        faults = [event["where"] for event in run.events("fault")]  # the monitor's notes may find no room either
+        assert [where for where in faults if not where.startswith("journal of")] == ["save of step 2", "save of step 3"]
         assert [line["step"] for line in run.lines("metrics.jsonl")] == [1, 2, 3]
         assert not list(disk.glob("global_step_*"))
         assert not list(disk.glob(".staging/*"))

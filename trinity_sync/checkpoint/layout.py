@@ -222,12 +222,16 @@ def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) ->
 def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a small file: readers see the old contents or the new; `durable`: so it is after a power cut, too."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.replace(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         sync_folder(path.parent)
 

@@ -548,10 +548,18 @@ class CheckpointMonitor:
                 await asyncio.to_thread(self._disk.move_tracker, kind, step)
             case Fail(step, _, error):
                 self._fault(f"checkpoint of step {step}", error, told=True)
-                await asyncio.to_thread(self._disk.write_failed, self._book.failures)
-                await self._clean(step)
+                await self._fail(step)
             case Clean(step, _):
                 await self._clean(step)
+
+    async def _fail(self, step: int) -> None:
+        """Note the failure before what it left goes, for a monitor that starts anew; on a full disk, after it."""
+        try:
+            await asyncio.to_thread(self._disk.write_failed, self._book.failures)
+            await self._clean(step)
+        except OSError:
+            await self._clean(step)
+            await asyncio.to_thread(self._disk.write_failed, self._book.failures)
 
     async def _clean(self, step: int) -> None:
         async with self._journal_lock:
