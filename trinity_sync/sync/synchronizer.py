@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,13 +75,18 @@ class Sealed:
 
 
 class SynchronizerActor(Handover):
-    """The actor's body. Methods are coroutines on one event loop, so the state machine needs no lock."""
+    """The actor's body. Methods are coroutines on one event loop, so the state machine needs no lock.
 
-    def __init__(self, config: SynchronizerConfig) -> None:
+    Args:
+        config: see `SynchronizerConfig`.
+        clock: seconds, monotonic; leases expire by it.
+    """
+
+    def __init__(self, config: SynchronizerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         own_log(config.log_dir, "synchronizer")
         super().__init__(config.checkpoint_dir)
         self._config = config
-        self._book = VersionBook(config.slots, time.monotonic)
+        self._book = VersionBook(config.slots, clock)
         self._trainer_status = "running"
         self._explorers: Counter[str] = Counter()
         self._no_new_version = False
