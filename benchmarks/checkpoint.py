@@ -1,11 +1,14 @@
 """What a full checkpoint costs: ours, lazy and eager, beside verl's, torch.save, torch's dcp.async_save and raw limits.
 
-    python benchmarks/checkpoint.py --json [--params 110e6] [--backends fsdp2 fsdp] [--rounds 5] [--folder DIR]
+    python benchmarks/checkpoint.py --json [--params 110e6] [--backends fsdp2 fsdp megatron] [--rounds 5] [--folder DIR]
 
 Everything is measured in turn in each round on the same engines: real verl engines with Adam, two ranks on one core,
 the node agent on the other. Times in seconds, medians and p95 over the rounds. `blocked_s` is how long training stood
 still (the slowest rank), `one_copy_s` a single-thread copy of one rank's state between two existing buffers while
 nothing else runs, `disk_s` a plain write and fsync of all the bytes by one process.
+
+`memory` is the sum over all processes of the run of their proportional share of resident bytes (PSS, slots included):
+the most of it during training steps, and the most during a save with steps beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ os.environ.update(platform_env(accelerator_count() > 0))  # verl looks for it wh
 from trinity_sync.trainer.worker import TrinityWorker
 
 LIMIT_S = 600.0
+_SAMPLE_S = 0.05
 _HIDDEN, _WIDE = 768, 3072
 _PER_LAYER = 4 * _HIDDEN * _HIDDEN + 3 * _HIDDEN * _WIDE
 
@@ -53,9 +58,8 @@ class BenchWorker(TrinityWorker):
         """Whether the next saves copy beside the next step."""
         self._saver._in_background = lazy and self._backend.deadline == "optimizer_step"
 
-    def one_copy(self) -> float:
-        """Seconds of a single-thread copy of this rank's state between two existing buffers."""
-        numel = self.state_bytes()
+    def one_copy(self, numel: int) -> float:
+        """Seconds of a single-thread copy of so many bytes, a rank's state, between two existing buffers."""
         source, target = np.ones(numel, np.uint8), np.ones(numel, np.uint8)
         began = time.perf_counter()
         target[:] = source
@@ -118,7 +122,11 @@ class BenchJob(launcher.Job):
                     os.sched_setaffinity(int(task.name), set(cores[1:]))
         for _ in range(2):
             self._train()
-        state_bytes = self._call("state_bytes")
+        with _Memory() as training:
+            self._train()
+        with _Memory() as saving:
+            self._whole() if self._writes_itself else self._ours()
+        state_bytes = self._state_bytes()
         measured: dict[str, list[float]] = {}
         for number in range(self.rounds + 1):
             for name, value in self._round(sum(state_bytes)).items():
@@ -129,21 +137,36 @@ class BenchJob(launcher.Job):
             "state_bytes": sum(state_bytes),
             "ranks": len(state_bytes),
             "peak_rss": self.peak_memory(),
+            "memory": {"training": training.peak, "with_a_save": saving.peak, "more": saving.peak - training.peak},
             **{name: _summary(values) for name, values in measured.items()},
         }
 
+    @property
+    def _writes_itself(self) -> bool:
+        return bool(self._cfg.backend.strategy == "megatron")
+
+    def _state_bytes(self) -> list[int]:
+        """Of each rank."""
+        if not self._writes_itself:
+            return self._call("state_bytes")
+        written = sum(path.stat().st_size for path in self._folder.checkpoints.rglob("*") if path.is_file())
+        ranks = len(self._trainer.ranks)
+        return [written // ranks] * ranks
+
     def _round(self, nbytes: int) -> dict[str, float]:
         found = {"step_s": statistics.median(self._train() for _ in range(3))}
+        each = nbytes // len(self._trainer.ranks)
         found["one_copy_s"] = max(
-            resolve_one(rank.one_copy.remote(), name, "copy", LIMIT_S) for name, rank in self._trainer.ranks.items()
+            resolve_one(rank.one_copy.remote(each), name, "copy", LIMIT_S) for name, rank in self._trainer.ranks.items()
         )
+        found["disk_s"] = _write(self.place / "raw", nbytes)
+        found["verl/blocked_s"] = max(self._timed_in_folder("save_with_verl"))
+        if self._writes_itself:
+            return found | {f"eager/{key}": value for key, value in self._whole().items()}
         for lazy in (True, False):
             name = "lazy" if lazy else "eager"
             self._call("set_lazy", lazy)
-            save = self._ours(lazy)
-            found |= {f"{name}/{key}": value for key, value in save.items()}
-        found["disk_s"] = _write(self.place / "raw", nbytes)
-        found["verl/blocked_s"] = max(self._timed_in_folder("save_with_verl"))
+            found |= {f"{name}/{key}": value for key, value in self._ours().items()}
         found["torch_save/blocked_s"] = max(self._timed_in_folder("save_inline"))
         for kind in ("thread", "process"):
             try:
@@ -155,15 +178,45 @@ class BenchJob(launcher.Job):
             found[f"dcp_{kind}/total_s"] = max(total for _, total in times)
         return found
 
-    def _ours(self, lazy: bool) -> dict[str, float]:
+    def _whole(self) -> dict[str, float]:
+        """One save of a backend that writes by itself, with steps beside it; once more, waited for."""
+        self._train()
+        began = time.perf_counter()
+        folder = self._begin()
+        blocked = max(self._call("save", self._step, folder))
+        step, beside = self._step, []
+        committed = self._monitor.wait_committed.remote(step, 0, LIMIT_S)
+        while not ray.wait([committed], timeout=0)[0]:
+            beside.append(self._train())
+        resolve_one(committed, "the monitor", "commit", LIMIT_S)
+        done = time.perf_counter()
+        self._call("finish_saves")
+        self._train()
+        folder = self._begin()
+        waited = time.perf_counter()
+        self._call("save", self._step, folder)
+        self._call("finish_saves")
+        written = time.perf_counter() - waited
+        resolve_one(self._monitor.wait_committed.remote(self._step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
+        return {
+            "blocked_s": blocked,
+            "step_beside_s": statistics.median(beside),
+            "synchronous_s": written,
+            "write_s": written - blocked,
+            "committed_s": done - began,
+        }
+
+    def _begin(self) -> str:
+        parts = [info.part for info in self._infos]
+        call = self._monitor.begin.remote(self._step, 0, "full", parts, {})
+        return str(resolve_one(call, "the monitor", "begin", LIMIT_S))
+
+    def _ours(self) -> dict[str, float]:
         """One save, with steps beside it."""
         self._train()
         step = self._step
-        parts = [info.part for info in self._infos]
         began = time.perf_counter()
-        call = self._monitor.begin.remote(step, 0, "full", parts, {})
-        folder = resolve_one(call, "the monitor", "begin", LIMIT_S)
-        self._call("save", step, folder)
+        self._call("save", step, self._begin())
         beside = [self._train()]
         blocked = max(self._call("save_blocked", step))
         self._call("finish_saves")
@@ -177,8 +230,7 @@ class BenchJob(launcher.Job):
         # Once more with nothing beside it, for the writing alone.
         self._train()
         step = self._step
-        folder = resolve_one(self._monitor.begin.remote(step, 0, "full", parts, {}), "the monitor", "begin", LIMIT_S)
-        self._call("save", step, folder)
+        self._call("save", step, self._begin())
         self._call("finish_saves")
         alone = time.perf_counter()
         self._wait_written()
@@ -225,6 +277,42 @@ class BenchJob(launcher.Job):
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._trainer.call(method, *arguments, what=method, timeout_s=LIMIT_S)
+
+
+class _Memory:
+    """The most memory that the run's processes held together while it was open, bytes."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._over = threading.Event()
+        self._sampler = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> _Memory:
+        self._sampler.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._sampler.join()
+
+    def _sample(self) -> None:
+        own = f"TRINITY_SYNC_DRIVER={os.getpid()}".encode()
+        processes = [path.parent for path in Path("/proc").glob("[0-9]*/environ") if own in _contents(path)]
+        while not self._over.wait(_SAMPLE_S):
+            self.peak = max(self.peak, sum(map(_share, processes)))
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # it has ended
+        return b""
+
+
+def _share(process: Path) -> int:
+    """Proportional share of resident bytes."""
+    lines = _contents(process / "smaps_rollup").splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(b"Pss:"))
 
 
 def main() -> None:
@@ -275,19 +363,19 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
         code = launcher.run(compose(overrides), folder / "run", job=BenchJob)
     assert code == 0
     found = BenchJob.found
-    one, verl = found["one_copy_s"]["median"], found["verl/blocked_s"]["median"]
-    return {
-        "parameters": layers * _PER_LAYER,
-        "driver_peak_rss": peak_rss(),
-        **found,
-        "ratios": {
-            "lazy blocked / one copy": found["lazy/blocked_s"]["median"] / one,
-            "eager blocked / one copy": found["eager/blocked_s"]["median"] / one,
-            "verl blocked / lazy blocked": verl / found["lazy/blocked_s"]["median"],
-            "step beside a save / step": found["lazy/step_beside_s"]["median"] / found["step_s"]["median"],
-            "plain write / background write": found["disk_s"]["median"] / found["lazy/write_s"]["median"],
-        },
+    median = {name: value["median"] for name, value in found.items() if isinstance(value, dict) and "median" in value}
+    best = "lazy" if "lazy/blocked_s" in median else "eager"
+    ratios = {
+        "eager blocked / one copy": median["eager/blocked_s"] / median["one_copy_s"],
+        f"{best} blocked / one copy": median[f"{best}/blocked_s"] / median["one_copy_s"],
+        f"verl blocked / {best} blocked": median["verl/blocked_s"] / median[f"{best}/blocked_s"],
+        "step beside a save / step": median[f"{best}/step_beside_s"] / median["step_s"],
+        "plain write / background write": median["disk_s"] / median[f"{best}/write_s"],
+        "memory more with a save / state": found["memory"]["more"] / found["state_bytes"],
     }
+    if "eager/synchronous_s" in median:
+        ratios["synchronous / blocked"] = median["eager/synchronous_s"] / median["eager/blocked_s"]
+    return {"parameters": layers * _PER_LAYER, "driver_peak_rss": peak_rss(), **found, "ratios": ratios}
 
 
 def _summary(values: list[float]) -> dict[str, float]:

@@ -62,8 +62,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """Facts of the layouts on four ranks."""
+def four(tmp_path_factory: pytest.TempPathFactory, two: Facts) -> Facts:
+    """Facts of the layouts on four ranks, some of which load what two have saved."""
     return _facts(tmp_path_factory, 4, FOUR)
 
 
