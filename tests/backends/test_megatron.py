@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,17 +27,20 @@ TWO: dict[str, dict[str, Any]] = {
     "tp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3", "do": ["load"], "load": "a"},
     "pp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3-tied", "do": ["version", "load"], "load": "b"},
 }
+# On two ranks, for four to load.
+FOR_FOUR: dict[str, dict[str, Any]] = {
+    "tp2": {"world": 2, "tp": 2, "pp": 1, "model": "qwen2", "do": ["version", "save"], "save": "f"},
+}
 FOUR: dict[str, dict[str, Any]] = {
     "tp2pp2": {"world": 4, "tp": 2, "pp": 2, "model": "qwen3-tied", "do": ["version", "save"], "save": "d"},
     "tp2dp2": {"world": 4, "tp": 2, "pp": 1, "model": "qwen3", "do": ["version", "save"], "save": "e"},
     "pp2dp2": {"world": 4, "tp": 1, "pp": 2, "model": "llama-tied", "do": ["version"]},
     "tp2dp2-to-tp2pp2": {"world": 4, "tp": 2, "pp": 2, "model": "qwen3", "do": ["load"], "load": "e"},
-    "tp2": {"world": 2, "tp": 2, "pp": 1, "model": "qwen2", "do": ["version", "save"], "save": "f"},
+    "tp2-to-tp2dp2": {"world": 4, "tp": 2, "pp": 1, "model": "qwen2", "do": ["load"], "load": "f"},
     "tp2-no-sequence-parallel": {
         **{"world": 2, "tp": 2, "pp": 1, "model": "qwen3", "do": ["version"]},
         "sequence_parallel": False,
     },
-    "tp2-to-tp2dp2": {"world": 4, "tp": 2, "pp": 1, "model": "qwen2", "do": ["load"], "load": "f"},
     "dp2-same": {
         **{"world": 2, "tp": 1, "pp": 1, "model": "qwen3", "do": ["save"], "save": "g"},
         "format": "dp_reshardable",
@@ -48,8 +52,7 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-def _facts(tmp_path_factory: pytest.TempPathFactory, ranks: int, cases: dict[str, dict[str, Any]]) -> Facts:
-    folder = tmp_path_factory.mktemp("megatron")
+def _facts(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> Facts:
     started = Ranks(folder, ranks, list(cases.values()), {}, megatron_ranks.run)
     found = dict(zip(cases, started.facts(), strict=True))
     return {name: [rank for rank in of_case if len(rank) > 2] for name, of_case in found.items()}
@@ -58,13 +61,14 @@ def _facts(tmp_path_factory: pytest.TempPathFactory, ranks: int, cases: dict[str
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     """Facts of the layouts on one and two ranks, by case, then rank."""
-    return _facts(tmp_path_factory, 2, TWO)
+    return _facts(tmp_path_factory.mktemp("two"), 2, TWO)
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory, two: Facts) -> Facts:
-    """Facts of the layouts on four ranks, some of which load what two have saved."""
-    return _facts(tmp_path_factory, 4, FOUR)
+def four(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """Facts of the layouts on four ranks."""
+    folder = tmp_path_factory.mktemp("four")
+    return _facts(folder, 2, FOR_FOUR) | _facts(folder, 4, FOUR)
 
 
 def _doing(what: str) -> list[Any]:
@@ -73,7 +77,7 @@ def _doing(what: str) -> list[Any]:
         *(pytest.param("two", name, id=name) for name, case in TWO.items() if what in case["do"]),
         *(
             pytest.param("four", name, id=f"four-{name}", marks=pytest.mark.all)
-            for name, case in FOUR.items()
+            for name, case in (FOR_FOUR | FOUR).items()
             if what in case["do"]
         ),
     ]
