@@ -488,7 +488,7 @@ def checkpoint_hashes(folder: Path) -> dict[str, str]:
         reader = FileSystemReader(folder / tree / "dist_ckpt")
         described = reader.read_metadata().state_dict_metadata
         state = {
-            key: torch.empty(item.size, dtype=item.properties.dtype)
+            key: torch.zeros(item.size, dtype=item.properties.dtype)  # padding of buckets may be in no file
             for key, item in described.items()
             if isinstance(item, TensorStorageMetadata)
         }

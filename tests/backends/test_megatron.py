@@ -42,7 +42,7 @@ FOUR: dict[str, dict[str, Any]] = {
         "sequence_parallel": False,
     },
     "dp2-same": {
-        **{"world": 2, "tp": 1, "pp": 1, "model": "qwen3", "do": ["save"], "save": "g"},
+        **{"world": 2, "tp": 1, "pp": 1, "model": "qwen3", "do": ["version", "save"], "save": "g"},
         "format": "dp_reshardable",
     },
     "dp2-to-one": {
