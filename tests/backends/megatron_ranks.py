@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -288,8 +288,9 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case['world']}"
     backend.begin_save(again)()
     dist.barrier()
-    facts["contents"] = checkpoint_hashes(again)
-    facts["contents_loaded"] = checkpoint_hashes(folder / case["load"])
+    spans = sorted(span[:2] for chunk in engine.module for span in chunk.buffers[0].param_index_map.values())
+    facts["contents"] = checkpoint_hashes(again, spans)
+    facts["contents_loaded"] = checkpoint_hashes(folder / case["load"], spans)
     return facts
 
 
@@ -476,8 +477,12 @@ def _optimizer_hash(engine: Any) -> str:
     return found.hexdigest()
 
 
-def checkpoint_hashes(folder: Path) -> dict[str, str]:
-    """Hash of every whole tensor in a checkpoint's model and optimizer, by its key: the same in all layouts."""
+def checkpoint_hashes(folder: Path, spans: Sequence[tuple[int, int]] = ()) -> dict[str, str]:
+    """Hash of every whole tensor in a checkpoint's model and optimizer, by its key: the same in all layouts.
+
+    Args:
+        spans: where parameters lie in a buffer; what is saved as it lies there has padding of no meaning between them.
+    """
     import torch
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -488,12 +493,13 @@ def checkpoint_hashes(folder: Path) -> dict[str, str]:
         reader = FileSystemReader(folder / tree / "dist_ckpt")
         described = reader.read_metadata().state_dict_metadata
         state = {
-            key: torch.zeros(item.size, dtype=item.properties.dtype)  # padding of buckets may be in no file
+            key: torch.zeros(item.size, dtype=item.properties.dtype)
             for key, item in described.items()
             if isinstance(item, TensorStorageMetadata)
         }
         _load_state_dict(state, storage_reader=reader, no_dist=True)
-        for key, tensor in state.items():
+        for key, whole in state.items():
+            tensor = torch.cat([whole[a:b] for a, b in spans]) if "bucket_idx" in key else whole
             found[f"{tree}: {key}"] = hashlib.sha256(
                 tensor.contiguous().view(torch.uint8).numpy().tobytes()
             ).hexdigest()
