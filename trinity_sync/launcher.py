@@ -312,7 +312,8 @@ class Job:
         self._check_shared_folder()
         self._start_agents()
         if self._pool is not None:
-            self._pool.attach(self._agents)
+            # in a free run each explorer joins when it is up, and keeps nobody waiting
+            (self._pool.introduce if self._free else self._pool.attach)(self._agents)
         if self._start.weights_only:
             self._trainer.call(
                 "begin_at", self._start.step, what="set the schedule", timeout_s=cfg.cluster.start_timeout_s
@@ -322,6 +323,10 @@ class Job:
             self._trainer.call(
                 "load", str(self._start.folder), what=f"load {self._start.folder}", timeout_s=cfg.checkpoint.timeout_s
             )
+
+    @property
+    def _free(self) -> bool:
+        return self._cfg.trainer.schedule == "free"
 
     @property
     def _with_explorers(self) -> bool:
@@ -440,6 +445,7 @@ class Job:
     # -- run
 
     def loop(self) -> None:
+        from trinity_sync.trainer.free import FreeLoop
         from trinity_sync.trainer.loop import LoopSettings, TrainingLoop
         from trinity_sync.trainer.published import PublishedState
         from trinity_sync.trainer.saves import FullSaves, SaveSettings
@@ -464,7 +470,12 @@ class Job:
             cfg.sync.timeout_s,
         )
         full_saves = FullSaves(
-            self._monitor, self._trainer, saves, self._recorder, published if self._with_explorers else None
+            self._monitor,
+            self._trainer,
+            saves,
+            self._recorder,
+            # free explorers begin a resumed run with the trainer's weights
+            published if self._with_explorers and not self._free else None,
         )
         mode = self._mode(saves)
         settings = LoopSettings(
@@ -477,18 +488,21 @@ class Job:
             sync_timeout_s=cfg.sync.timeout_s,
             step_timeout_s=max(cfg.backend.timeout_s * 4, 600),
         )
-        loop = TrainingLoop(
-            settings,
-            trainer=self._trainer,
-            data=self._data(mode),
-            mode=mode,
-            synchronizer=self._synchronizer,
-            parts=parts,
-            saves=full_saves,
-            log=self._recorder,
-            restored=self._restored(published, parts),
-            stop=self._stop,
-        )
+        common: dict[str, Any] = {
+            "trainer": self._trainer,
+            "mode": mode,
+            "synchronizer": self._synchronizer,
+            "parts": parts,
+            "saves": full_saves,
+            "log": self._recorder,
+            "stop": self._stop,
+        }
+        loop: FreeLoop | TrainingLoop
+        if self._free:
+            loop = FreeLoop(settings, source=self._source(), **common)
+        else:
+            restored = self._restored(published, parts)
+            loop = TrainingLoop(settings, data=self._data(mode), restored=restored, **common)
         self._recorder.phase("sending the first version")
         try:
             completed = loop.run()
@@ -572,6 +586,36 @@ class Job:
             prompts_per_step=cfg.algorithm.prompts_per_step,
             samples_per_prompt=cfg.algorithm.samples_per_prompt,
             normalise=cfg.algorithm.normalise_advantages,
+        )
+
+    def _source(self) -> Any:
+        """Where a free run's samples come from."""
+        from functools import partial
+
+        from trinity_sync.explorer.free import FreeRollout
+        from trinity_sync.samples.queue import QueueRules
+        from trinity_sync.trainer.saves import data_position
+        from trinity_sync.trainer.steps import record_load
+
+        cfg = self._cfg
+        groups = cfg.algorithm.prompts_per_step
+        return FreeRollout(
+            build_task(cfg.task, cfg.seed),
+            self._pool,
+            QueueRules(
+                groups_per_step=groups,
+                max_staleness=cfg.sync.max_staleness,
+                wait=cfg.samples.over_stale == "wait",
+                room=groups * cfg.samples.buffer,
+                overdue_s=cfg.sync.timeout_s,
+            ),
+            samples_per_prompt=cfg.algorithm.samples_per_prompt,
+            normalise=cfg.algorithm.normalise_advantages,
+            first=self._start.step + 1,
+            position=data_position(self._start.folder) if self._start.resumed and self._start.folder else None,
+            timeout_s=cfg.explorer.timeout_s + cfg.cluster.start_timeout_s,
+            on_load=partial(record_load, self._recorder),
+            on_fault=self._recorder.fault,
         )
 
     def peak_memory(self) -> dict[str, int]:

@@ -307,8 +307,20 @@ def _check_optimizer(get: Get) -> Iterator[Problem]:
 
 
 def _check_schedule(get: Get) -> Iterator[Problem]:
-    if get("trainer.schedule") == "free":
-        yield Problem("trainer.schedule", "is free; this version runs lockstep only, so set trainer.schedule=lockstep")
+    if get("trainer.schedule") != "free":
+        return
+    if get("algorithm.kind") != "grpo":
+        yield Problem(
+            "trainer.schedule",
+            f"is free, but algorithm={get('algorithm.kind')} has no explorers that could run ahead; "
+            f"set trainer.schedule=lockstep",
+        )
+    if get("sync.mode") == "nccl":
+        yield Problem(
+            "trainer.schedule",
+            "is free, but in a round of sync=nccl the trainer's ranks take part, so they would wait for loads; "
+            "use sync=memory or sync=checkpoint, or set trainer.schedule=lockstep",
+        )
 
 
 def _check_retention(get: Get) -> Iterator[Problem]:

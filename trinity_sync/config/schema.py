@@ -261,6 +261,14 @@ class ExplorerConfig:
 
 
 @dataclass(kw_only=True)
+class SamplesConfig:
+    """What becomes of samples between explorers and trainer (`trainer.schedule=free`)."""
+
+    over_stale: str = _choice("wait", "drop")
+    buffer: int = _number(at_least=1)
+
+
+@dataclass(kw_only=True)
 class ClusterConfig:
     """Where Ray runs."""
 
@@ -304,6 +312,7 @@ class Config:
     algorithm: AlgorithmConfig = MISSING
     task: Any = MISSING
     explorer: ExplorerConfig = MISSING
+    samples: SamplesConfig = MISSING
     cluster: ClusterConfig = MISSING
     tracker: dict[str, Any] = field(default_factory=dict)
 
@@ -328,6 +337,7 @@ SCHEMA: dict[str, type] = {
     "jsonl": JsonlConfig,
     "pairs": PairsConfig,
     "explorer": ExplorerConfig,
+    "samples": SamplesConfig,
     "cluster": ClusterConfig,
     "tensorboard": TensorboardConfig,
     "wandb": WandbConfig,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -28,6 +29,18 @@ from trinity_sync.sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from trinity_sync.sync.loading import WeightLoader
+
+
+class LoadFailed(RunError):  # noqa: N818 - it says what happened
+    """The explorer could not take the newest version, and holds none until a load succeeds."""
+
+
+@dataclass(frozen=True)
+class Produced:
+    """Samples of whole groups, all by one version, and the load that came before them where there was one."""
+
+    batch: SampleBatch
+    load: LoadReport | None
 
 
 class Explorer:
@@ -99,6 +112,30 @@ class Explorer:
         return self._engine.generate(
             prompts, self._task, step=step, samples_per_prompt=samples_per_prompt, version=held
         )
+
+    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
+        """Take the newest version where it is not the one that is held, then make samples for prompts of several steps.
+
+        Args:
+            work: (step, prompts of that step).
+            samples_per_prompt: samples of each prompt.
+
+        Raises:
+            LoadFailed: the newest version could not be loaded; asking again repeats the load.
+            RunError: the samples cannot be made or judged.
+        """
+        report = self._take_newest()
+        batches = [self.generate(step, prompts, samples_per_prompt) for step, prompts in work]
+        return Produced(SampleBatch.concatenate(batches), report)
+
+    def _take_newest(self) -> LoadReport | None:
+        assert self._loader is not None, "attach() comes first"
+        try:
+            if self._loader.held == self._synchronizer.call("newest"):
+                return None
+            return self.load(None)
+        except Exception as error:  # of a version that was replaced meanwhile the files may be gone, or the lease
+            raise LoadFailed(f"{self._spec.name} could not load the newest version: {error}") from error
 
     def memory(self) -> dict[str, int]:
         """Peak resident bytes of this process."""

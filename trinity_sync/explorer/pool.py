@@ -7,21 +7,22 @@ loads the same version and generates again gives the same samples.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from trinity_sync.errors import RunError
-from trinity_sync.explorer.actor import Explorer
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.explorer.actor import Explorer, Produced
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery, LoadReport
-from trinity_sync.sync.remote import MemberDied, resolve
+from trinity_sync.sync.remote import MemberDied, resolve, resolve_one
 from trinity_sync.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
@@ -59,31 +60,40 @@ class ExplorerPool:
         self._synchronizer = synchronizer
         self._num_gpus = num_gpus
         self._restarts_left = max_restarts
+        self._lock = threading.Lock()
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._on_fault = on_fault
         self._agents: dict[str, Any] = {}
         self._held: Version | None = None
-        self._starting: dict[str, Any] = {}
         self.handles: dict[str, Any] = {name: self._create(name) for name in (f"explorer-{i}" for i in range(replicas))}
+        self._starting: dict[str, Any] = {}
 
     def _create(self, name: str) -> Any:
         actor = ray.remote(Explorer).options(num_cpus=1, num_gpus=self._num_gpus)
         handle = actor.remote(replace(self._spec, name=name), self._synchronizer)
-        self._starting[name] = handle.warm_up.remote()
+        handle.warm_up.remote()
         return handle
 
     def start(self) -> None:
         """Have all build their engines, once the model's folder is there. Does not wait; `attach` does."""
-        self._starting = {name: self.handles[name].start.remote() for name in self._starting}
+        self._starting = {name: handle.start.remote() for name, handle in self.handles.items()}
+
+    def introduce(self, agents: dict[str, Any]) -> None:
+        """Say which node agents there are; `join` connects explorers to them one by one."""
+        self._agents = agents
+
+    def join(self, name: str) -> None:
+        """Connect one explorer to the node agents; waits until it is up. Any thread."""
+        self._connect({name: self._starting.pop(name)})
 
     def attach(self, agents: dict[str, Any]) -> None:
         """Connect all to the node agents; waits until every explorer is up."""
-        self._agents = agents
-        self._attach()
-
-    def _attach(self) -> None:
+        self.introduce(agents)
         starting, self._starting = self._starting, {}
+        self._connect(starting)
+
+    def _connect(self, starting: dict[str, Any]) -> None:
         resolve(starting, "start", self._start_timeout_s)
         calls = {name: self.handles[name].attach.remote(self._agents) for name in starting}
         resolve(calls, "attach to the node agents", self._start_timeout_s)
@@ -138,16 +148,61 @@ class ExplorerPool:
                 continue
             return SampleBatch.concatenate(list(results.values())).sorted()
 
+    def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
+        """Have one explorer take the newest version and make samples; see `Explorer.produce`. Any thread.
+
+        Raises:
+            LoadFailed: it could not take the newest version.
+            MemberDied: it is gone.
+            WaitTimeout: it did not answer in time.
+            RunError: the samples cannot be made.
+        """
+        call = self.handles[name].produce.remote(work, samples_per_prompt)
+        return resolve_one(call, name, "generate", self._timeout_s)
+
+    def replace(self, name: str, why: Exception) -> bool:
+        """Start an explorer again that is gone, hangs or loads nothing. Any thread; the others go on meanwhile.
+
+        Returns:
+            False: no restart is left; the explorer is gone for good.
+        """
+        while self._may_restart():
+            self._on_fault(name, str(why))
+            log.warning("%s; starting it again (%d restarts left)", why, self._restarts_left)
+            self._forget(name)
+            try:
+                self._start_anew(name)
+                return True
+            except (MemberDied, WaitTimeout) as error:
+                why = error
+        self._forget(name)
+        return False
+
+    def end(self, name: str) -> None:
+        """Kill an explorer, whatever it does."""
+        ray.kill(self.handles[name])
+
+    def _forget(self, name: str) -> None:
+        """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""
+        self.end(name)
+        self._synchronizer.call("drop_reader", name)
+
+    def _may_restart(self) -> bool:
+        with self._lock:
+            self._restarts_left -= 1
+            return self._restarts_left >= 0
+
+    def _start_anew(self, name: str) -> None:
+        self.handles[name] = self._create(name)
+        self._connect({name: self.handles[name].start.remote()})
+
     def _replace(self, death: Exception) -> None:
         assert isinstance(death, MemberDied)
-        if self._restarts_left <= 0:
+        if not self._may_restart():
             raise RunError(
                 f"{death}. See logs/{death.who}.log. Set explorer.max_restarts above 0 to have explorers restarted"
             ) from death
-        self._restarts_left -= 1
         self._on_fault(death.who, str(death))
         log.warning("%s; starting it again (%d restarts left)", death, self._restarts_left)
         self._synchronizer.call("drop_reader", death.who)
-        self.handles[death.who] = self._create(death.who)
-        self.start()
-        self._attach()
+        self._start_anew(death.who)

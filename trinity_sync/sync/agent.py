@@ -83,7 +83,7 @@ class NodeAgent:
         self._layouts: dict[str, PartLayout] = {}
         self._arena: SlotArena | None = None
         self._maps: dict[tuple[int, str], mmap.mmap] = {}
-        self._staged: dict[Version, set[str]] = {}
+        self._staged: dict[Version, dict[str, float]] = {}
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
         self._states = StateSlots(
@@ -132,22 +132,30 @@ class NodeAgent:
         paths = {slot: {part: str(self._arena.path(slot, part)) for part in sizes} for slot in slots}
         return {"paths": paths, "notes": list(self._arena.notes)}
 
-    async def part_staged(self, version: Version, slot: int, part: str) -> None:
-        """A rank has filled its segment. With the last one of this node the digests are computed and reported."""
+    async def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> None:
+        """A rank has filled its segment, for which it stood still so long. With the last one of this node the digests
+        are computed and reported.
+        """
         version = Version(*version)
-        staged = self._staged.setdefault(version, set())
-        staged.add(part)
-        if staged != self._layouts.keys():
+        staged = self._staged.setdefault(version, {})
+        staged[part] = blocked_s
+        if staged.keys() != self._layouts.keys():
             return
         del self._staged[version]
         try:
-            parts, rows = await self._run(self._digest, slot)
+            parts, rows = await self._run(self._digest, slot, staged)
             await self._synchronizer.staged.remote(version, parts)
             await self._contribute(version, rows)
         except Exception as error:
             await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
 
-    def _digest(self, slot: int) -> tuple[dict[str, PartInfo], RowDigests | None]:
+    async def part_failed(self, version: Version, part: str, error: str) -> None:
+        """A rank could not fill its segment."""
+        version = Version(*version)
+        self._staged.pop(version, None)
+        await self._synchronizer.failed.remote(version, f"{part}: {error}")
+
+    def _digest(self, slot: int, blocked: dict[str, float]) -> tuple[dict[str, PartInfo], RowDigests | None]:
         assert self._arena is not None
         parts = {}
         for part, layout in self._layouts.items():
@@ -161,6 +169,7 @@ class NodeAgent:
                 nbytes=layout.nbytes,
                 layout=layout.digest,
                 buckets=buckets,
+                blocked_s=blocked[part],
             )
         if self._config.verify != "full":
             return parts, None

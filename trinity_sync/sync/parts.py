@@ -16,6 +16,7 @@ class PartInfo:
         nbytes: size of the part.
         layout: digest of its layout, by which a reader finds the layout it has seen before.
         buckets: transfer digests, or None where `sync.verify` is ``off``.
+        blocked_s: seconds in which the rank stood still while it copied the part.
     """
 
     part: str
@@ -24,6 +25,7 @@ class PartInfo:
     nbytes: int
     layout: str
     buckets: list[bytes] | None
+    blocked_s: float = 0.0
 
 
 def part_name(rank: int) -> str:

@@ -73,6 +73,11 @@ class Sealed:
     digest: str | None
     parts: dict[str, Any]
 
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which the trainer stood still for it."""
+        return max((info.blocked_s for info in self.parts.values()), default=0.0)
+
 
 class SynchronizerActor(Handover):
     """The actor's body. Methods are coroutines on one event loop, so the state machine needs no lock.
@@ -110,6 +115,12 @@ class SynchronizerActor(Handover):
                     f"free one of {self._config.slots} slots for version {version}",
                     timeout_s,
                 )
+
+    async def begin_if_free(self, version: Version, parts: list[str]) -> int | None:
+        """A slot for the version, None where none is free now. Does not wait."""
+        if self._dead_agent is not None:
+            raise MemberDied(self._dead_agent, f"take version {version}")
+        return self._book.open(version, parts)
 
     async def staged(self, version: Version, parts: dict[str, Any]) -> None:
         """Parts of a node are in its slot."""

@@ -17,7 +17,10 @@ from typing import Any
 from trinity_sync.errors import RunError
 from trinity_sync.tracking.files import plain, write_atomic
 
-_STEP_FIELD = {"publish": "version", "load": "version", "commit": "step", "prune": "step", "mirror": "step"}
+_STEP_FIELD = {
+    **dict.fromkeys(("publish", "load", "skip"), "version"),
+    **dict.fromkeys(("commit", "prune", "mirror"), "step"),
+}
 
 
 class JsonlWriter:

@@ -98,7 +98,15 @@ class FullSaves:
         self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
 
-    def begin(self, step: int, digest: str | None, metrics: dict[str, float], *, published: bool = True) -> None:
+    def begin(
+        self,
+        step: int,
+        digest: str | None,
+        metrics: dict[str, float],
+        *,
+        published: bool = True,
+        data: dict[str, Any] | None = None,
+    ) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps.
 
         Args:
@@ -106,6 +114,7 @@ class FullSaves:
             digest: version digest of the weights, None where versions are not digested.
             metrics: of the step, for the manifest and the retention policies.
             published: the explorers hold the version of this step; else what they hold is saved, too.
+            data: where the run is in its data, where that is more than the step; see `data_position`.
 
         Raises:
             TrinityError: a rank cannot copy its state.
@@ -113,12 +122,14 @@ class FullSaves:
         self.poll()
         self._log.saving(step)
         try:
-            self._begin(step, digest, metrics, published)
+            self._begin(step, digest, metrics, published, data)
         except _SaveFailed as failure:
             self._monitor.fail_step.remote(step, str(failure), attempt=self._settings.attempt)
             self._fail(step, failure)
 
-    def _begin(self, step: int, digest: str | None, metrics: dict[str, float], published: bool) -> None:
+    def _begin(
+        self, step: int, digest: str | None, metrics: dict[str, float], published: bool, data: dict[str, Any] | None
+    ) -> None:
         settings = self._settings
         behind = self._published if not published else None
         parts = [*settings.ranks, *(behind.parts() if behind is not None else ()), "driver"]
@@ -131,7 +142,10 @@ class FullSaves:
             "save", step, str(folder), what=f"copy the state of step {step}", timeout_s=settings.timeout_s
         )
         self._pending[call] = (step, max(blocked))
-        state = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
+        state: dict[str, Any] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
+        state["next_data_step"] = step + 1
+        if data is not None:
+            state["data"] = data
         texts = {STATE_FILE: json.dumps(state, indent=2) + "\n"}
         if behind is not None:
             texts |= dict([behind.save(step, folder)])
@@ -203,6 +217,15 @@ class FullSaves:
         if newest > self._succeeded:
             error = self._failed[newest]
             raise RunError(f"the newest checkpoint could not be saved: {error}") from error
+
+
+def data_position(folder: Path) -> dict[str, Any] | None:
+    """What `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text())
+    except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file
+        return None
+    return state.get("data")
 
 
 class _SaveFailed(RunError):  # noqa: N818 - it says what happened

@@ -13,7 +13,6 @@ import trinity_sync.backends.lean_verl  # noqa: F401
 import mmap
 import os
 import random
-import time
 import warnings
 from datetime import timedelta
 from functools import partial
@@ -47,11 +46,12 @@ from trinity_sync.sync import nccl
 from trinity_sync.sync.parts import part_name
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.spec import RankInfo, WorkerSpec
+from trinity_sync.trainer.stager import WeightStager
 from trinity_sync.trainer.state_saver import StateSaver
 from trinity_sync.trainer.whole_saver import Saver, WholeSaver
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
-from trinity_sync.weights.staging import pin_segment, stage
+from trinity_sync.weights.staging import pin_segment
 
 
 class TrinityWorker(TrainingWorker):
@@ -79,8 +79,8 @@ class TrinityWorker(TrainingWorker):
             prepare()
         super().__init__(_worker_config(spec))
         self._segments: dict[int, mmap.mmap] = {}
-        self._agent: Any = None
         self._saver: Saver
+        self._stager: WeightStager
 
     def initialise(self) -> RankInfo:
         """Build model, optimizer and scheduler. Collective."""
@@ -112,12 +112,20 @@ class TrinityWorker(TrainingWorker):
             attempt: of the run.
             timeout_s: limit of the waits for a background save, seconds.
         """
-        self._agent = agent
         self._segments = {
             slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
         }
         for segment in self._segments.values():
             pin_segment(segment)
+        self._stager = WeightStager(
+            self._backend,
+            self._layout,
+            self._segments,
+            agent,
+            self._part,
+            may_be_lazy=self._spec.strategy != "megatron",
+            timeout_s=timeout_s,
+        )
         coordinator = CheckpointCoordinator(
             monitor,
             node_id=ray.get_runtime_context().get_node_id(),
@@ -177,20 +185,14 @@ class TrinityWorker(TrainingWorker):
 
     # -- versions
 
-    def stage(self, version: tuple[int, int], slot: int) -> float:
-        """Copy this rank's shards into the slot and tell the agent. Collective where the engine offloads.
+    def stage(self, version: tuple[int, int], slot: int, lazily: bool = False) -> float:
+        """Copy this rank's shards into the slot and tell the agent; see `WeightStager.stage`. Collective where the
+        engine offloads.
 
         Returns:
-            Seconds in which the trainer was blocked.
+            Seconds in which the trainer was blocked so far.
         """
-        started = time.perf_counter()
-        sources = self._backend.sources()
-        if self._segments:
-            stage(self._layout, sources, self._segments[slot])
-        blocked = time.perf_counter() - started
-        if self._segments:
-            self._agent.part_staged.remote(Version(*version), slot, self._part)
-        return blocked
+        return self._stager.stage(Version(*version), slot, lazily=lazily)
 
     def send_round(self, invitation: nccl.Round) -> int:
         """Send this rank's staged part to the explorers of a round; bytes sent."""

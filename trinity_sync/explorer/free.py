@@ -1,0 +1,346 @@
+"""Explorers that never wait for each other: each generates, takes the newest version, and generates again, while the
+trainer takes what is ready. The data of a run with `trainer.schedule=free`.
+
+One thread per explorer asks the queue for groups to make, hands them to its explorer and brings back what was made; a
+dead, hanging or restarting explorer so keeps nobody but its own thread. What may be made, and what the trainer gets,
+the queue decides (`samples.queue`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.explorer.actor import LoadFailed, Produced
+from trinity_sync.samples.advantages import group_advantages
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
+from trinity_sync.samples.record import Prompt
+from trinity_sync.sync.base import LoadReport
+from trinity_sync.sync.remote import MemberDied
+
+LOAD_TRIES = 3
+"""Loads in a row that may fail before an explorer is taken for lost."""
+
+_JOIN_S = 5.0
+
+
+class Members(Protocol):
+    """What is asked of the explorers; `ExplorerPool` is that."""
+
+    @property
+    def handles(self) -> Mapping[str, Any]:
+        """Explorers by name."""
+        ...
+
+    def join(self, name: str) -> None:
+        """Connect an explorer; waits until it is up."""
+        ...
+
+    def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
+        """Have it make samples."""
+        ...
+
+    def replace(self, name: str, why: Exception) -> bool:
+        """Start it again; False: it is gone for good."""
+        ...
+
+    def end(self, name: str) -> None:
+        """Kill it."""
+        ...
+
+
+class _Piece(NamedTuple):
+    """A group's samples: rows of what an explorer made at a time."""
+
+    batch: SampleBatch
+    rows: NDArray[np.int64]
+
+
+class FreeRollout:
+    """Keeps all explorers of a run busy, and gives the trainer its batches.
+
+    Args:
+        task: gives the prompts.
+        members: the explorers.
+        rules: of the queue.
+        samples_per_prompt: size of a group.
+        normalise: divide advantages by their group's standard deviation.
+        first: the first step.
+        position: where an earlier attempt was in the task's prompts (`position`), None to begin with those of `first`.
+        timeout_s: how long the trainer may wait while nobody brings anything, seconds.
+        on_load: told of each load, on an explorer's thread.
+        on_fault: told of each explorer that is gone for good, and of loads that failed: (where, error).
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        members: Members,
+        rules: QueueRules,
+        *,
+        samples_per_prompt: int,
+        normalise: bool,
+        first: int,
+        position: Mapping[str, Any] | None,
+        timeout_s: float,
+        on_load: Callable[[LoadReport], None],
+        on_fault: Callable[[str, str], None],
+    ) -> None:
+        self._task = task
+        self._members = members
+        self._rules = rules
+        self._samples_per_prompt = samples_per_prompt
+        self._normalise = normalise
+        self._timeout_s = timeout_s
+        self._on_load = on_load
+        self._on_fault = on_fault
+        self._queue: GroupQueue[_Piece] = GroupQueue(rules, first, time.monotonic, position)
+        self._changed = threading.Condition()
+        self._alive = set(members.handles)
+        self._busy: set[str] = set()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._progress = time.monotonic()
+        self._waited_s = 0.0
+        self._told = (0, 0.0)
+        self._prompts: dict[int, Sequence[Prompt]] = {}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in members.handles
+        ]
+
+    # -- the trainer's side
+
+    def start(self) -> None:
+        """Let all explorers begin, as soon as each is up and a version is there."""
+        self._progress = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def published(self, step: int) -> None:
+        """The version of this step is there to be loaded. Any thread."""
+        with self._changed:
+            self._queue.publish(step)
+            self._changed.notify_all()
+
+    def take(self, step: int) -> SampleBatch:
+        """The samples for an update, sorted. Waits while too few are ready.
+
+        Raises:
+            RunError: no explorer is left, one of them made an error that no restart mends, or `fail` was called.
+            WaitTimeout: nobody brought anything for too long.
+        """
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                assert step == self._queue.step, "updates are taken in order"
+                taken = self._queue.take()
+                # Places have become free in either case, or the wait for what is overdue begins.
+                self._changed.notify_all()
+                if taken is not None:
+                    break
+                left = self._progress + self._timeout_s - time.monotonic()
+                if left <= 0:
+                    who = ", ".join(self._queue.holders()) or "the explorers"
+                    raise WaitTimeout(who, f"make the samples of step {step}", self._timeout_s)
+                self._changed.wait(left)
+        return _assemble([ready.samples for ready in taken])
+
+    def metrics(self) -> dict[str, float]:
+        """Since the last call: groups that were dropped, and seconds that explorers waited; now: groups that are ready,
+        and explorers that are alive.
+        """
+        with self._changed:
+            now = (self._queue.dropped, self._waited_s)
+            dropped, waited = (new - old for new, old in zip(now, self._told, strict=True))
+            self._told = now
+            return {
+                "samples/dropped": float(dropped * self._samples_per_prompt),
+                "samples/waited_s": waited,
+                "samples/ready": float(self._queue.ready * self._samples_per_prompt),
+                "samples/explorers": float(len(self._alive)),
+            }
+
+    def position(self) -> dict[str, Any]:
+        """Where the run is in the task's prompts, for a checkpoint of the step that was taken last."""
+        with self._changed:
+            return self._queue.position()
+
+    def advantages(self, batch: SampleBatch) -> np.ndarray:
+        """One per sample, within each prompt's group."""
+        return np.asarray(group_advantages(batch, normalise=self._normalise))
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for samples is told this instead. Any thread; the first error counts."""
+        with self._changed:
+            if self._error is None and not self._closed:
+                self._error = error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Let all explorers end. One that is in the middle of something is killed."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + _JOIN_S
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        for name in sorted(self._busy):  # a thread must not be inside Ray when Ray goes
+            self._members.end(name)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(_JOIN_S)
+
+    # -- an explorer's thread
+
+    def _serve(self, name: str) -> None:
+        try:
+            with self._inside(name):
+                lost = self._join(name)
+            while lost is None or self._made_good(name, lost):
+                lost = self._work(name)
+                if lost is None:
+                    return
+        except BaseException as error:
+            self.fail(error)
+
+    def _join(self, name: str) -> Exception | None:
+        try:
+            self._members.join(name)
+        except (MemberDied, WaitTimeout) as error:
+            return error
+        return None
+
+    def _work(self, name: str) -> Exception | None:
+        """Until the run ends (None), or the explorer is lost: why."""
+        failures = 0
+        while groups := self._wait_for_groups(name):
+            work = self._work_of(groups)
+            try:
+                with self._inside(name):
+                    produced = self._members.produce(name, work, self._samples_per_prompt)
+            except LoadFailed as error:
+                failures += 1
+                self._give_back(name)
+                if failures == LOAD_TRIES:
+                    return error
+                self._report(name, str(error))
+            except (MemberDied, WaitTimeout) as error:
+                self._give_back(name)
+                return error
+            else:
+                failures = 0
+                self._bring(produced)
+        return None
+
+    def _wait_for_groups(self, name: str) -> list[GroupId]:
+        """What to make next; nothing: the run is over."""
+        began = time.monotonic()
+        with self._changed:
+            most = -(-self._rules.groups_per_step // max(1, len(self._alive)))
+            while not self._closed and self._error is None:
+                groups = self._queue.hand_out(name, most)
+                if groups:
+                    self._waited_s += time.monotonic() - began
+                    return groups
+                self._changed.wait(self._queue.overdue_in())
+            return []
+
+    def _work_of(self, groups: Collection[GroupId]) -> list[tuple[int, list[Prompt]]]:
+        by_step = groupby(sorted(groups), key=lambda group: group.step)
+        return [(step, [self._prompts_of(step)[group.prompt] for group in members]) for step, members in by_step]
+
+    def _prompts_of(self, step: int) -> Sequence[Prompt]:
+        with self._changed:
+            if step not in self._prompts:
+                while len(self._prompts) > 16:  # of a late group they are made again
+                    del self._prompts[next(iter(self._prompts))]
+                self._prompts[step] = self._task.prompts(step, self._rules.groups_per_step)
+            return self._prompts[step]
+
+    def _bring(self, produced: Produced) -> None:
+        batch = produced.batch
+        pieces = {
+            GroupId(int(step), int(prompt)): np.flatnonzero((batch.steps == step) & (batch.prompts == prompt))
+            for step, prompt in {*zip(batch.steps.tolist(), batch.prompts.tolist(), strict=True)}
+        }
+        if produced.load is not None and not self._closed:
+            self._on_load(produced.load)
+        with self._changed:
+            self._progress = time.monotonic()
+            for group in sorted(pieces):
+                rows = pieces[group]
+                self._queue.deliver(group, int(batch.version_steps[rows[0]]), _Piece(batch, rows))
+            self._changed.notify_all()
+
+    def _give_back(self, name: str) -> None:
+        with self._changed:
+            self._queue.give_back(name)
+            self._changed.notify_all()
+
+    def _made_good(self, name: str, why: Exception) -> bool:
+        """Start a lost explorer again, if that is allowed; the others go on meanwhile, and without it."""
+        if self._closed:
+            return False
+        with self._changed:
+            self._alive.discard(name)
+        with self._inside(name):
+            back = self._members.replace(name, why)
+        with self._changed:
+            if back:
+                self._alive.add(name)
+                self._progress = time.monotonic()
+            left = sorted(self._alive)
+        if back:
+            return True
+        hint = f"See logs/{name}.log. Set explorer.max_restarts above 0 to have explorers restarted"
+        if left:
+            self._report(name, f"{why}; the run goes on with {', '.join(left)}. {hint}")
+        elif not self._starting_again():
+            self.fail(RunError(f"{why}, and no other explorer is left. {hint}"))
+        return False
+
+    def _starting_again(self) -> bool:
+        """Whether another explorer is being started in place of a lost one."""
+        with self._changed:
+            return bool(self._busy)
+
+    def _report(self, name: str, error: str) -> None:
+        if not self._closed:
+            self._on_fault(name, error)
+
+    def _inside(self, name: str) -> _Inside:
+        return _Inside(self._changed, self._busy, name)
+
+
+class _Inside:
+    """While it is entered, an explorer's thread waits for its explorer."""
+
+    def __init__(self, lock: threading.Condition, busy: set[str], name: str) -> None:
+        self._lock, self._busy, self._name = lock, busy, name
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._busy.add(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._busy.discard(self._name)
+
+
+def _assemble(pieces: Sequence[_Piece]) -> SampleBatch:
+    """The samples of all pieces, sorted. Pieces of one batch are cut out of it together."""
+    rows: dict[int, list[NDArray[np.int64]]] = {}
+    batches = {id(piece.batch): piece.batch for piece in pieces}
+    for piece in pieces:
+        rows.setdefault(id(piece.batch), []).append(piece.rows)
+    return SampleBatch.concatenate([batches[key].take(np.concatenate(parts)) for key, parts in rows.items()]).sorted()

@@ -1,0 +1,214 @@
+"""The training loop of `trainer.schedule=free`: the trainer takes whatever samples are ready and never waits for a
+load. Runs in the driver.
+
+One step, in this order: take the oldest samples within the staleness bound; train; if the step is due, begin to copy
+the weights into a slot and go on with the next step. The copy runs on until the optimizer changes the weights; a
+thread waits until the version is sealed, publishes it and tells the explorers' side, which takes it when it is ready
+to. A version for which no slot is free, or the one before is still on its way, is left out if the explorers can do
+without it. Only a step that is checkpointed waits for its own version, whose digest the checkpoint bears.
+
+What an update is made of depends on who was faster, so a run is not reproducible bit for bit; but every prompt is
+trained on once, also over a resume.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import numpy as np
+
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.synchronizer import Synchronizer
+from trinity_sync.trainer.group import TrainerGroup
+from trinity_sync.trainer.saves import FullSaves
+from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, batch_metrics
+
+
+class SampleSource(Protocol):
+    """Where samples come from while the trainer trains; `explorer.free.FreeRollout` is one."""
+
+    def start(self) -> None:
+        """Begin."""
+        ...
+
+    def published(self, step: int) -> None:
+        """The version of this step can be loaded. Any thread."""
+        ...
+
+    def take(self, step: int) -> SampleBatch:
+        """The samples for the update of this step; waits while too few are ready."""
+        ...
+
+    def advantages(self, batch: SampleBatch) -> np.ndarray:
+        """One per sample."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What happened since the last call."""
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """Where the run is in its data, as JSON."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Whoever waits for samples is told this. Any thread."""
+        ...
+
+    def close(self) -> None:
+        """End; leaves nothing running."""
+        ...
+
+
+class FreeLoop:
+    """Drives a run from its first step to its last.
+
+    Args:
+        settings: see `LoopSettings`.
+        trainer: the group of ranks, initialised and attached.
+        source: where samples come from.
+        mode: the sync mode, for `publish` only.
+        synchronizer: the run's synchronizer.
+        parts: names of the parts that make a version.
+        saves: full checkpoints.
+        log: where to report.
+        stop: once set, the step under way is finished and saved, and is the last.
+    """
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        trainer: TrainerGroup,
+        source: SampleSource,
+        mode: SyncMode,
+        synchronizer: Synchronizer,
+        parts: list[str],
+        saves: FullSaves,
+        log: Log,
+        stop: threading.Event | None = None,
+    ) -> None:
+        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, mode=mode.name, log=log)
+        self._settings = settings
+        self._source = source
+        self._mode = mode
+        self._saves = saves
+        self._log = log
+        self._stop = stop or threading.Event()
+        self._publishing: Future[Staged] | None = None
+        self._newest = -1
+
+    def run(self) -> bool:
+        """All steps; whether they were done, and not stopped before."""
+        settings = self._settings
+        try:
+            self._source.start()
+            self._begin_version(settings.first - 1, needed=True)
+            self._wait_published()
+            for step in range(settings.first, settings.steps + 1):
+                if self._step(step):
+                    break
+            self._wait_published()
+        finally:
+            self._source.close()
+        self._saves.finish()
+        return step == settings.steps
+
+    def _step(self, step: int) -> bool:
+        """One step; whether the run is to stop after it."""
+        settings, timing = self._settings, Timing()
+        started = time.perf_counter()
+        with timing.of("generate"):  # what the trainer waited for samples
+            batch = self._source.take(step)
+        lags = self._steps.staleness(batch, step)
+        with timing.of("train"):
+            metrics = self._steps.train(step, batch, self._source.advantages(batch))
+        publish, stops = settings.publishes(step), self._stop.is_set()
+        save = stops or settings.saves(step)
+        if publish or save:
+            with timing.of("stage"):
+                self._begin_version(step, needed=save or not self._can_do_without(step))
+        if save:
+            with timing.of("save"):
+                self._save(step, {**metrics, **batch_metrics(batch)})
+        timing.seconds["timing/step"] = time.perf_counter() - started
+        facts = self._source.metrics()
+        self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **facts, **timing.seconds})
+        self._saves.poll()
+        return stops
+
+    def _can_do_without(self, step: int) -> bool:
+        """Whether the version before is fresh enough for all updates until the next one that publishes."""
+        return step + self._settings.sync_interval - 1 - self._newest <= self._settings.max_staleness
+
+    def _save(self, step: int, metrics: dict[str, float]) -> None:
+        """A checkpoint bears the digest of its weights, so it waits for their version. It does not for a load."""
+        staged = self._wait_published()
+        assert staged is not None, "a step that is saved begins a version"
+        self._saves.begin(step, staged.sealed.digest, metrics, data=self._source.position())
+
+    # -- versions
+
+    def _begin_version(self, step: int, *, needed: bool) -> None:
+        """Begin to copy the weights, to be published behind the trainer's back; or leave this version out.
+
+        Args:
+            step: of the version.
+            needed: wait for a slot, as the next update needs samples of this version, or a checkpoint its digest.
+        """
+        version = Version(self._settings.attempt, step)
+        started = time.perf_counter()
+        if needed:
+            self._wait_published()
+            slot: int | None = self._steps.begin(version)
+        elif self._publishing is not None and not self._publishing.done():
+            self._leave_out(step, f"version {self._newest} was still on its way")
+            return
+        else:
+            self._wait_published()
+            slot = self._steps.begin_if_free(version)
+        if slot is None:
+            self._leave_out(step, "every slot was being read")
+            return
+        self._steps.copy(version, slot, lazily=True)
+        self._newest = step
+        self._publishing = _in_background(lambda: self._publish(version, started), f"publish-{step}")
+
+    def _leave_out(self, step: int, reason: str) -> None:
+        self._log.event("skip", version=step, reason=reason)
+
+    def _publish(self, version: Version, started: float) -> Staged:
+        try:
+            sealed = self._steps.wait_sealed(version)
+            self._mode.publish(sealed)
+        except BaseException as error:
+            self._source.fail(error)  # the trainer may be waiting for samples of this very version
+            raise
+        staged = Staged(sealed, sealed.blocked_s, started)
+        self._steps.record_publish(staged)
+        self._source.published(version.step)
+        return staged
+
+    def _wait_published(self) -> Staged | None:
+        """The version that is on its way, once it is there. Each of the waits inside has its limit."""
+        return self._publishing.result() if self._publishing is not None else None
+
+
+def _in_background(function: Callable[[], Staged], name: str) -> Future[Staged]:
+    """Run a function in a thread that does not keep the process alive."""
+    future: Future[Staged] = Future()
+
+    def body() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=body, name=name, daemon=True).start()
+    return future

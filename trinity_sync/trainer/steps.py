@@ -1,0 +1,237 @@
+"""What a step is made of, whatever the schedule: train, stage a version, and what is written down of it. Runs in the
+driver.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import ray
+
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.staleness import staleness
+from trinity_sync.sync.base import LoadReport
+from trinity_sync.sync.synchronizer import Sealed, Synchronizer
+from trinity_sync.trainer.group import TrainerGroup
+
+
+class Log(Protocol):
+    """Where the loops report; `tracking.Recorder` is one."""
+
+    def metrics(self, step: int, values: dict[str, Any]) -> None:
+        """One trainer step's numbers."""
+        ...
+
+    def event(self, name: str, **fields: Any) -> None:
+        """One event."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """What a loop goes by.
+
+    Attributes:
+        steps: the last step.
+        first: the first step to do (1, or one past the step that was resumed).
+        attempt: of the run.
+        sync_interval: steps between versions.
+        max_staleness: largest staleness that a sample may have.
+        save_interval: steps between full checkpoints, 0 for the last only.
+        sync_timeout_s, step_timeout_s: limits in seconds.
+    """
+
+    steps: int
+    first: int
+    attempt: int
+    sync_interval: int
+    max_staleness: int
+    save_interval: int
+    sync_timeout_s: float
+    step_timeout_s: float
+
+    def publishes(self, step: int) -> bool:
+        """Whether a step's weights are to become a version."""
+        return step == self.steps or step % self.sync_interval == 0
+
+    def saves(self, step: int) -> bool:
+        """Whether a step is to be checkpointed."""
+        return step == self.steps or bool(self.save_interval and step % self.save_interval == 0)
+
+
+@dataclass
+class Timing:
+    """Seconds of the parts of one step, as metrics."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def of(self, name: str) -> Any:
+        """Measure the block."""
+        started = time.perf_counter()
+        yield
+        self.seconds[f"timing/{name}"] = time.perf_counter() - started
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A version whose bytes are in a slot: how long the trainer stood still for it, and when that began."""
+
+    sealed: Sealed
+    blocked_s: float
+    started: float
+
+
+class Steps:
+    """The parts of a step.
+
+    Args:
+        settings: see `LoopSettings`.
+        trainer: the group of ranks, initialised and attached.
+        synchronizer: the run's synchronizer.
+        parts: names of the parts that make a version.
+        mode: name of the sync mode.
+        log: where to report.
+    """
+
+    def __init__(
+        self,
+        settings: LoopSettings,
+        *,
+        trainer: TrainerGroup,
+        synchronizer: Synchronizer,
+        parts: list[str],
+        mode: str,
+        log: Log,
+    ) -> None:
+        self._settings = settings
+        self._trainer = trainer
+        self._synchronizer = synchronizer
+        self._parts = parts
+        self._mode = mode
+        self._log = log
+
+    def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
+        """Have all ranks train on a batch; their metrics.
+
+        Raises:
+            RunError: the loss is not finite.
+        """
+        results = self._trainer.call(
+            "train_step",
+            step,
+            ray.put(batch),
+            advantages,
+            what=f"train step {step}",
+            timeout_s=self._settings.step_timeout_s,
+        )
+        metrics = next(filter(None, results))  # with pipeline stages only ranks of the last one have some
+        if not np.isfinite(metrics["loss"]):
+            raise RunError(f"the loss of step {step} is {metrics['loss']}; the newest checkpoint is unharmed")
+        return metrics
+
+    def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
+        """Of the samples of a batch, as metrics.
+
+        Raises:
+            RunError: a sample is staler than is allowed.
+        """
+        if not isinstance(batch, SampleBatch):
+            return {}
+        lags = [staleness(int(version_step), step) for version_step in np.unique(batch.version_steps)]
+        counts = np.unique(batch.version_steps, return_counts=True)[1]
+        if max(lags) > self._settings.max_staleness:
+            raise RunError(
+                f"samples for step {step} are {max(lags)} steps stale; "
+                f"sync.max_staleness={self._settings.max_staleness}"
+            )
+        return {"staleness/mean": float(np.average(lags, weights=counts)), "staleness/max": float(max(lags))}
+
+    def begin(self, version: Version) -> int:
+        """A slot for a version; waits for one."""
+        limit = self._settings.sync_timeout_s
+        return self._synchronizer.call("begin", version, self._parts, limit, timeout_s=limit + 5)
+
+    def begin_if_free(self, version: Version) -> int | None:
+        """A slot for a version, None where none is free now."""
+        limit = self._settings.sync_timeout_s
+        return self._synchronizer.call("begin_if_free", version, self._parts, timeout_s=limit)
+
+    def copy(self, version: Version, slot: int, *, lazily: bool = False) -> float:
+        """Have all ranks copy their weights into a slot.
+
+        Args:
+            version: which.
+            slot: where.
+            lazily: the ranks may go on copying while they train, until their weights change.
+
+        Returns:
+            Seconds in which the trainer stood still; copying lazily, `Sealed.blocked_s` will say.
+        """
+        limit = self._settings.sync_timeout_s
+        what = f"stage version {version}"
+        return max(self._trainer.call("stage", tuple(version), slot, lazily, what=what, timeout_s=limit))
+
+    def wait_sealed(self, version: Version) -> Sealed:
+        """Wait until all of a version is in its slot and digested. Any thread."""
+        limit = self._settings.sync_timeout_s
+        return self._synchronizer.call("wait_sealed", version, limit, timeout_s=limit + 5)
+
+    def stage(self, version: Version) -> Staged:
+        """`begin`, `copy` and `wait_sealed`."""
+        started = time.perf_counter()
+        blocked = self.copy(version, self.begin(version))
+        return Staged(self.wait_sealed(version), blocked, started)
+
+    def discard(self, version: Version) -> None:
+        """Give back the slot of a version that is not to be published."""
+        self._synchronizer.call("discard", version)
+
+    def record_publish(self, staged: Staged) -> None:
+        """Write down that a version is available. Any thread."""
+        sealed = staged.sealed
+        nbytes = sum(info.nbytes for info in sealed.parts.values())
+        self._log.event(
+            "publish",
+            version=sealed.version.step,
+            mode=self._mode,
+            encoding="full",
+            digest=sealed.digest,
+            bytes_full=nbytes,
+            bytes_moved=nbytes,
+            blocked_s=staged.blocked_s,
+            total_s=time.perf_counter() - staged.started,
+        )
+
+
+def record_load(log: Log, report: LoadReport) -> None:
+    """Write down that an explorer holds a version. Any thread."""
+    log.event(
+        "load",
+        version=report.version.step,
+        explorer=report.explorer,
+        digest=report.digest,
+        total_s=report.total_s,
+        paused_s=report.paused_s,
+        bytes=report.bytes_moved,
+    )
+
+
+def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
+    """What is known of a batch before it is trained on."""
+    if not isinstance(batch, SampleBatch):
+        return {"batch/tokens": float(batch.token_count)}
+    metrics = {
+        "reward/mean": float(batch.rewards.mean()),
+        "reward/std": float(batch.rewards.std()),
+        "response_length/mean": float(batch.response_lengths.mean()),
+    }
+    if np.isfinite(batch.exact).all():
+        metrics["reward/exact"] = float(batch.exact.mean())
+    return metrics
