@@ -58,9 +58,7 @@ class QueueRules:
 
     def __post_init__(self) -> None:
         if self.room < self.groups_per_step:
-            raise ValueError(
-                f"room for {self.room} groups is less than the {self.groups_per_step} that an update takes"
-            )
+            raise ValueError(f"room for {self.room} groups, but an update takes {self.groups_per_step}")
 
 
 @dataclass(frozen=True)
