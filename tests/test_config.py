@@ -111,7 +111,9 @@ def test_the_default_configuration_passes() -> None:
         ("explorer.replicas=33", "32 or less"),
         ("explorer.top_p=1.5", "at most 1"),
         ("cluster.num_cpus=0", "at least 1"),
-        ("trainer.schedule=free", "trainer.schedule=lockstep"),
+        ("trainer.schedule=fast", "lockstep, free"),
+        ("samples.over_stale=keep", "wait, drop"),
+        ("samples.buffer=0", "at least 1"),
         ("model.architecture.hidden_size=0", "at least 1"),
         ("model.architecture.num_key_value_heads=3", "must divide num_attention_heads (4)"),
         ("model.architecture.model_type=null", "qwen3"),
@@ -137,10 +139,25 @@ def test_what_is_handed_on_to_others_takes_any_key(key: str) -> None:
 
 
 def test_all_problems_are_listed_at_once() -> None:
-    message = refused("sync.slots=0", "explorer.replicas=33", "trainer.schedule=free", "checkpoint.format=zip")
+    message = refused("sync.slots=0", "explorer.replicas=33", "trainer.schedule=fast", "checkpoint.format=zip")
     assert message.startswith("4 settings are wrong")
     for key in ("sync.slots", "explorer.replicas", "trainer.schedule", "checkpoint.format"):
         assert f"\n  {key} is " in message
+
+
+@pytest.mark.parametrize(
+    ("override", "why"), [("algorithm=sft", "no explorers that could run ahead"), ("sync=nccl", "use sync=memory")]
+)
+def test_a_free_schedule_is_refused_where_it_cannot_be_had(override: str, why: str) -> None:
+    message = refused("trainer.schedule=free", override, "+task=pairs" if "sft" in override else "seed=1")
+    assert "trainer.schedule is free" in message
+    assert why in message
+
+
+def test_a_free_schedule_runs_as_far_ahead_as_samples_may_be_stale() -> None:
+    cfg = compose(["trainer.schedule=free", "sync.max_staleness=3"])
+    check(cfg)
+    assert (cfg.samples.over_stale, cfg.samples.buffer) == ("wait", 4)
 
 
 def test_a_wrong_value_does_not_cause_follow_up_problems() -> None:

@@ -89,6 +89,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start) -> Recorder:
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
         config=plain(cfg),
+        reproducible=cfg.trainer.schedule == "lockstep",
         resumed_from=start.step if start.resumed else None,
         view=cfg.live,
         trackers=build_trackers(plain(cfg.tracker)),

@@ -86,6 +86,23 @@ def test_what_goes_wrong_in_the_agent_is_told_to_who_waits_for_the_version(train
     assert trainer.publish(random_weights(4)).digest == reference_digest(random_weights(4), "BF16")
 
 
+def test_a_part_that_cannot_be_staged_fails_its_version_and_no_other(trainer: PretendTrainer) -> None:
+    version, _ = trainer.open()
+    ask(trainer.agents[node_id()], "part_failed", version, "rank-00001", "StageError: weight (no source)")
+    with pytest.raises(RunError, match=rf"^version {version} could not be staged: rank-00001: StageError"):
+        trainer.synchronizer.call("wait_sealed", version, LIMIT)
+    assert trainer.publish(random_weights(4)).digest == reference_digest(random_weights(4), "BF16")
+
+
+def test_the_trainer_stood_still_as_long_as_its_slowest_rank(trainer: PretendTrainer) -> None:
+    version, slot = trainer.open()
+    for blocked, part in enumerate(trainer.layouts, 1):
+        ask(trainer.agents[node_id()], "part_staged", version, slot, part, 0.25 * blocked)
+    sealed = trainer.synchronizer.call("wait_sealed", version, LIMIT)
+    assert sealed.blocked_s == 0.25 * len(trainer.layouts)
+    trainer.synchronizer.call("discard", version)
+
+
 @pytest.fixture(scope="module")
 def two_nodes(synchronizer: Synchronizer, make_agent: MakeAgent) -> PretendTrainer:
     """Three ranks: two on this node, whose agent leads, and one on a node that is not there."""

@@ -31,6 +31,12 @@ def test_a_fresh_run_is_attempt_0_and_running(tmp_path: Path) -> None:
     }
     promised = {"command", "git", "packages", "host", "threads", "config_digest"}
     assert promised <= written.keys()
+    assert written["reproducible"]
+
+
+def test_a_run_that_cannot_be_repeated_bit_for_bit_says_so(tmp_path: Path) -> None:
+    new(tmp_path, Clock(), reproducible=False).start()
+    assert read_record(tmp_path / "run.json")["reproducible"] is False
 
 
 def test_nothing_is_written_before_the_start(tmp_path: Path) -> None:

@@ -100,6 +100,24 @@ def test_a_load_of_other_weights_than_the_published_is_found() -> None:
     assert summarise([], events, "completed", 1.0)["sync"]["mismatched"] == 1
 
 
+def test_a_run_at_its_own_pace_says_what_became_of_its_samples(tmp_path: Path) -> None:
+    lines = [
+        {**line, "samples/dropped": 16.0, "samples/waited_s": 0.5, "staleness/mean": lag, "staleness/max": 2 * lag}
+        for line, lag in zip(metrics([0.1, 0.2]), (0.5, 1.0), strict=True)
+    ]
+    summary = summarise(lines, [event("skip", version=1, reason="r")], "completed", 1.0)
+    assert summary["samples"] == {"dropped": 32, "waited_s": 1.0, "staleness_mean": 0.75, "staleness_max": 2.0}
+    assert summary["sync"]["skipped"] == 1
+    text = " ".join(shown(summary, tmp_path).split())
+    assert "32 dropped as over-stale, explorers waited 1 s; staleness 0.750 on average, 2 at most" in text
+
+
+def test_a_run_in_lockstep_says_nothing_of_samples(tmp_path: Path) -> None:
+    summary = summarise(metrics([0.1]), [], "completed", 1.0)
+    assert summary["samples"]["dropped"] is None
+    assert "dropped" not in shown(summary, tmp_path)
+
+
 def test_what_was_pruned_is_not_kept_unless_it_was_saved_again() -> None:
     events = [
         event("commit", step=1),

@@ -29,7 +29,11 @@ from trinity_sync.sync.remote import MemberDied
 LOAD_TRIES = 3
 """Loads in a row that may fail before an explorer is taken for lost."""
 
-_JOIN_S = 5.0
+GRACE_S = 5.0
+"""How long an explorer may go on with what it is in the middle of when the run ends."""
+
+
+_KILLED_S = 5.0
 
 
 class Members(Protocol):
@@ -190,7 +194,7 @@ class FreeRollout:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        deadline = time.monotonic() + _JOIN_S
+        deadline = time.monotonic() + GRACE_S
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -198,7 +202,7 @@ class FreeRollout:
             self._members.end(name)
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(_JOIN_S)
+                thread.join(_KILLED_S)
 
     # -- an explorer's thread
 

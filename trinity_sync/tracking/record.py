@@ -57,6 +57,7 @@ class RunRecord:
         host: name of the driver's machine.
         threads: CPU threads per process (they change sums, hence digests), one number or one per role.
         config_digest: of the resolved config.
+        reproducible: whether running it again gives the same digests; a run whose parts go at their own pace does not.
         started, ended: Unix seconds of this attempt; `ended` is None while it runs.
         error: why the attempt failed.
         attempts: every attempt, oldest first: ``attempt, status, resumed_from, command, host, started, ended, error``.
@@ -71,6 +72,7 @@ class RunRecord:
     host: str
     threads: int | dict[str, int] | None
     config_digest: str | None
+    reproducible: bool = True
     resumed_from: int | None = None
     status: Status = "running"
     started: float | None = None
@@ -88,6 +90,7 @@ class RunRecord:
         seed: int | None,
         config_digest: str | None,
         threads: int | Mapping[str, int] | None,
+        reproducible: bool = True,
         resumed_from: int | None = None,
         source: Path | None = None,
         clock: Callable[[], float] = time.time,
@@ -97,7 +100,7 @@ class RunRecord:
         Args:
             path: run.json. If it exists this is one attempt more, else attempt 0.
             command: as typed; a sequence is quoted and joined.
-            seed, config_digest, threads: see the class.
+            seed, config_digest, threads, reproducible: see the class.
             resumed_from: the step a resume starts from.
             source: the folder whose git commit counts; the working directory by default.
             clock: gives Unix seconds.
@@ -116,6 +119,7 @@ class RunRecord:
             host=socket.gethostname(),
             threads=dict(threads) if isinstance(threads, Mapping) else threads,
             config_digest=config_digest,
+            reproducible=reproducible,
             resumed_from=resumed_from,
             attempts=earlier,
             clock=clock,
@@ -157,6 +161,7 @@ class RunRecord:
             "host": self.host,
             "threads": self.threads,
             "config_digest": self.config_digest,
+            "reproducible": self.reproducible,
             "started": self.started,
             "ended": self.ended,
             "error": self.error,

@@ -94,6 +94,7 @@ class Recorder:
         name: str = "",
         subtitle: str = "",
         config: Mapping[str, Any] | None = None,
+        reproducible: bool = True,
         resumed_from: int | None = None,
         view: Mode = "auto",
         trackers: Iterable[Tracker] = (),
@@ -105,7 +106,7 @@ class Recorder:
 
         Args:
             folder: the held run folder.
-            command, seed, config_digest, threads: for run.json, see `RunRecord`.
+            command, seed, config_digest, threads, reproducible: for run.json, see `RunRecord`.
             total_steps: the last step of the run, None if it is open.
             name, subtitle: title of the view, and what stands beside it (backend, sync mode).
             config: the resolved config, for the trackers.
@@ -128,6 +129,7 @@ class Recorder:
             seed=seed,
             config_digest=config_digest,
             threads=threads,
+            reproducible=reproducible,
             resumed_from=resumed_from,
             clock=clock,
         )

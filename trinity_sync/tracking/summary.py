@@ -21,6 +21,7 @@ from trinity_sync.tracking import units
 from trinity_sync.tracking.files import write_json
 
 REWARD_STEPS = 10
+_SAMPLES = ("samples/dropped", "samples/waited_s", "staleness/mean", "staleness/max")
 _WHOLE = ("folder", "report", "next")
 
 Record = Mapping[str, Any]
@@ -45,8 +46,9 @@ def summarise(
     Returns:
         ``status``, ``steps`` (the last completed one), ``wall_s``, ``reward_first`` and ``reward_last`` (means of
         ``reward/mean`` over up to ten steps), ``digests`` (step as text: digest), ``sync``, ``checkpoint``,
-        ``peak_memory``, ``faults`` (how many). In ``sync`` and ``checkpoint`` each time is ``{"median", "p95"}`` in
+        ``samples``, ``peak_memory``, ``faults`` (how many). In ``sync`` and ``checkpoint`` each time is ``{"median", "p95"}`` in
         seconds and each size a mean in bytes, per version and per checkpoint. What nothing was measured for is None.
+        ``samples`` has ``dropped`` (how many were over-stale), ``waited_s`` (of all explorers together) and staleness.
     """
     rewards = _measured(line.get("reward/mean") for line in metrics)
     return {
@@ -58,6 +60,7 @@ def summarise(
         "digests": version_digests(events),
         "sync": _sync(events),
         "checkpoint": _checkpoint(events),
+        "samples": _samples(metrics),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
     }
@@ -191,6 +194,8 @@ def closing_lines(summary: Record, run_dir: Path, arrow: str = "->") -> list[tup
         first, last = units.number(summary["reward_first"]), units.number(summary["reward_last"])
         lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
     lines.append(("versions", _versions_text(sync)))
+    if summary["samples"]["dropped"] is not None:
+        lines.append(("samples", _samples_text(summary["samples"])))
     if sync["mismatched"]:
         lines.append(("digests", f"{sync['mismatched']} not as published: see the report"))
     lines.append(("checkpoints", _checkpoints_text(checkpoint)))
@@ -231,6 +236,7 @@ def _sync(events: Sequence[Record]) -> dict[str, Any]:
         "loads": len(loads),
         "explorers": sorted({str(event.get("explorer")) for event in loads}),
         "mismatched": len(mismatches(events)),
+        "skipped": sum(event.get("event") == "skip" for event in events),
         "publish": {name: spread(event.get(name) for event in publishes) for name in ("blocked_s", "total_s")},
         "load": {name: spread(event.get(name) for event in loads) for name in ("total_s", "paused_s")},
         "bytes_full": _mean(_measured(event.get("bytes_full") for event in publishes)),
@@ -250,6 +256,24 @@ def _checkpoint(events: Sequence[Record]) -> dict[str, Any]:
         "total_s": spread(event.get("total_s") for event in commits),
         "bytes": _mean(_measured(event.get("bytes") for event in commits)),
     }
+
+
+def _samples(metrics: Sequence[Record]) -> dict[str, Any]:
+    columns = {name: _measured(line.get(name) for line in metrics) for name in _SAMPLES}
+    dropped, waited, mean, most = columns.values()
+    return {
+        "dropped": int(sum(dropped)) if dropped else None,
+        "waited_s": sum(waited) if waited else None,
+        "staleness_mean": _mean(mean),
+        "staleness_max": max(most, default=None),
+    }
+
+
+def _samples_text(samples: Record) -> str:
+    return (
+        f"{samples['dropped']} dropped as over-stale, explorers waited {units.seconds(samples['waited_s'])}; "
+        f"staleness {units.number(samples['staleness_mean'])} on average, {samples['staleness_max']:.0f} at most"
+    )
 
 
 def _versions_text(sync: Record) -> str:

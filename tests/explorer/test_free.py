@@ -1,0 +1,278 @@
+"""Explorers at their own pace: who goes on while another one is dead, hangs or comes late, and what the trainer sees.
+
+The explorers are threads that do as they are told; real ones are asked in test_pool.py and killed in tests/e2e.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.explorer import free
+from trinity_sync.explorer.actor import LoadFailed, Produced
+from trinity_sync.explorer.free import LOAD_TRIES, FreeRollout
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.queue import QueueRules
+from trinity_sync.samples.record import Prompt, Sample
+from trinity_sync.sync.base import LoadReport
+from trinity_sync.sync.remote import MemberDied
+
+LIMIT = 30.0
+GROUPS, SAMPLES = 4, 2
+
+Work = Sequence[tuple[int, Sequence[Prompt]]]
+
+
+class Task:
+    def prompts(self, step: int, count: int) -> list[Prompt]:
+        return [Prompt(index=index, text=f"{step}-{index}") for index in range(count)]
+
+
+class Pretend:
+    """Explorers by name. Each makes what it is asked for, unless `orders` has a function for its next call."""
+
+    def __init__(self, *names: str, restarts: int = 0) -> None:
+        self.handles = dict.fromkeys(names)
+        self.newest = 0
+        self.restarts = restarts
+        self.orders: dict[str, list[Callable[[], None]]] = {name: [] for name in names}
+        self.joining: dict[str, list[Callable[[], None]]] = {name: [] for name in names}
+        self.calls: list[tuple[str, Work]] = []
+        self.killed: dict[str, threading.Event] = {name: threading.Event() for name in names}
+        self.replaced: list[str] = []
+
+    def join(self, name: str) -> None:
+        for order in self.joining[name]:
+            order()
+
+    def produce(self, name: str, work: Work, samples_per_prompt: int) -> Produced:
+        version = self.newest
+        self.calls.append((name, work))
+        if self.orders[name]:
+            self.orders[name].pop(0)()
+        batch = SampleBatch.of(
+            Sample(
+                step=step,
+                prompt=prompt.index,
+                sample=number,
+                prompt_ids=(1,),
+                response_ids=(2,),
+                log_probs=(-1.0,),
+                version=(0, version),
+                reward=float(number),
+                exact=None,
+                text=f"{name}:{prompt.text}",
+                finished=True,
+            )
+            for step, prompts in work
+            for prompt in prompts
+            for number in range(samples_per_prompt)
+        )
+        report = LoadReport(
+            explorer=name, version=Version(0, version), digest=None, bytes_moved=1, total_s=0, paused_s=0, peak_rss=1
+        )
+        return Produced(batch, report)
+
+    def replace(self, name: str, why: Exception) -> bool:
+        self.replaced.append(name)
+        self.restarts -= 1
+        return self.restarts >= 0
+
+    def end(self, name: str) -> None:
+        self.killed[name].set()
+
+    # -- orders
+
+    def hang(self, name: str) -> Callable[[], None]:
+        """Until it is killed, as a stopped process."""
+
+        def order() -> None:
+            assert self.killed[name].wait(LIMIT)
+            raise MemberDied(name, "generate")
+
+        return order
+
+
+def dies(name: str) -> Callable[[], None]:
+    def order() -> None:
+        raise MemberDied(name, "generate")
+
+    return order
+
+
+class Runs:
+    """Makes rollouts and ends them."""
+
+    def __init__(self) -> None:
+        self.made: list[FreeRollout] = []
+        self.loads: list[LoadReport] = []
+        self.faults: list[tuple[str, str]] = []
+
+    def start(self, members: Pretend, *, overdue_s: float = LIMIT, timeout_s: float = LIMIT, **rules: Any) -> FreeRollout:
+        given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "room": 2 * GROUPS}
+        rollout = FreeRollout(
+            Task(),
+            members,
+            QueueRules(**(given | rules), overdue_s=overdue_s),
+            samples_per_prompt=SAMPLES,
+            normalise=True,
+            first=1,
+            position=None,
+            timeout_s=timeout_s,
+            on_load=self.loads.append,
+            on_fault=lambda where, error: self.faults.append((where, error)),
+        )
+        self.made.append(rollout)
+        rollout.start()
+        rollout.published(0)
+        return rollout
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
+    monkeypatch.setattr(free, "GRACE_S", 0.1)
+    made = Runs()
+    yield made
+    for rollout in made.made:
+        rollout.close()
+    names = {name for rollout in made.made for name in rollout._members.handles}
+    assert not [thread for thread in threading.enumerate() if thread.name in names]
+
+
+def train(rollout: FreeRollout, members: Pretend, *steps: int) -> list[SampleBatch]:
+    batches = []
+    for step in steps:
+        batches.append(rollout.take(step))
+        members.newest = step
+        rollout.published(step)
+    return batches
+
+
+def test_every_batch_is_whole_and_sorted_and_every_prompt_is_trained_on_once(runs: Runs) -> None:
+    members = Pretend("a", "b", "c")
+    rollout = runs.start(members)
+    batches = train(rollout, members, *range(1, 21))
+    for batch in batches:
+        assert len(batch) == GROUPS * SAMPLES
+        assert [item.order for item in batch] == sorted(item.order for item in batch)
+        assert rollout.advantages(batch).reshape(-1, SAMPLES).sum(axis=1) == pytest.approx(0)
+    trained = [(item.step, item.prompt) for batch in batches for item in batch]
+    assert len(set(trained)) == len(trained) / SAMPLES == 20 * GROUPS
+    assert runs.faults == []
+    assert {report.explorer for report in runs.loads} <= {"a", "b", "c"}
+    facts = rollout.metrics()
+    assert facts["samples/explorers"] == 3
+    assert rollout.metrics()["samples/waited_s"] <= facts["samples/waited_s"] + LIMIT
+
+
+def test_the_others_go_on_without_a_dead_one_and_make_its_groups_anew(runs: Runs) -> None:
+    members = Pretend("a", "b")
+    members.orders["a"] = [dies("a")]
+    rollout = runs.start(members)
+    train(rollout, members, *range(1, 6))
+    assert members.replaced == ["a"]
+    ((where, error),) = runs.faults
+    assert where == "a"
+    assert error.startswith("a died while it was to generate; the run goes on with b. See logs/a.log")
+    assert rollout.metrics()["samples/explorers"] == 1
+
+
+def test_a_dead_one_is_started_again_where_that_is_allowed(runs: Runs) -> None:
+    members = Pretend("a", restarts=1)
+    members.orders["a"] = [dies("a")]
+    rollout = runs.start(members)
+    train(rollout, members, 1, 2)
+    assert (members.replaced, runs.faults) == (["a"], [])  # the pool tells of what it makes good
+
+
+def test_the_last_one_ends_the_run_and_says_what_would_help(runs: Runs) -> None:
+    members = Pretend("a", "b", restarts=0)
+    members.orders = {"a": [dies("a")], "b": [dies("b")]}
+    rollout = runs.start(members)
+    with pytest.raises(RunError, match=r"died while .*no other explorer is left.*explorer\.max_restarts"):
+        rollout.take(1)
+
+
+def test_a_hanging_one_keeps_the_trainer_waiting_for_the_limit_only(runs: Runs) -> None:
+    members = Pretend("a", "b")
+    members.orders["a"] = [members.hang("a")]
+    rollout = runs.start(members, overdue_s=0.05)
+    batches = train(rollout, members, 1, 2, 3)
+    assert all(item.text.startswith("b:") for batch in batches for item in batch)
+    assert runs.faults == []
+
+
+def test_one_that_is_still_starting_joins_late_and_nobody_waits_for_it(runs: Runs) -> None:
+    members, up = Pretend("a", "b"), threading.Event()
+    members.joining["b"] = [lambda: up.wait(LIMIT) and None]  # type: ignore[list-item,func-returns-value]
+    rollout = runs.start(members)
+    train(rollout, members, 1, 2, 3)
+    assert {name for name, _ in members.calls} == {"a"}
+    up.set()
+    step = 4
+    while not any(name == "b" for name, _ in members.calls):
+        train(rollout, members, step)
+        step += 1
+    assert next(report.version.step for report in runs.loads if report.explorer == "b") >= 3
+
+
+def test_a_load_that_failed_is_repeated_and_told(runs: Runs) -> None:
+    def fails() -> None:
+        raise LoadFailed("a could not load the newest version: bucket 3 arrived damaged")
+
+    members = Pretend("a")
+    members.orders["a"] = [fails] * (LOAD_TRIES - 1)
+    rollout = runs.start(members)
+    train(rollout, members, 1)
+    assert [where for where, _ in runs.faults] == ["a"] * (LOAD_TRIES - 1)
+    assert members.replaced == []
+    members.orders["a"] = [fails] * LOAD_TRIES
+    with pytest.raises(RunError, match="bucket 3 arrived damaged, and no other explorer is left"):
+        train(rollout, members, *range(2, 9))
+
+
+def test_an_error_that_no_restart_mends_ends_the_run(runs: Runs) -> None:
+    def refuses() -> None:
+        raise RunError("my_rewards.broken returned nan for prompt 0 of step 1")
+
+    members = Pretend("a", "b", restarts=9)
+    members.orders["a"] = [refuses]
+    rollout = runs.start(members)
+    with pytest.raises(RunError, match=r"my_rewards\.broken"):
+        train(rollout, members, *range(1, 100))
+    assert members.replaced == []
+
+
+def test_whoever_waits_for_samples_is_told_who_does_not_make_them(runs: Runs) -> None:
+    members = Pretend("a")
+    members.orders["a"] = [members.hang("a")]
+    rollout = runs.start(members, timeout_s=0.05)
+    with pytest.raises(WaitTimeout, match=r"^a did not make the samples of step 1 within 0\.05 s$"):
+        rollout.take(1)
+
+
+def test_a_version_that_cannot_be_published_is_told_to_the_waiting_trainer(runs: Runs) -> None:
+    members = Pretend("a")
+    rollout = runs.start(members, max_staleness=0)
+    train(rollout, members, 1)
+    rollout.take(2)
+    waiting = threading.Timer(0.05, rollout.fail, (RunError("version 2 could not be staged"),))
+    waiting.start()
+    with pytest.raises(RunError, match="version 2 could not be staged"):
+        rollout.take(3)
+
+
+def test_what_was_dropped_is_counted_in_samples(runs: Runs) -> None:
+    members = Pretend("a")
+    rollout = runs.start(members, wait=False, room=3 * GROUPS)
+    while rollout.metrics()["samples/ready"] < 3 * GROUPS * SAMPLES:
+        pass
+    train(rollout, members, 1, 2)
+    train(rollout, members, 3)
+    # Also what the explorer began with version 0 while the trainer was about to publish 1.
+    assert GROUPS * SAMPLES <= rollout.metrics()["samples/dropped"] <= 3 * GROUPS * SAMPLES
