@@ -8,12 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.explorer.actor import Produced
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt, Sample
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import LoadReport
+
+NEWEST = Version(0, 5)
+"""What `produce` loads."""
 
 
 class StandIn:
@@ -71,3 +75,9 @@ class StandIn:
             for prompt in reversed(prompts)
             for number in range(samples_per_prompt)
         )
+
+    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
+        self._die_if_told_to("produce")
+        report = self.load(NEWEST) if self._held != NEWEST else None
+        batches = [self.generate(step, prompts, samples_per_prompt) for step, prompts in work]
+        return Produced(SampleBatch.concatenate(batches), report)

@@ -113,7 +113,9 @@ class Runs:
         self.loads: list[LoadReport] = []
         self.faults: list[tuple[str, str]] = []
 
-    def start(self, members: Pretend, *, overdue_s: float = LIMIT, timeout_s: float = LIMIT, **rules: Any) -> FreeRollout:
+    def start(
+        self, members: Pretend, *, overdue_s: float = LIMIT, timeout_s: float = LIMIT, **rules: Any
+    ) -> FreeRollout:
         given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "room": 2 * GROUPS}
         rollout = FreeRollout(
             Task(),

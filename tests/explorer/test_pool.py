@@ -14,7 +14,7 @@ import pytest
 import ray
 
 from tests import local_ray
-from tests.explorer.stand_in import StandIn
+from tests.explorer.stand_in import NEWEST, StandIn
 from trinity_sync.errors import RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer
@@ -64,7 +64,7 @@ class Pools:
         self.faults: list[tuple[str, str]] = []
         self.made: list[ExplorerPool] = []
 
-    def make(self, *, replicas: int, max_restarts: int) -> ExplorerPool:
+    def make(self, *, replicas: int, max_restarts: int, free: bool = False) -> ExplorerPool:
         fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "mode": "memory", "verify": "full"}
         spec = ExplorerSpec(name="", wire_dtype="BF16", timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
@@ -79,7 +79,7 @@ class Pools:
         )
         self.made.append(pool)
         pool.start()
-        pool.attach({"node": "agent"})
+        (pool.introduce if free else pool.attach)({"node": "agent"})
         return pool
 
     def tell_to_die(self, name: str, *methods: str) -> None:
@@ -195,6 +195,37 @@ def test_an_explorer_that_dies_again_while_it_starts_ends_the_run_with_its_name(
     with pytest.raises(RunError, match=r"^explorer-0 died while it was to start$"):
         pool.generate(3, PROMPTS, 1, deliver)
     assert [where for where, _ in pools.faults] == ["explorer-0"]
+
+
+def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_without_the_others(
+    pools: Pools,
+) -> None:
+    pool = pools.make(replicas=2, max_restarts=2, free=True)
+    pool.join("explorer-1")
+    work = [(3, PROMPTS[:2]), (4, PROMPTS[2:3])]
+    produced = pool.produce("explorer-1", work, 1)
+    assert [(item.step, item.prompt, item.version) for item in produced.batch.sorted()] == [
+        (3, 0, NEWEST),
+        (3, 1, NEWEST),
+        (4, 2, NEWEST),
+    ]
+    assert produced.load is not None
+    assert pool.produce("explorer-1", work, 1).load is None
+
+    pool.join("explorer-0")
+    pools.tell_to_die("explorer-0", "produce", "start")
+    with pytest.raises(MemberDied) as death:
+        pool.produce("explorer-0", work, 1)
+    # The first restart dies, too, and costs one of those that are left.
+    assert pool.replace("explorer-0", death.value)
+    again = pool.produce("explorer-0", work, 1)
+    assert again.load is not None
+    assert list(again.batch) == list(produced.batch)
+    assert [where for where, _ in pools.faults] == ["explorer-0", "explorer-0"]
+    assert not pool.replace("explorer-1", death.value)
+    assert len(pools.faults) == 2
+    with pytest.raises(MemberDied):  # nothing is left of it
+        pool.produce("explorer-1", work, 1)
 
 
 def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools) -> None:

@@ -130,6 +130,19 @@ def test_no_free_slot_in_time_is_told_with_who_what_and_how_long() -> None:
     run(story())
 
 
+def test_a_trainer_that_does_not_wait_for_a_slot_is_told_that_there_is_none() -> None:
+    async def story() -> None:
+        actor = body()
+        await commit(actor, 0)
+        lease = await actor.lease("explorer-0")
+        await commit(actor, 1)
+        assert await actor.begin_if_free(Version(0, 2), PARTS) is None
+        await actor.release(lease.id)
+        assert await actor.begin_if_free(Version(0, 3), PARTS) == lease.slot
+
+    run(story())
+
+
 def test_a_version_is_sealed_for_the_waiting_driver_by_its_last_report() -> None:
     async def story() -> None:
         actor = body()

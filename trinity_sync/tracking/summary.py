@@ -46,8 +46,9 @@ def summarise(
     Returns:
         ``status``, ``steps`` (the last completed one), ``wall_s``, ``reward_first`` and ``reward_last`` (means of
         ``reward/mean`` over up to ten steps), ``digests`` (step as text: digest), ``sync``, ``checkpoint``,
-        ``samples``, ``peak_memory``, ``faults`` (how many). In ``sync`` and ``checkpoint`` each time is ``{"median", "p95"}`` in
-        seconds and each size a mean in bytes, per version and per checkpoint. What nothing was measured for is None.
+        ``samples``, ``peak_memory``, ``faults`` (how many). In ``sync`` and ``checkpoint`` each time is ``{"median",
+        "p95"}`` in seconds and each size a mean in bytes, per version and per checkpoint. What nothing was measured
+        for is None.
         ``samples`` has ``dropped`` (how many were over-stale), ``waited_s`` (of all explorers together) and staleness.
     """
     rewards = _measured(line.get("reward/mean") for line in metrics)

@@ -1,0 +1,214 @@
+"""The free loop: what it waits for and what it does not, with ranks, versions and samples that are pretended."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.record import Sample
+from trinity_sync.sync.synchronizer import Sealed
+from trinity_sync.trainer.free import FreeLoop
+from trinity_sync.trainer.steps import LoopSettings
+
+LIMIT = 30.0
+
+
+def settings(**changes: Any) -> LoopSettings:
+    given: dict[str, Any] = {"steps": 4, "first": 1, "attempt": 0, "sync_interval": 1, "max_staleness": 9}
+    given |= {"save_interval": 0, "sync_timeout_s": LIMIT, "step_timeout_s": LIMIT}
+    return LoopSettings(**(given | changes))
+
+
+class World:
+    """Ranks, synchronizer, sync mode, samples, saves and log in one; `happened` is their common diary.
+
+    Versions below `stuck` are sealed at once; the others when `sealing` is set.
+    """
+
+    name = "memory"
+
+    def __init__(self, *, slots_taken: frozenset[int] = frozenset(), stuck: int = 99) -> None:
+        self.happened: list[Any] = []
+        self.sealing = threading.Event()
+        self.slots_taken = slots_taken
+        self.stuck = stuck
+        self.newest = threading.Condition()
+        self.published_steps: list[int] = []
+        self.error: BaseException | None = None
+        self.unpublishable: int | None = None
+        self.lines: list[dict[str, Any]] = []
+
+    # the ranks
+    def call(self, method: str, *args: Any, what: str = "", timeout_s: float = 0.0) -> Any:
+        return getattr(self, f"do_{method}")(*args)
+
+    def do_train_step(self, step: int, batch: Any, advantages: Any) -> list[dict[str, float]]:
+        self.happened.append(("train", step))
+        return [{"loss": 0.5}]
+
+    def do_stage(self, version: tuple[int, int], slot: int, lazily: bool) -> list[float]:
+        assert lazily
+        self.happened.append(("copy", version[1]))
+        return [0.1]
+
+    # the synchronizer
+    def do_begin(self, version: Version, parts: list[str], limit: float) -> int:
+        self.happened.append(("wait for a slot", version.step))
+        return 0
+
+    def do_begin_if_free(self, version: Version, parts: list[str]) -> int | None:
+        return None if version.step in self.slots_taken else 0
+
+    def do_wait_sealed(self, version: Version, limit: float) -> Sealed:
+        if version.step >= self.stuck:
+            assert self.sealing.wait(LIMIT)
+        return Sealed(version=version, slot=0, digest=f"d{version.step}", parts={})
+
+    # the sync mode
+    def publish(self, sealed: Sealed) -> None:
+        if sealed.version.step == self.unpublishable:
+            raise RunError(f"version {sealed.version} could not be written")
+
+    # the samples
+    def start(self) -> None:
+        self.happened.append("start")
+
+    def published(self, step: int) -> None:
+        with self.newest:
+            self.published_steps.append(step)
+            self.newest.notify_all()
+
+    def take(self, step: int) -> SampleBatch:
+        if self.unpublishable is not None:  # this trainer needs each version
+            with self.newest:
+                assert self.newest.wait_for(lambda: self.error or step - 1 in self.published_steps, LIMIT)
+        if self.error is not None:
+            raise self.error
+        fixed: dict[str, Any] = {"prompt_ids": (1,), "response_ids": (2,), "log_probs": (-1.0,), "exact": None}
+        return SampleBatch.of(
+            [Sample(step=step, prompt=0, sample=0, version=(0, step - 1), reward=1.0, text="", finished=True, **fixed)]
+        )
+
+    def advantages(self, batch: SampleBatch) -> np.ndarray:
+        return np.zeros(len(batch))
+
+    def metrics(self, step: int | None = None, values: Any = None) -> Any:
+        if step is None:
+            return {"samples/dropped": 0.0}
+        self.lines.append({"step": step, **values})
+        return None
+
+    def position(self) -> dict[str, Any]:
+        return {"next": [7, 0]}
+
+    def fail(self, error: BaseException) -> None:
+        with self.newest:
+            self.error = error
+            self.newest.notify_all()
+
+    def close(self) -> None:
+        self.happened.append("close")
+
+    # saves and log
+    def begin(self, step: int, digest: str, metrics: dict[str, float], *, data: Any) -> None:
+        self.happened.append(("save", step, digest, data))
+
+    def poll(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.happened.append("finish")
+
+    def event(self, name: str, **fields: Any) -> None:
+        self.happened.append((name, fields["version"]))
+
+    def loop(self, **changes: Any) -> FreeLoop:
+        stop = changes.pop("stop", None)
+        me: Any = self
+        return FreeLoop(
+            settings(**changes),
+            trainer=me,
+            source=me,
+            mode=me,
+            synchronizer=me,
+            parts=["rank-00000"],
+            saves=me,
+            log=me,
+            stop=stop,
+        )
+
+    def times(self, what: str) -> list[int]:
+        return [entry[1] for entry in self.happened if isinstance(entry, tuple) and entry[0] == what]
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trinity_sync.trainer.steps.ray.put", lambda value: value)
+
+
+def test_all_steps_are_trained_and_the_last_version_is_published_and_saved() -> None:
+    world = World()
+    assert world.loop().run()
+    assert world.times("train") == [1, 2, 3, 4]
+    assert world.published_steps[0] == 0
+    assert world.published_steps[-1] == 4
+    assert world.times("publish") == world.published_steps
+    assert ("save", 4, "d4", {"next": [7, 0]}) in world.happened
+    assert (world.happened[0], world.happened[-2:]) == ("start", ["close", "finish"])
+    assert [line["step"] for line in world.lines] == [1, 2, 3, 4]
+    assert all({"samples/dropped", "staleness/max", "timing/generate"} <= line.keys() for line in world.lines)
+
+
+def test_the_trainer_goes_on_while_a_version_is_on_its_way_and_leaves_the_next_ones_out() -> None:
+    world = World(stuck=1)
+    loop = world.loop(steps=5)
+    stops = threading.Timer(0.05, world.sealing.set)
+    stops.start()
+    assert loop.run()
+    assert world.times("skip") == [2, 3, 4]
+    assert world.published_steps == [0, 1, 5]
+    assert world.happened.index(("train", 5)) < world.happened.index(("publish", 1))
+
+
+def test_a_version_without_a_slot_is_left_out_where_explorers_can_do_without_it() -> None:
+    world = World(slots_taken=frozenset({1, 2, 3}))
+    world.loop(max_staleness=2).run()
+    assert world.times("skip") == [1, 2]  # the samples of update 4 may be no older than version 1
+    assert world.times("wait for a slot") == [0, 3, 4]
+
+
+def test_with_an_interval_every_version_counts_that_the_bound_needs() -> None:
+    world = World(slots_taken=frozenset(range(99)))
+    world.loop(steps=8, sync_interval=2, max_staleness=4).run()
+    # Until step 4 is over, updates take version 0, the last of them with a staleness of 3.
+    assert world.times("skip") == [2, 6]
+    assert world.times("wait for a slot") == [0, 4, 8]
+
+
+def test_a_checkpoint_waits_for_its_own_version_whether_or_not_one_is_due() -> None:
+    world = World()
+    world.loop(sync_interval=4, save_interval=3).run()
+    saved = [entry[1:3] for entry in world.happened if entry[0] == "save"]
+    assert saved == [(3, "d3"), (4, "d4")]
+
+
+def test_a_version_that_cannot_be_published_ends_the_run_also_while_it_waits_for_samples() -> None:
+    world = World()
+    world.unpublishable = 2
+    with pytest.raises(RunError, match="version 2 could not be written"):
+        world.loop().run()
+    assert world.times("train") == [1, 2]
+    assert world.happened[-1] == "close"
+
+
+def test_a_run_that_is_told_to_stop_saves_the_step_it_is_in() -> None:
+    world, stop = World(), threading.Event()
+    stop.set()
+    assert not world.loop(stop=stop).run()
+    assert world.times("train") == world.times("save") == [1]
