@@ -269,6 +269,24 @@ def test_a_version_that_cannot_be_published_is_told_to_the_waiting_trainer(runs:
         rollout.take(3)
 
 
+def test_a_run_that_ends_while_an_explorer_is_started_again_leaves_nothing_running(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members, begun = Pretend("a", "b"), threading.Event()
+    members.orders["a"] = [dies("a")]
+
+    def replace(name: str, why: Exception) -> bool:
+        begun.set()
+        assert members.killed[name].wait(LIMIT)
+        return False
+
+    monkeypatch.setattr(members, "replace", replace)
+    rollout = runs.start(members)
+    assert begun.wait(LIMIT)
+    rollout.close()
+    assert runs.faults == []
+
+
 def test_what_was_dropped_is_counted_in_samples(runs: Runs) -> None:
     members = Pretend("a")
     rollout = runs.start(members, wait=False, room=3 * GROUPS)

@@ -57,7 +57,7 @@ class Members(Protocol):
         ...
 
     def end(self, name: str) -> None:
-        """Kill it."""
+        """Kill it; from now on none is started again."""
         ...
 
 

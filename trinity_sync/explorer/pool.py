@@ -179,12 +179,14 @@ class ExplorerPool:
         return False
 
     def end(self, name: str) -> None:
-        """Kill an explorer, whatever it does."""
+        """Kill an explorer, whatever it does; from now on none is started again."""
+        with self._lock:
+            self._restarts_left = 0
         ray.kill(self.handles[name])
 
     def _forget(self, name: str) -> None:
         """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""
-        self.end(name)
+        ray.kill(self.handles[name])
         self._synchronizer.call("drop_reader", name)
 
     def _may_restart(self) -> bool:
