@@ -86,6 +86,7 @@ class NodeAgent:
         self._staged: dict[Version, set[str]] = {}
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
+        self._tensors: dict[Version, dict[str, bytes]] = {}
         self._states = StateSlots(
             config.run_key,
             config.root,
@@ -151,9 +152,8 @@ class NodeAgent:
         assert self._arena is not None
         parts = {}
         for part, layout in self._layouts.items():
-            buckets = (
-                None if self._config.verify == "off" else bucket_digests(self._maps[slot, part], layout, self._pool)
-            )
+            bucketed = self._config.verify == "bucket"
+            buckets = bucket_digests(self._maps[slot, part], layout, self._pool) if bucketed else None
             parts[part] = PartInfo(
                 part=part,
                 node=self._node,
@@ -189,10 +189,24 @@ class NodeAgent:
         del self._contributed[version]
         collected = self._rows.pop(version, [])
         try:
-            digest = await self._run(_version_digest, collected) if collected else None
+            digest = await self._run(self._version_digest, version, collected) if collected else None
             await self._synchronizer.digested.remote(version, digest)
         except Exception as error:
             await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+
+    def _version_digest(self, version: Version, collected: list[RowDigests]) -> str:
+        first, *others = collected
+        rows = first.merge(others) if others else first
+        self._tensors[version] = rows.tensor_digests()
+        while len(self._tensors) > self._config.slots:  # of what may still be read, nothing older
+            del self._tensors[next(iter(self._tensors))]
+        return rows.version_digest()
+
+    async def tensor_digests(self, version: Version) -> dict[str, bytes]:
+        """On the lead agent: tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing. Readers
+        ask for it to tell what of a version came damaged.
+        """
+        return self._tensors.get(Version(*version), {})
 
     async def layout(self, part: str) -> dict[str, Any]:
         """The layout of a part, as `PartLayout.to_json()`."""
@@ -288,8 +302,3 @@ class NodeAgent:
 
     async def _wait(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
-
-
-def _version_digest(collected: list[RowDigests]) -> str:
-    first, *others = collected
-    return first.merge(others).version_digest() if others else first.version_digest()
