@@ -229,7 +229,10 @@ class Fleet:
             **self.all(self.ranks, "memory"),
             **self.all(self.explorers, "memory"),
             "node agent": {"peak": agent["peak_rss"], **_status(agent["pid"])},
-            **{name: {"peak": found["peak_rss"], **_status(found["pid"])} for name, found in control.items()},
+            **{
+                name: {"peak": found["peak_rss"], **(_status(found["pid"]) if "pid" in found else {})}
+                for name, found in control.items()
+            },
         }
 
     def close(self) -> None:
@@ -410,7 +413,7 @@ def measure_growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 held = ray.get(fleet.explorers["explorer-1"].stop_reading.remote(tuple(newest)), timeout=LIMIT_S)
             fleet.sync("memory")
             if number in (options.syncs // 10, options.syncs // 2, options.syncs):
-                samples[number] = {name: found["private"] for name, found in fleet.memory().items()}
+                samples[number] = {name: found.get("private", found["peak"]) for name, found in fleet.memory().items()}
         assert held is not None
         first, *_, last = samples.values()
         grown = {name: last[name] - first[name] for name in last}

@@ -350,7 +350,7 @@ class _Cutter:
                 yield _Copy(at, at + taken, self._dtype, target, rows)
 
     def _pieces(self, start: int, nbytes: int, width: int, phase: int) -> Iterator[tuple[int, int, int, int]]:
-        """(byte in the segment, length, row, byte in the row) of pieces: whole rows, `width` bytes each, or part of one.
+        """(byte in the segment, length, row, byte in the row) of pieces: whole rows of `width` bytes, or part of one.
 
         Args:
             start: byte in the segment.
