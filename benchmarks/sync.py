@@ -1,6 +1,6 @@
 """What it costs to bring new weights to the explorers, in every sync mode, beside raw limits and what others do.
 
-    python benchmarks/sync.py --json [--model qwen3-1.7b] [--params 300e6] [--modes memory checkpoint nccl fleet ...]
+    python benchmarks/sync.py --json [--model qwen3-8b] [--params 300e6] [--modes memory checkpoint nccl fleet ...]
                               [--backends staged] [--rounds 7] [--ranks 2] [--output FILE]
 
 Real synchronizer, node agent, monitor, slots, transports and loads; the trainer's ranks hold fp32 weights and stage
@@ -560,7 +560,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON (the only form)")
-    parser.add_argument("--model", choices=MODELS, default="qwen3-1.7b", help="whose shapes (default: qwen3-1.7b)")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-8b", help="whose shapes (default: qwen3-8b)")
     parser.add_argument("--params", type=float, help="its first layers only, about so many parameters; 0: all of it")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument(
@@ -622,7 +622,7 @@ def _ray(needed: bool) -> Iterator[None]:
     if not needed:
         yield
         return
-    start_ray(120.0, num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    start_ray(600.0, num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         yield
     finally:
