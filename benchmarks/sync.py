@@ -52,6 +52,9 @@ from trinity_sync.trainer.saves import SaveSettings, WeightSaves
 MODES = ("memory", "checkpoint", "nccl", "fleet", "small", "growth", "control")
 BUCKET_BYTES = 16 << 20  # conf/base/sync.yaml
 
+_WARM = 3
+"""Rounds that do not count: first use of everything, and until checkpoints are removed as fast as they are written."""
+
 #: hidden size, width of the MLP, query heads, key and value heads, layers, vocabulary; heads of 128
 MODELS = {
     "qwen3-0.6b": (1024, 3072, 16, 8, 28, 151_936),
@@ -294,30 +297,30 @@ def measure_bytes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             whole.open_raw()
             holder = ray.remote(Holder).options(num_cpus=0).remote()
         memory_found = _memory_of_a_sync(fleet) if "memory" in modes else {}
-        for number in range(options.rounds + 1):
+        for number in range(options.rounds + _WARM):
             rounds.add("one_copy_s", fleet.one_copy())
             if "memory" in modes:
                 rounds.add("memory", fleet.sync("memory"))
                 rounds.add("memory/verify=off", fleet.sync("memory", "off"))
                 assert whole is not None
                 rounds.add("memory/one rank", whole.sync("memory"))
-                if number < 4:  # seconds each
+                if number < _WARM + 3:  # seconds each
                     rounds.add("trinity 0.6", whole.trinity(holder))
             if "fleet" in modes:
                 rounds.add("fleet/alone", fleet.sync("memory"))
                 rounds.add("fleet/four", fleet.sync("memory", explorers=4))
             if "checkpoint" in modes:
                 rounds.add("checkpoint", fleet.sync("checkpoint"))
-                rounds.add("checkpoint/raw", _write_and_read(folder / "raw", fleet.wire_bytes))
+                rounds.add("checkpoint/raw", _write_and_read(folder, number, fleet.wire_bytes))
             if "nccl" in modes:
                 assert whole is not None
                 rounds.add("nccl/raw_s", whole.raw("raw_broadcast", "raw_broadcast", fleet.wire_bytes))
                 rounds.add("nccl/verify=off", whole.sync("nccl", "off"))
                 rounds.add("nccl", whole.sync("nccl"))
                 rounds.add("nccl/two ranks", fleet.sync("nccl"))
-            if not number:
+            if number < _WARM:
                 rounds.forget()
-            print(f"round {number} of {options.rounds}", file=sys.stderr)
+            print(f"round {number - _WARM + 1} of {options.rounds}", file=sys.stderr)
     finally:
         fleet.close()
         if whole is not None:
@@ -376,7 +379,7 @@ def _memory_of_a_sync(fleet: Fleet) -> dict[str, Any]:
 
 def measure_small(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Many small tensors."""
-    shapes = {f"layers.{index}.weight": (128, 64) for index in range(4000)}
+    shapes = {f"layers.{index}.weight": (8, 1024) for index in range(4000)}
     fleet = Fleet(shapes, ranks=1, explorers=1, folder=folder)
     rounds = Rounds()
     try:
@@ -534,10 +537,12 @@ def _copy(nbytes: int) -> float:
 _room: dict[int, np.ndarray] = {}
 
 
-def _write_and_read(path: Path, nbytes: int) -> dict[str, float]:
-    """Through the page cache, by one thread: a new file of these bytes, mapped and copied to a buffer that exists."""
+def _write_and_read(folder: Path, number: int, nbytes: int) -> dict[str, float]:
+    """As many files stay as checkpoints do, so the page cache takes as many new pages for both. Through the page cache, by one thread: a new file of these bytes, mapped and copied to a buffer that exists."""
     room = _room.setdefault(nbytes, np.ones(nbytes, np.uint8))
     view = memoryview(room)
+    path = folder / f"raw-{number}"
+    (folder / f"raw-{number - 2}").unlink(missing_ok=True)
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for start in range(0, nbytes, 4 << 20):
@@ -548,7 +553,6 @@ def _write_and_read(path: Path, nbytes: int) -> dict[str, float]:
         np.copyto(room, found)
         del found
     ended = time.perf_counter()
-    path.unlink()
     return {"write_s": written - began, "read_s": ended - written, "total_s": ended - began}
 
 
