@@ -538,11 +538,14 @@ _room: dict[int, np.ndarray] = {}
 
 
 def _write_and_read(folder: Path, number: int, nbytes: int) -> dict[str, float]:
-    """As many files stay as checkpoints do, so the page cache takes as many new pages for both. Through the page cache, by one thread: a new file of these bytes, mapped and copied to a buffer that exists."""
+    """Through the page cache, by one thread: a new file of these bytes, mapped and copied to a buffer that exists.
+
+    As many files stay as checkpoints do, and the oldest goes after the newest is there, so that the page cache needs
+    new pages for both alike: on a virtual machine a page that was free for a while can cost ten times its copy.
+    """
     room = _room.setdefault(nbytes, np.ones(nbytes, np.uint8))
     view = memoryview(room)
     path = folder / f"raw-{number}"
-    (folder / f"raw-{number - 2}").unlink(missing_ok=True)
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for start in range(0, nbytes, 4 << 20):
@@ -553,6 +556,7 @@ def _write_and_read(folder: Path, number: int, nbytes: int) -> dict[str, float]:
         np.copyto(room, found)
         del found
     ended = time.perf_counter()
+    (folder / f"raw-{number - 2}").unlink(missing_ok=True)
     return {"write_s": written - began, "read_s": ended - written, "total_s": ended - began}
 
 
