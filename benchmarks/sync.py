@@ -161,7 +161,6 @@ class Fleet:
 
     def stage(self) -> tuple[Any, dict[str, float]]:
         """As the training loop does it: begin, stage on all ranks, wait until sealed."""
-        self.all(self.ranks, "change")
         began = time.perf_counter()
         version = Version(0, next(self._steps))
         slot = self.synchronizer.call("begin", version, self.parts, LIMIT_S)
@@ -175,6 +174,7 @@ class Fleet:
         """One version to the first explorers, end to end."""
         chosen = dict(itertools.islice(self.explorers.items(), explorers))
         self.all(chosen, "use", mode, verify)
+        self.all(self.ranks, "change")
         began = time.perf_counter()
         sealed, found = self.stage()
         published = time.perf_counter()
