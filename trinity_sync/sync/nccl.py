@@ -257,7 +257,8 @@ class NcclTransport:
             info = lease.parts[part]
             layout = self._layouts.get(info)
             group = _group(ticket, index, rank)
-            rooms = self._make_rooms(layout.bucket_bytes)
+            # Until all has come the rooms are not ours: what is on its way when a load fails may still arrive in them.
+            rooms, self._rooms = self._make_rooms(layout.bucket_bytes), []
             sizes = [stop - start for start, stop in layout.buckets()]
 
             def receive(
@@ -271,6 +272,7 @@ class NcclTransport:
                 yield Bucket(layout, number, data.numpy(), None if info.buckets is None else info.buckets[number])
                 if number + _UNDER_WAY < len(sizes):
                     under_way.append(receive(number + _UNDER_WAY))
+            self._rooms = rooms
 
     def _arrived(self, receiving: _Receiving) -> torch.Tensor:
         return receiving.wait()
