@@ -13,6 +13,7 @@ from trinity_sync.sync.base import LoadReport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.nccl import NcclTransport
+from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 
@@ -34,15 +35,20 @@ class Sender:
 
 
 class Misbehaving(NcclTransport):
-    """Sends its own process a signal once it has received the first bucket, where one is set."""
+    """Once it has received the first bucket, sends its own process a signal or takes the bytes for damaged, as told."""
 
     signum: int | None = None
+    damaged = False
 
-    def _receive(self, group: Any, bucket: Any, ticket: nccl.Round) -> None:
-        super()._receive(group, bucket, ticket)
+    def _arrived(self, receiving: Any) -> torch.Tensor:
+        data = super()._arrived(receiving)
         if self.signum is not None:
             signum, self.signum = self.signum, None
             os.kill(os.getpid(), signum)
+        if self.damaged:
+            self.damaged = False
+            raise ChecksumError("the first bucket arrived damaged")
+        return data
 
 
 class Receiver:
@@ -60,6 +66,9 @@ class Receiver:
 
     def signal_itself(self, signum: int) -> None:
         self._transport.signum = signum
+
+    def take_for_damaged(self) -> None:
+        self._transport.damaged = True
 
     def load(self, version: tuple[int, int], ticket: Any = None) -> LoadReport:
         return self._loader.load(Version(*version), ticket)

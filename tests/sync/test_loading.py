@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,19 +11,21 @@ import pytest
 import ray
 import torch
 
-from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, random_weights
+from tests.sync.helpers import BUCKET_BYTES, LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.base import TrainerSide
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.base import Bucket, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointMode, CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryMode, MemoryTransport
 from trinity_sync.weights.shard_file import ShardFileError
+from trinity_sync.weights.slots import map_segment
 
-PART, BYTE = "rank-00001", 300
-"""A byte of the second bucket of the second part."""
+PART, BYTE, DAMAGED = "rank-00001", 300, "layers.0.mlp.weight"
+"""A byte of the second bucket of the second part, and of this tensor."""
 
 
 class FolderStore:
@@ -63,20 +65,25 @@ def assert_all_leases_have_ended(trainer: PretendTrainer) -> None:
 
 
 class Altered:
-    """Memory transport whose bytes are damaged on the way, as often as asked, with or without transfer digests."""
+    """Memory transport whose bytes are damaged on the way, as often as asked."""
 
-    def __init__(self, trainer: PretendTrainer, times: int, digests: bool = True) -> None:
+    def __init__(self, trainer: PretendTrainer, times: int) -> None:
         self._source = MemoryTransport(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
         self._times = times
-        self._digests = digests
 
-    def parts(self, lease: Any, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+    def buckets(self, lease: Any, ticket: Any) -> Iterator[Bucket]:
         self._times -= 1
-        for layout, buffer, buckets in self._source.parts(lease, ticket):
-            copy = bytearray(layout.view(buffer))
-            if self._times >= 0 and layout.part == PART:
-                copy[BYTE] ^= 0xFF
-            yield layout, copy, buckets if self._digests else None
+        for bucket in self._source.buckets(lease, ticket):
+            copy = bytearray(bucket.data)
+            if self._times >= 0 and bucket.layout.part == PART and bucket.number == BYTE // BUCKET_BYTES:
+                copy[BYTE % BUCKET_BYTES] ^= 0xFF
+            yield bucket._replace(data=copy)
+
+
+@pytest.fixture(scope="module")
+def bucket_trainer(synchronizer: Synchronizer, make_agent: Callable[..., Any]) -> PretendTrainer:
+    """One whose agent digests buckets, and not the version."""
+    return PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer, verify="bucket")})
 
 
 # ---- what arrives
@@ -127,16 +134,17 @@ def test_the_newest_version_is_loaded_unless_one_is_named(trainer: PretendTraine
 
 
 @pytest.mark.parametrize("verify", ["full", "bucket"])
-def test_damaged_bytes_are_told_with_part_and_bucket_and_the_next_version_loads(
-    trainer: PretendTrainer, verify: str
+def test_damaged_bytes_are_told_with_what_they_are_of_and_the_next_version_loads(
+    trainer: PretendTrainer, bucket_trainer: PretendTrainer, verify: str
 ) -> None:
+    trainer = trainer if verify == "full" else bucket_trainer
     loader = make_loader(trainer, empty(random_weights(0)), verify=verify)
     trainer.publish(random_weights(21))
     loader.load(None)
     sealed = trainer.publish(random_weights(22))
     trainer.damage(sealed, PART, BYTE)
-    expected = rf"^explorer-0 cannot load version {sealed.version}: bucket 1 of part {PART} .*arrived damaged"
-    with pytest.raises(RunError, match=expected):
+    what = rf"bucket 1 of part {PART} .*arrived damaged" if verify == "bucket" else rf".*damaged: {DAMAGED}$"
+    with pytest.raises(RunError, match=rf"^explorer-0 cannot load version {sealed.version}: {what}"):
         loader.load(sealed.version)
     assert loader.held is None
     assert_all_leases_have_ended(trainer)
@@ -146,16 +154,17 @@ def test_damaged_bytes_are_told_with_part_and_bucket_and_the_next_version_loads(
 def test_bytes_that_were_damaged_on_the_way_only_are_taken_once_more(trainer: PretendTrainer) -> None:
     weights = random_weights(23)
     sealed = trainer.publish(weights)
-    loader = make_loader(trainer, empty(weights), transport=Altered(trainer, times=1))
-    assert loader.load(None).digest == sealed.digest
+    here = empty(weights)
+    loader = make_loader(trainer, here, transport=Altered(trainer, times=1))
+    assert loader.load(None).digest == sealed.digest == reference_digest(here, "BF16")
     assert loader.held == sealed.version
 
 
-def test_bytes_that_no_bucket_speaks_for_are_found_by_the_version_digest(trainer: PretendTrainer) -> None:
+def test_the_digest_is_of_what_is_held_and_not_of_what_came(trainer: PretendTrainer) -> None:
     weights = random_weights(24)
     sealed = trainer.publish(weights)
     here = empty(weights)
-    loader = make_loader(trainer, here, transport=Altered(trainer, times=9, digests=False))
+    loader = make_loader(trainer, here, transport=Altered(trainer, times=9))
     with pytest.raises(RunError) as caught:
         loader.load(None)
     held = reference_digest(here, "BF16")
@@ -172,11 +181,11 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
     sealed = trainer.publish(weights)
 
     class Slow(MemoryTransport):
-        def parts(self, lease: Any, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+        def buckets(self, lease: Any, ticket: Any) -> Iterator[Bucket]:
             trainer.synchronizer.call("drop_reader", "explorer-0")
             for seed in (26, 27):
                 trainer.publish(random_weights(seed))
-            yield from super().parts(lease, ticket)
+            yield from super().buckets(lease, ticket)
 
     slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
     loader = make_loader(trainer, empty(weights), transport=slow, verify="off")
@@ -227,7 +236,7 @@ def test_a_version_that_is_not_there_is_told_with_the_newest(trainer: PretendTra
 def test_a_version_whose_parts_are_gone_is_told(trainer: PretendTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.publish(random_weights(35))
     loader = make_loader(trainer, empty(random_weights(0)))
-    monkeypatch.setattr("trinity_sync.sync.memory.map_segment", refuse)
+    monkeypatch.setattr("trinity_sync.weights.slots.map_segment", refuse)
     with pytest.raises(RunError, match="the node agent that owned it has ended"):
         loader.load(None)
     assert loader.held is None
@@ -235,9 +244,7 @@ def test_a_version_whose_parts_are_gone_is_told(trainer: PretendTrainer, monkeyp
     assert_all_leases_have_ended(trainer)
 
 
-def refuse(path: str, nbytes: int) -> None:
-    from trinity_sync.weights.slots import map_segment
-
+def refuse(path: str, nbytes: int, map_segment: Any = map_segment) -> None:
     map_segment(f"{path}-gone", nbytes)
 
 
@@ -283,7 +290,7 @@ def published_file(mode: CheckpointMode, trainer: PretendTrainer, store: FolderS
     return store.begin(sealed.version, []) / "actor" / f"weights_{PART}.safetensors"
 
 
-def test_a_damaged_file_is_told_with_part_and_bucket(
+def test_a_damaged_file_is_told_with_the_tensor(
     trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader
 ) -> None:
     path = published_file(mode, trainer, store, 44)
@@ -292,7 +299,7 @@ def test_a_damaged_file_is_told_with_part_and_bucket(
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 0xFF]))
-    with pytest.raises(RunError, match=f"bucket 1 of part {PART} .*arrived damaged"):
+    with pytest.raises(RunError, match=rf"damaged: {DAMAGED}$"):
         reader.load(None)
     assert reader.held is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -116,17 +117,30 @@ def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the
     assert [report.digest for report in reports] == [sealed.digest] * 2
 
 
-def test_a_slot_that_was_damaged_is_told_with_part_and_bucket_and_the_next_version_arrives(
+def test_a_slot_that_was_damaged_is_told_and_the_next_version_arrives(
     trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
 ) -> None:
     sealed = trainer.seal(random_weights(9))
     trainer.damage(sealed, "rank-00001", 300)
     mode.publish(sealed)
-    with pytest.raises(RunError, match=r"^explorer-\d cannot load .*: bucket 1 of part rank-00001 .*arrived damaged"):
+    with pytest.raises(RunError, match=r"^explorer-\d cannot load .*damaged: layers.0.mlp.weight$"):
         mode.deliver(explorers, sealed.version)
     assert [ask(explorer, "held") for explorer in explorers.values()] == [None, None]
     mode.publish(sealed := trainer.seal(random_weights(10)))
     assert [report.digest for report in mode.deliver(explorers, sealed.version).reports] == [sealed.digest] * 2
+
+
+def test_an_explorer_that_gives_up_with_buckets_on_their_way_holds_nobody_up(
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+) -> None:
+    ask(explorers["explorer-1"], "take_for_damaged")
+    mode.publish(sealed := trainer.seal(random_weights(17)))
+    began = time.monotonic()
+    with pytest.raises(RunError, match="the first bucket arrived damaged"):
+        mode.deliver(explorers, sealed.version)
+    mode.publish(sealed := trainer.seal(random_weights(18)))
+    assert [report.digest for report in mode.deliver(explorers, sealed.version).reports] == [sealed.digest] * 2
+    assert time.monotonic() - began < LIMIT / 2, "somebody waited for the limit of a round"
 
 
 def test_a_round_is_led_for_the_version_that_the_ranks_have_staged_only(

@@ -7,7 +7,7 @@ import torch
 
 from tests.weights.helpers import CutVersion, cut, random_tensor, raw
 from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
-from trinity_sync.weights.digests import bucket_digests
+from trinity_sync.weights.digests import bucket_digests, version_digest
 from trinity_sync.weights.layout import LayoutError, PartLayout
 from trinity_sync.weights.shards import CoverageError, Rect, Shard, row_slice, whole
 from trinity_sync.weights.staging import stage
@@ -159,6 +159,22 @@ def test_without_digests_the_bytes_are_trusted() -> None:
     one = layout(Shard("w", "U8", (3, 4), (Rect(0, 0, 1, 3, 2), Rect(6, 1, 0, 1, 1))))
     Receiver({"w": destination}).apply(one, bytes(range(1, 8)))
     assert destination.tolist() == [[0, 1, 2, 0], [7, 3, 4, 0], [0, 5, 6, 0]]
+
+
+def test_a_bucket_of_another_length_is_refused_and_changes_nothing() -> None:
+    destination = torch.zeros(200, dtype=torch.uint8)
+    one = layout(whole("w", "U8", (200,)))
+    with pytest.raises(ChecksumError, match="bucket 3 of part rank-00000 has 64 bytes instead of 8"):
+        Receiver({"w": destination}).take(one, 3, b"\x01" * 64)
+    assert not destination.any()
+
+
+def test_what_is_taken_digests_to_what_is_there_even_where_a_part_never_came() -> None:
+    destinations = {"w": torch.arange(6, dtype=torch.uint8).view(3, 2), "v": torch.ones(5)}
+    receiver = Receiver(destinations)
+    receiver.begin()
+    receiver.apply(layout(row_slice("w", "U8", (3, 2), 1, 2)), b"\x09\x09")
+    assert version_digest(receiver.taken("BF16")) == receiver.digest("BF16")
 
 
 def test_the_segment_can_be_released_after_a_load() -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from trinity_sync.weights import slots as slots_module
-from trinity_sync.weights.slots import SegmentError, SlotArena, map_segment, remove_stale
+from trinity_sync.weights.slots import MappedSegments, SegmentError, SlotArena, map_segment, remove_stale
 
 PARTS = {"rank-00000": 10_000, "rank-00001": 0}
 
@@ -50,6 +50,23 @@ def test_what_one_process_writes_another_mapping_reads(root: Path) -> None:
         assert len(map_segment(arena.path(1, "rank-00000"), 10_000)) == 10_000
         assert arena.notes == []
         assert arena.folder == root / "trinity-sync" / "run"
+
+
+def test_a_segment_is_mapped_once_until_another_one_takes_its_place(root: Path) -> None:
+    segments = MappedSegments()
+    with SlotArena.create("run", 1, PARTS, root, fallback=root) as arena:
+        path = arena.path(0, "rank-00000")
+        first = segments.get(path, 10_000)
+        arena.map(0, "rank-00000")[:3] = b"abc"
+        assert segments.get(path, 10_000) is first
+        assert first[:3] == b"abc"
+    with pytest.raises(SegmentError, match="is gone"):
+        segments.get(path, 10_000)
+    with SlotArena.create("run", 1, PARTS, root, fallback=root) as arena:  # the same names, by the next agent
+        arena.map(0, "rank-00000")[:3] = b"xyz"
+        assert segments.get(path, 10_000)[:3] == b"xyz"
+        with pytest.raises(SegmentError, match="is torn"):
+            segments.get(path, 20_000)
 
 
 def test_a_reader_cannot_write(root: Path) -> None:

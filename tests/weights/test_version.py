@@ -13,8 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.weights.helpers import CutVersion, cut, cut_versions, random_tensor, raw, reference_digest
-from trinity_sync.weights.apply import ChecksumError, Receiver
-from trinity_sync.weights.digests import RowDigests, bucket_digests, digest_rows
+from trinity_sync.weights.apply import ChecksumError, Receiver, in_buckets
+from trinity_sync.weights.digests import RowDigests, bucket_digests, digest_rows, version_digest
 from trinity_sync.weights.shard_file import open_shard_file, write_shard_file
 from trinity_sync.weights.shards import check_cover
 from trinity_sync.weights.staging import stage
@@ -57,6 +57,36 @@ def test_a_receiver_holds_the_bits_that_were_staged(version: CutVersion) -> None
         receiver.apply(layout, segment, bucket_digests(segment, layout))
     assert {n: raw(t) for n, t in destinations.items()} == {n: raw(t) for n, t in expected.items()}
     assert receiver.digest(version.wire) == reference_digest(version.tensors, version.wire)
+
+
+@given(cut_versions(), st.sampled_from([1, 100, 1 << 20]), st.sampled_from(["wire", "F32"]), st.randoms())
+@settings(deadline=None)
+def test_what_was_taken_digests_as_it_was_written_to_what_is_held(
+    version: CutVersion, cached: int, here: str, rng: random.Random
+) -> None:
+    """Bucket by bucket and part by part in any order, whatever fits the cache, cast or not; again for each version."""
+    tensors = version.on_wire
+    if here == "F32":  # holds any value of the wire dtypes below it; the others stay as they are
+        tensors = {
+            n: t.float() if version.wire in ("BF16", "F16") and t.is_floating_point() else t for n, t in tensors.items()
+        }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trinity_sync.weights.apply._CACHED_BYTES", cached)
+        receiver, destinations = receiver_for(tensors)
+        for _ in range(2):
+            receiver.begin()
+            for layout, segment in rng.sample(
+                list(zip(version.layouts, staged(version), strict=True)), len(version.layouts)
+            ):
+                for bucket, data, _ in rng.sample(list(in_buckets(layout, segment, None)), len(layout.buckets())):
+                    receiver.take(layout, bucket, data)
+            taken = receiver.taken(version.wire)
+            assert (
+                version_digest(taken) == receiver.digest(version.wire) == reference_digest(destinations, version.wire)
+            )
+            assert version_digest(taken) == reference_digest(version.tensors, version.wire)
+            for tensor in destinations.values():
+                tensor.zero_()
 
 
 @given(cut_versions())

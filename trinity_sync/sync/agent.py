@@ -26,10 +26,14 @@ from trinity_sync.process import own_log, peak_rss
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.parts import PartInfo, shard_file
 from trinity_sync.sync.state import Coordinator, StatePart, StateSlots
-from trinity_sync.weights.digests import RowDigests, bucket_digests, digest_rows
+from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.row_process import RowProcesses
 from trinity_sync.weights.shard_file import open_shard_file, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
+
+_ROW_PROCESSES = 8
+"""At most, beside the agent itself: together they digest rows faster than ranks stage them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,7 @@ class AgentConfig:
         fallback: folder for mapped files where `root` is too small.
         verify: ``full``, ``bucket`` or ``off``.
         nodes: how many nodes hold parts.
-        threads: workers for digests and writes.
+        threads: workers for digests and writes; also how many processes help to digest rows.
         durable: fsync the files of full checkpoints (`checkpoint.fsync`).
         save_timeout_s: limit until a part of a full checkpoint has its turn to be written, seconds.
         log_dir: where this process logs, None for Ray's own logs.
@@ -81,11 +85,14 @@ class NodeAgent:
         # Each rank of the node may wait here for a disk; what is quick must not queue behind that.
         self._waits = ThreadPoolExecutor(256, thread_name_prefix="wait")
         self._layouts: dict[str, PartLayout] = {}
+        self._rows_plan: RowPlan | None = None
+        self._row_processes = RowProcesses(min(config.threads, _ROW_PROCESSES))
         self._arena: SlotArena | None = None
         self._maps: dict[tuple[int, str], mmap.mmap] = {}
         self._staged: dict[Version, dict[str, float]] = {}
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
+        self._tensors: dict[Version, dict[str, bytes]] = {}
         self._states = StateSlots(
             config.run_key,
             config.root,
@@ -118,6 +125,7 @@ class NodeAgent:
         return await self._run(self._create)
 
     def _create(self) -> dict[str, Any]:
+        self._rows_plan = RowPlan(list(self._layouts.values())) if self._config.verify == "full" else None
         remove_stale(self._config.root)
         sizes = {part: layout.nbytes for part, layout in self._layouts.items()}
         self._arena = SlotArena.create(
@@ -159,9 +167,8 @@ class NodeAgent:
         assert self._arena is not None
         parts = {}
         for part, layout in self._layouts.items():
-            buckets = (
-                None if self._config.verify == "off" else bucket_digests(self._maps[slot, part], layout, self._pool)
-            )
+            bucketed = self._config.verify == "bucket"
+            buckets = bucket_digests(self._maps[slot, part], layout, self._pool) if bucketed else None
             parts[part] = PartInfo(
                 part=part,
                 node=self._node,
@@ -173,8 +180,10 @@ class NodeAgent:
             )
         if self._config.verify != "full":
             return parts, None
-        local = [(layout, self._maps[slot, part]) for part, layout in self._layouts.items()]
-        return parts, digest_rows(local, self._pool)
+        assert self._rows_plan is not None
+        paths = [info.path for info in parts.values()]
+        segments = [self._maps[slot, part] for part in self._layouts]
+        return parts, self._rows_plan.digest(segments, self._pool, (self._row_processes, paths))
 
     async def _contribute(self, version: Version, rows: RowDigests | None) -> None:
         if self._lead is not None:
@@ -198,10 +207,24 @@ class NodeAgent:
         del self._contributed[version]
         collected = self._rows.pop(version, [])
         try:
-            digest = await self._run(_version_digest, collected) if collected else None
+            digest = await self._run(self._version_digest, version, collected) if collected else None
             await self._synchronizer.digested.remote(version, digest)
         except Exception as error:
             await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+
+    def _version_digest(self, version: Version, collected: list[RowDigests]) -> str:
+        first, *others = collected
+        rows = first.merge(others) if others else first
+        tensors = self._tensors[version] = rows.tensor_digests()
+        while len(self._tensors) > self._config.slots:  # of what may still be read, nothing older
+            del self._tensors[next(iter(self._tensors))]
+        return rows.version_digest(tensors)
+
+    async def tensor_digests(self, version: Version) -> dict[str, bytes]:
+        """On the lead agent: tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing. Readers
+        ask for it to tell what of a version came damaged.
+        """
+        return self._tensors.get(Version(*version), {})
 
     async def layout(self, part: str) -> dict[str, Any]:
         """The layout of a part, as `PartLayout.to_json()`."""
@@ -219,18 +242,16 @@ class NodeAgent:
         Returns:
             (path relative to `folder`, bytes, xxh3_128 hex) of each file.
         """
-        return await self._run(self._write, slot, Path(folder), metadata, fsync)
+        calls = [self._run(self._write_part, slot, part, Path(folder), metadata, fsync) for part in self._layouts]
+        return list(await asyncio.gather(*calls))
 
-    def _write(
-        self, slot: int, folder: Path, metadata: dict[str, str], fsync: bool, name: str | None = None
-    ) -> list[tuple[str, int, str]]:
-        files = []
-        for part, layout in self._layouts.items():
-            relative = shard_file(part) if name is None else name.format(part)
-            (folder / relative).parent.mkdir(parents=True, exist_ok=True)
-            nbytes, digest = write_shard_file(folder / relative, layout, self._maps[slot, part], metadata, fsync=fsync)
-            files.append((relative, nbytes, digest))
-        return files
+    def _write_part(
+        self, slot: int, part: str, folder: Path, metadata: dict[str, str], fsync: bool, name: str | None = None
+    ) -> tuple[str, int, str]:
+        relative = shard_file(part) if name is None else name.format(part)
+        (folder / relative).parent.mkdir(parents=True, exist_ok=True)
+        segment = self._maps[slot, part]
+        return relative, *write_shard_file(folder / relative, self._layouts[part], segment, metadata, fsync=fsync)
 
     # -- full checkpoints
 
@@ -240,7 +261,10 @@ class NodeAgent:
         loop = asyncio.get_running_loop()
 
         def write() -> list[tuple[str, int, str]]:
-            files = self._write(lease.slot, Path(folder), {}, self._config.durable, "explorer/{}.safetensors")
+            files = [
+                self._write_part(lease.slot, part, Path(folder), {}, self._config.durable, "explorer/{}.safetensors")
+                for part in self._layouts
+            ]
             released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
             if not released.result(self._config.save_timeout_s):
                 raise RunError(f"version {lease.version} was no longer held when it was written (sync.lease_s)")
@@ -288,6 +312,7 @@ class NodeAgent:
     async def close(self) -> None:
         """Give the shared memory back. Safe to call twice."""
         await self._run(self._states.close)
+        await self._run(self._row_processes.close)
         if self._arena is not None:
             self._maps.clear()
             await self._run(self._arena.close)
@@ -297,8 +322,3 @@ class NodeAgent:
 
     async def _wait(self, function: Any, *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
-
-
-def _version_digest(collected: list[RowDigests]) -> str:
-    first, *others = collected
-    return first.merge(others).version_digest() if others else first.version_digest()

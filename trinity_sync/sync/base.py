@@ -4,17 +4,17 @@ A version arrives *sealed* (all ranks staged, digests known). Then
 
 1. driver: `SyncMode.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
 2. driver: `SyncMode.deliver(explorers, version)` has the explorers load it and returns their reports;
-3. explorer: `Transport.parts(lease, ticket)` yields the parts one after another; `sync.loading` checks and applies
-   them.
+3. explorer: `Transport.buckets(lease, ticket)` yields the buckets of the parts one after another; `sync.loading` checks
+   and applies them.
 
 Whatever fails raises; the version before stays in force.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.remote import resolve
@@ -69,6 +69,22 @@ class Delivery:
     lost: dict[str, Exception] = field(default_factory=dict)
 
 
+class Bucket(NamedTuple):
+    """What a transport hands out.
+
+    Attributes:
+        layout: `PartLayout` of the part.
+        number: of the bucket.
+        data: its bytes, valid until the next bucket is asked for.
+        digest: what they digest to, None where only the whole version is checked, or nothing.
+    """
+
+    layout: Any
+    number: int
+    data: Any
+    digest: bytes | None
+
+
 class SyncMode(Protocol):
     """The driver's half of a sync mode."""
 
@@ -86,10 +102,8 @@ class SyncMode(Protocol):
 class Transport(Protocol):
     """The explorer's half of a sync mode: where the bytes of a leased version come from."""
 
-    def parts(self, lease: Lease, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
-        """Yield (`PartLayout`, buffer, bucket digests or None) for each part. A buffer is valid until the next one is
-        asked for.
-        """
+    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
+        """Every bucket of every part once."""
         ...
 
 

@@ -4,13 +4,13 @@ merge step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Delivery, TrainerSide, deliver_each
+from trinity_sync.sync.base import Bucket, Delivery, TrainerSide, deliver_each
 from trinity_sync.sync.parts import shard_file
 from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Sealed
@@ -81,7 +81,9 @@ class CheckpointMode:
 class CheckpointTransport:
     """Maps the shard files of a committed version."""
 
-    def parts(self, lease: Lease, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
+        from trinity_sync.weights.apply import in_buckets
+
         if lease.location is None:
             raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
         for part, info in sorted(lease.parts.items()):
@@ -89,4 +91,5 @@ class CheckpointTransport:
             layout, buffer = open_shard_file(path)
             if layout.digest != info.layout:
                 raise RunError(f"{path} is laid out as {layout.digest}, the version was staged as {info.layout}")
-            yield layout, buffer, info.buckets
+            for number, data, digest in in_buckets(layout, buffer, info.buckets):
+                yield Bucket(layout, number, data, digest)

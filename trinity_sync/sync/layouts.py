@@ -1,4 +1,4 @@
-"""The layouts that an explorer has seen: they are asked for once, not once per version."""
+"""What an explorer asks the node agents: layouts, once and not once per version; and where a load went wrong."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.parts import PartInfo
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.weights.layout import PartLayout
@@ -40,3 +41,12 @@ class LayoutCache:
                 )
             self._known[info.layout] = layout
         return self._known[info.layout]
+
+    def tensor_digests(self, version: Version) -> dict[str, bytes]:
+        """The 16-byte digests of a version's tensors as they were staged; empty where they are not known any more."""
+        found: dict[str, bytes] = {}
+        for node, agent in self._agents.items():
+            who = f"the agent of node {node}"
+            call = agent.tensor_digests.remote(version)
+            found |= resolve_one(call, who, f"tell the digests of version {version}", self._timeout_s)
+        return found

@@ -1,14 +1,16 @@
 """An explorer's load of a version: lease, check, apply, prove. The same for every sync mode.
 
-From the first applied byte to the last check the explorer holds no version. Every bucket is checked before its bytes
-are used, and with `sync.verify=full` the explorer computes the version digest of what it then holds and compares it
-with the trainer's, so a label can never stand on other bytes than its own.
+From the first applied byte to the last check the explorer holds no version. With `sync.verify=bucket` every bucket is
+checked before its bytes are used. With ``full`` the explorer computes the version digest of what it then holds, row by
+row as the bytes are written, and compares it with the trainer's: that sees whatever went wrong on the way, so no bucket
+is checked beside it, and a label can never stand on other bytes than its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -20,7 +22,8 @@ from trinity_sync.sync.base import LoadReport, Transport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
-from trinity_sync.weights.tensors import state_digest
+from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.shards import listed
 
 # A load that met damaged bytes is repeated once from the source; damage that stays is an error.
 _TRIES = 2
@@ -50,7 +53,6 @@ class WeightLoader:
         wire_dtype: str,
     ) -> None:
         self._name = name
-        self._destinations = destinations
         self._receiver = Receiver(destinations)
         self._synchronizer = synchronizer
         self._transport = transport
@@ -98,18 +100,11 @@ class WeightLoader:
         for attempt in range(1, tries + 1):
             try:
                 moved = self._apply(lease, ticket)
+                digest = self._prove(lease) if self._verify == "full" else None
                 break
             except ChecksumError as error:
                 if attempt == tries:
                     raise RunError(f"{self._name} cannot load version {lease.version}: {error}") from error
-        digest = None
-        if self._verify == "full":
-            digest = state_digest(self._destinations, self._wire_dtype)
-            if lease.digest is not None and digest != lease.digest:
-                raise RunError(
-                    f"{self._name} loaded version {lease.version} but holds {digest}; "
-                    f"the trainer published {lease.digest}"
-                )
         return moved, digest
 
     def _check(self, lease: Any) -> None:
@@ -125,7 +120,33 @@ class WeightLoader:
 
     def _apply(self, lease: Any, ticket: Any) -> int:
         moved = 0
-        for layout, buffer, buckets in self._transport.parts(lease, ticket):
-            self._receiver.apply(layout, buffer, buckets if self._verify != "off" else None)
-            moved += layout.nbytes
+        if self._verify == "full":
+            self._receiver.begin()
+        with closing(self._transport.buckets(lease, ticket)) as buckets:
+            for layout, number, data, digest in buckets:
+                self._receiver.take(layout, number, data, digest if self._verify != "off" else None)
+                moved += len(data)
         return moved
+
+    def _prove(self, lease: Any) -> str:
+        """The digest of what is held now.
+
+        Raises:
+            ChecksumError: it is not the one that was published.
+        """
+        taken = self._receiver.taken(self._wire_dtype)
+        digest = version_digest(taken)
+        if lease.digest is not None and digest != lease.digest:
+            raise ChecksumError(
+                f"it holds {digest}, the trainer published {lease.digest}; {self._damage(lease, taken)}"
+            )
+        return digest
+
+    def _damage(self, lease: Any, taken: Any) -> str:
+        try:
+            published = self._layouts.tensor_digests(lease.version)
+        except RunError as error:
+            return f"of which tensors is not known, as {error}"
+        held = {name: digest for name, _, _, digest in taken}
+        names = sorted(name for name in held.keys() & published.keys() if held[name] != published[name])
+        return f"damaged: {listed(names)}" if names else "which tensors differ is not known"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import ray
 
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Delivery, TrainerSide, deliver_each
+from trinity_sync.sync.base import Bucket, Delivery, TrainerSide, deliver_each
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.sync.synchronizer import Sealed
-from trinity_sync.weights.slots import map_segment
+from trinity_sync.weights.slots import MappedSegments
 
 
 class MemoryMode:
@@ -32,7 +31,7 @@ class MemoryMode:
 
 
 class MemoryTransport:
-    """Reads slots: mapped where they are on this node, fetched once per part where they are not.
+    """Reads slots: mapped once where they are on this node, fetched once per part and version where they are not.
 
     Args:
         agents: Ray node id -> agent handle.
@@ -44,22 +43,18 @@ class MemoryTransport:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
+        self._segments = MappedSegments()
         self._node = ray.get_runtime_context().get_node_id()
 
-    def parts(self, lease: Lease, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
+        from trinity_sync.weights.apply import in_buckets
+
         for part, info in sorted(lease.parts.items()):
             layout = self._layouts.get(info)
             if info.node == self._node:
-                buffer = map_segment(info.path, info.nbytes)
-                try:
-                    yield layout, buffer, info.buckets
-                finally:
-                    with suppress(BufferError):  # after an error its traceback holds views; the mapping goes with them
-                        buffer.close()
+                segment = self._segments.get(info.path, info.nbytes)
             else:
                 call = self._agents[info.node].read.remote(lease.slot, part)
-                yield (
-                    layout,
-                    resolve_one(call, f"the agent of node {info.node}", f"hand out {part}", self._timeout_s),
-                    info.buckets,
-                )
+                segment = resolve_one(call, f"the agent of node {info.node}", f"hand out {part}", self._timeout_s)
+            for number, data, digest in in_buckets(layout, segment, info.buckets):
+                yield Bucket(layout, number, data, digest)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ import ray
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Delivery, TrainerSide
+from trinity_sync.sync.base import Bucket, Delivery, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.parts import part_name
 from trinity_sync.sync.remote import MemberDied, resolve
@@ -27,6 +28,9 @@ from trinity_sync.sync.synchronizer import Sealed
 
 if TYPE_CHECKING:
     import torch
+
+_UNDER_WAY = 2
+"""Buckets on their way at a time: one may be applied while the next one comes, and they are all the memory it takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,16 +220,24 @@ def send(invitation: Round, part: str, layout: Any, segment: Any) -> int:
 
     group = _group(invitation, invitation.senders.index(part), 0)
     staged = torch.frombuffer(segment, dtype=torch.uint8)[: layout.nbytes]
+    under_way: deque[Any] = deque()
     for start, stop in layout.buckets():
+        if len(under_way) == _UNDER_WAY:
+            under_way.popleft().wait()
         bucket = staged[start:stop]
-        _broadcast(group, bucket.cuda() if invitation.transport == "nccl" else bucket, invitation.timeout_s).wait()
+        under_way.append(
+            _broadcast(group, bucket.cuda() if invitation.transport == "nccl" else bucket, invitation.timeout_s)
+        )
+    for work in under_way:
+        work.wait()
     if invitation.transport == "nccl":
         torch.cuda.synchronize()
     return layout.nbytes
 
 
 class NcclTransport:
-    """The explorer's half: receives the parts one sender after another, into one buffer that is kept.
+    """The explorer's half: receives the parts one sender after another, bucket by bucket, into buffers that are kept.
+    While a bucket is applied the next one is on its way.
 
     Args:
         name: the explorer's name.
@@ -235,9 +247,9 @@ class NcclTransport:
     def __init__(self, name: str, layouts: LayoutCache) -> None:
         self._name = name
         self._layouts = layouts
-        self._buffer: torch.Tensor | None = None
+        self._rooms: list[torch.Tensor] = []
 
-    def parts(self, lease: Lease, ticket: Any) -> Iterator[tuple[Any, Any, list[bytes] | None]]:
+    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
         if not isinstance(ticket, Round):
             raise RunError(f"{self._name} was to load version {lease.version} without an invitation to a round")
         rank = 1 + ticket.explorers.index(self._name)
@@ -245,24 +257,53 @@ class NcclTransport:
             info = lease.parts[part]
             layout = self._layouts.get(info)
             group = _group(ticket, index, rank)
-            received = self._room(layout.nbytes)
-            for start, stop in layout.buckets():
-                self._receive(group, received[start:stop], ticket)
-            yield layout, received.numpy(), info.buckets
+            # Until all has come the rooms are not ours: what is on its way when a load fails may still arrive in them.
+            rooms, self._rooms = self._make_rooms(layout.bucket_bytes), []
+            sizes = [stop - start for start, stop in layout.buckets()]
 
-    def _receive(self, group: Any, bucket: torch.Tensor, ticket: Round) -> None:
+            def receive(
+                number: int, group: Any = group, sizes: list[int] = sizes, rooms: list[torch.Tensor] = rooms
+            ) -> _Receiving:
+                return _Receiving(group, rooms[number % _UNDER_WAY][: sizes[number]], ticket)
+
+            under_way = deque(receive(number) for number in range(min(_UNDER_WAY, len(sizes))))
+            for number in range(len(sizes)):
+                data = self._arrived(under_way.popleft())
+                yield Bucket(layout, number, data.numpy(), None if info.buckets is None else info.buckets[number])
+                if number + _UNDER_WAY < len(sizes):
+                    under_way.append(receive(number + _UNDER_WAY))
+            self._rooms = rooms
+
+    def _arrived(self, receiving: _Receiving) -> torch.Tensor:
+        return receiving.wait()
+
+    def _make_rooms(self, nbytes: int) -> list[torch.Tensor]:
         import torch
 
-        if ticket.transport != "nccl":
-            _broadcast(group, bucket, ticket.timeout_s).wait()
-            return
-        on_device = torch.empty_like(bucket, device="cuda")
-        _broadcast(group, on_device, ticket.timeout_s).wait()
-        bucket.copy_(on_device)
+        if not self._rooms or self._rooms[0].numel() < nbytes:
+            self._rooms = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_UNDER_WAY)]
+        return self._rooms
 
-    def _room(self, nbytes: int) -> torch.Tensor:
+
+class _Receiving:
+    """One bucket on its way.
+
+    Args:
+        group: of the sender and all explorers.
+        room: for the bucket's bytes, in the CPU's memory.
+        ticket: the round.
+    """
+
+    def __init__(self, group: Any, room: torch.Tensor, ticket: Round) -> None:
         import torch
 
-        if self._buffer is None or self._buffer.numel() < nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
-        return self._buffer[:nbytes]
+        self._room = room
+        self._target = torch.empty_like(room, device="cuda") if ticket.transport == "nccl" else room
+        self._work = _broadcast(group, self._target, ticket.timeout_s)
+
+    def wait(self) -> torch.Tensor:
+        """The bytes, once they are all there."""
+        self._work.wait()
+        if self._target is not self._room:
+            self._room.copy_(self._target)
+        return self._room

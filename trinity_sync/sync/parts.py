@@ -15,7 +15,8 @@ class PartInfo:
         path: the slot's file, to be mapped by readers on that node.
         nbytes: size of the part.
         layout: digest of its layout, by which a reader finds the layout it has seen before.
-        buckets: transfer digests, or None where `sync.verify` is ``off``.
+        buckets: transfer digests where `sync.verify` is ``bucket``. With ``full`` the digest of the version is what
+            tells damage, of whatever a reader then holds; with ``off`` nothing does.
         blocked_s: seconds in which the rank stood still while it copied the part.
     """
 

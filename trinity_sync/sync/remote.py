@@ -35,9 +35,9 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
 def resolve(calls: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:
     """The results of calls that run side by side, by member name.
 
-    The first failure ends the wait, for the others may be waiting for the one that failed. A death is reported before
-    an error that a peer of the dead saw, and an error that nobody foresaw also names the members that are still silent,
-    so the message names the cause.
+    The first failure ends the wait, for the others may be waiting for the one that failed. A death, or an error
+    of ours, is reported before what a peer saw of it, and an error that nobody foresaw also names the members that are
+    still silent, so the message names the cause.
 
     Args:
         calls: member name -> Ray object reference.
@@ -78,8 +78,8 @@ def _failure(reference: Any, names: Mapping[Any, str]) -> tuple[str, Exception] 
     return None
 
 
-# How long to look for a death behind an error that a peer reported: the peer sees the closed connection
-# a moment before Ray has told us of the dead process.
+# How long to look for what is behind an error that a peer reported, a death or an error of ours: the peer sees the
+# closed connection a moment before we are told.
 _GRACE_S = 3.0
 
 
@@ -90,7 +90,7 @@ def _cause(failed: tuple[str, Exception], pending: list[Any], names: Mapping[Any
         while pending and time.monotonic() < deadline:
             done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             other = _failure(done[0], names) if done else None
-            if other is not None and isinstance(other[1], RayActorError):
+            if other is not None and (isinstance(other[1], RayActorError) or _expected(other[1])):
                 name, error = other
                 break
     if isinstance(error, RayActorError):

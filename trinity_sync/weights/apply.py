@@ -1,21 +1,39 @@
 """The load: checked bytes copied from a segment into a model's tensors. Called by explorers and by tests of everything.
 
-A `Receiver` is made once per model. What to copy where is worked out once per layout and cut at bucket boundaries, so
-that a repeated load is a loop of "digest a bucket, copy what is in it" while the bucket is in the processor's cache.
+A `Receiver` is made once per model and takes a part bucket by bucket, from wherever the bytes come. What to copy where
+is worked out once per layout. Copies within the CPU's memory are cut so that what was just written is digested while it
+is still in the processor's cache: the digest of what the model holds then costs no second pass over its memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
+from trinity_sync.weights.digests import rows_digest
 from trinity_sync.weights.layout import PartLayout, Segment
+from trinity_sync.weights.row_book import RowBook
 from trinity_sync.weights.shards import Shard, check_cover, listed, matrix_view, shape_text
-from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, state_digest, to_torch
+from trinity_sync.weights.tensors import (
+    byte_tensor,
+    castable,
+    from_torch,
+    row_digests,
+    state_digest,
+    to_torch,
+    wire_name,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_CACHED_BYTES = 512 << 10
+"""Copied within the CPU's memory at a time, then digested: fits the second-level cache of one core."""
 
 
 class MismatchError(RunError):
@@ -26,33 +44,41 @@ class ChecksumError(RunError):
     """Bytes that arrived are not the bytes that were published."""
 
 
-class _Run(NamedTuple):
-    """Local elements in their order, and where they go.
+class _Rows(NamedTuple):
+    """Rows of a tensor's matrix view.
 
     Attributes:
-        target: the destination, cut along its first dimension into units.
-        start: byte in the segment at which the elements start.
-        unit: bytes of one unit in the segment.
-        dtype: of the segment's elements; None to copy bytes as they are (`target` is uint8 then).
+        name: of the tensor.
+        first: row.
+        data: the rows; where they are in wire dtype and contiguous, their bytes.
+        dtype: on the wire, safetensors name.
     """
 
-    target: torch.Tensor
-    start: int
-    unit: int
-    dtype: torch.dtype | None
+    name: str
+    first: int
+    data: torch.Tensor | NDArray[np.uint8]
+    dtype: str
 
 
 class _Copy(NamedTuple):
-    """One copy of a load: segment bytes ``[start, stop)`` in a dtype (None: as bytes) to a destination."""
+    """One copy of a load.
+
+    Attributes:
+        start, stop: bytes in the bucket.
+        dtype: of the bytes; None to copy them as they are (`target` is uint8 then).
+        target: an array where bytes are copied within the CPU's memory: copying to it costs less than to a tensor.
+        rows: what is complete after this copy, None where that is nothing or not cheap to read back.
+    """
 
     start: int
     stop: int
     dtype: torch.dtype | None
-    target: torch.Tensor
+    target: torch.Tensor | NDArray[np.uint8]
+    rows: _Rows | None
 
 
 class _Plan(NamedTuple):
-    """The copies of a layout, by the bucket in which their last byte lies."""
+    """The copies of a layout, by the bucket in which their bytes lie."""
 
     digest: str
     buckets: list[tuple[int, int]]
@@ -66,9 +92,10 @@ class Receiver:
 
         receiver = Receiver(saved_tensors(model))
         receiver.check(layouts)                          # once, before a first byte is applied
+        receiver.begin()
         for layout, segment, digests in version:
-            receiver.apply(layout, segment, digests)
-        assert receiver.digest("BF16") == version_digest
+            receiver.apply(layout, segment, digests)     # or bucket by bucket: receiver.take(layout, 0, data, digest)
+        assert version_digest(receiver.taken("BF16")) == published
 
     Args:
         destinations: by Hugging Face name, each with the tensor's global shape; any device, any floating dtype for
@@ -92,6 +119,7 @@ class Receiver:
         self._cuda_devices = {tensor.device for tensor in self._destinations.values() if tensor.is_cuda}
         # By part, so that a layout that replaces another one of the same part does not leave its plan behind.
         self._plans: dict[str, _Plan] = {}
+        self._book: RowBook | None = None
 
     def check(self, layouts: Iterable[PartLayout]) -> None:
         """Check that the layouts of all parts of a version together fill every destination exactly once.
@@ -104,6 +132,10 @@ class Receiver:
         published = {shard.name: shard for shards in parts for shard in shards}
         self._check_fit(published, sorted(self._destinations.keys() - published.keys()))
         check_cover(parts)
+
+    def begin(self) -> None:
+        """A version is going to be taken, and `taken` will be asked for it."""
+        self._book = RowBook()
 
     def apply(self, layout: PartLayout, buffer: Segment, digests: Sequence[bytes] | None = None) -> None:
         """Copy a part's shards into the destinations, no byte of a bucket before its digest was checked.
@@ -120,23 +152,58 @@ class Receiver:
             MismatchError: a shard fits no destination.
             LayoutError: the buffer is too small.
         """
+        for bucket, data, digest in in_buckets(layout, buffer, digests):
+            self.take(layout, bucket, data, digest)
+
+    def take(self, layout: PartLayout, bucket: int, data: Segment, digest: bytes | None = None) -> None:
+        """Copy one bucket of a part into the destinations; the bucket's memory is free once this returns.
+
+        Args:
+            layout: of the part.
+            bucket: number of the bucket.
+            data: its bytes.
+            digest: what they digest to, or None to trust them.
+
+        Raises:
+            ChecksumError: names part and bucket; nothing of the bucket was copied.
+            MismatchError: a shard fits no destination.
+        """
         plan = self._plan(layout)
-        view = layout.view(buffer)
-        segment = byte_tensor(view)
-        if digests is not None and len(digests) != len(plan.buckets):
+        view = memoryview(data).cast("B")
+        start, stop = plan.buckets[bucket]
+        if len(view) != stop - start:
             raise ChecksumError(
-                f"part {layout.part} has {len(plan.buckets)} buckets, but {len(digests)} digests were published for it"
+                f"bucket {bucket} of part {layout.part} has {len(view)} bytes instead of {stop - start}"
             )
+        if digest is not None:
+            _check_bucket(layout.part, bucket, view, digest)
+        array, tensor = np.frombuffer(view, np.uint8), byte_tensor(view)
         try:
-            for bucket, copies in enumerate(plan.copies):
-                if digests is not None:
-                    start, stop = plan.buckets[bucket]
-                    _check_bucket(layout.part, bucket, view[start:stop], digests[bucket])
-                for copy in copies:
-                    _copy(segment, copy)
-        finally:  # also after an error: the caller may give the buffer away
+            for copy in plan.copies[bucket]:
+                if isinstance(copy.target, np.ndarray):
+                    np.copyto(copy.target, array[copy.start : copy.stop])
+                else:
+                    _copy(tensor, copy, copy.target)
+                if copy.rows is not None and self._book is not None:
+                    self._book.add(copy.rows.name, copy.rows.first, _digests_of(copy.rows))
+        finally:  # also after an error: the caller may give the bucket away
             for device in self._cuda_devices:
                 torch.cuda.current_stream(device).synchronize()
+
+    def taken(self, wire_dtype: str | None) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+        """(name, dtype, shape, 16-byte digest) of every tensor that the destinations hold, floating ones in the wire
+        dtype: what `version_digest` makes a version's digest of. Every row was digested after it was written, since
+        `begin`.
+        """
+        book = self._book or RowBook()
+        found = []
+        for name, tensor in self._destinations.items():
+            dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
+            matrix = self._matrices[name]
+            for first, stop in book.missing(name, len(matrix)):
+                book.add(name, first, row_digests(matrix[first:stop], dtype))
+            found.append((name, dtype, tuple(tensor.shape), xxh3_128_digest(book.digests(name))))
+        return found
 
     def digest(self, wire_dtype: str | None) -> str:
         """The version digest (hex) of what the destinations hold now, floating tensors in the wire dtype."""
@@ -165,6 +232,25 @@ class Receiver:
         return plan
 
 
+def in_buckets(
+    layout: PartLayout, buffer: Segment, digests: Sequence[bytes] | None
+) -> Iterator[tuple[int, memoryview, bytes | None]]:
+    """(number, bytes, digest or None) of each bucket of a part's segment.
+
+    Raises:
+        ChecksumError: there is not one digest for each bucket.
+        LayoutError: the buffer is too small.
+    """
+    buckets = layout.buckets()
+    view = layout.view(buffer)
+    if digests is not None and len(digests) != len(buckets):
+        raise ChecksumError(
+            f"part {layout.part} has {len(buckets)} buckets, but {len(digests)} digests were published for it"
+        )
+    for number, (start, stop) in enumerate(buckets):
+        yield number, view[start:stop], None if digests is None else digests[number]
+
+
 def _check_bucket(part: str, bucket: int, data: memoryview, expected: bytes) -> None:
     found = xxh3_128_digest(data)
     if found != expected:
@@ -174,9 +260,8 @@ def _check_bucket(part: str, bucket: int, data: memoryview, expected: bytes) -> 
         )
 
 
-def _copy(segment: torch.Tensor, copy: _Copy) -> None:
-    source = segment[copy.start : copy.stop]
-    target = copy.target
+def _copy(bucket: torch.Tensor, copy: _Copy, target: torch.Tensor) -> None:
+    source = bucket[copy.start : copy.stop]
     if copy.dtype is not None:
         source = source.view(copy.dtype).view(target.shape)
         if target.is_cuda:  # cast there: a mixed copy would cast on the CPU
@@ -184,42 +269,107 @@ def _copy(segment: torch.Tensor, copy: _Copy) -> None:
     target.copy_(source, non_blocking=True)
 
 
+def _digests_of(rows: _Rows) -> bytes:
+    return rows_digest(rows.data) if isinstance(rows.data, np.ndarray) else row_digests(rows.data, rows.dtype)
+
+
 def _plan(layout: PartLayout, matrices: Mapping[str, torch.Tensor]) -> _Plan:
-    """Cut a layout's runs at bucket boundaries; a unit that crosses one belongs to the bucket with its last byte."""
+    """Cut a layout's shards into copies, none of which crosses the end of a bucket."""
     buckets = layout.buckets()
     copies: list[list[_Copy]] = [[] for _ in buckets]
     for shard, offset in layout.entries:
-        for run in _runs(shard, offset, matrices[shard.name]):
-            done, units = 0, len(run.target)
-            while done < units:
-                bucket = (run.start + (done + 1) * run.unit - 1) // layout.bucket_bytes
-                upto = min((buckets[bucket][1] - run.start) // run.unit, units)
-                start, stop = run.start + done * run.unit, run.start + upto * run.unit
-                copies[bucket].append(_Copy(start, stop, run.dtype, run.target[done:upto]))
-                done = upto
+        for copy in _Cutter(shard, matrices[shard.name], layout.bucket_bytes).copies(offset):
+            bucket, start = divmod(copy.start, layout.bucket_bytes)
+            copies[bucket].append(copy._replace(start=start, stop=start + copy.stop - copy.start))
     return _Plan(layout.digest, buckets, copies)
 
 
-def _runs(shard: Shard, offset: int, matrix: torch.Tensor) -> list[_Run]:
-    """A shard's rectangles as runs, joined where both the local bytes and the destination go on."""
-    dtype = to_torch(shard.dtype)
-    cols = matrix.shape[1]
-    runs: list[_Run] = []
-    spans: list[tuple[int, int, int]] = []  # byte in the segment, first element, last element + 1
-    for rect in shard.rects:
-        start = offset + rect.offset
-        if not matrix.is_contiguous() or (rect.cols < cols and rect.rows > 1):
-            block = matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
-            runs.append(_Run(block, start, rect.cols * dtype.itemsize, dtype))
-            continue
-        first = rect.row * cols + rect.col
-        if spans and spans[-1][2] == first and spans[-1][0] + (first - spans[-1][1]) * dtype.itemsize == start:
-            start, first, _ = spans.pop()
-        spans.append((start, first, rect.row * cols + rect.col + rect.rows * rect.cols))
-    for start, first, last in spans:
-        target = matrix.view(-1)[first:last]
-        if target.dtype == dtype:
-            runs.append(_Run(target.view(torch.uint8), start, 1, None))
-        else:
-            runs.append(_Run(target, start, dtype.itemsize, dtype))
-    return runs
+class _Cutter:
+    """Cuts one shard into copies at the ends of buckets and of what fits the cache, between rows where it can.
+
+    Args:
+        shard: what is published.
+        matrix: the destination's matrix view.
+        bucket_bytes: length of a bucket.
+    """
+
+    def __init__(self, shard: Shard, matrix: torch.Tensor, bucket_bytes: int) -> None:
+        self._shard = shard
+        self._matrix = matrix
+        self._bucket_bytes = bucket_bytes
+        self._dtype = to_torch(shard.dtype)
+        self._size = self._dtype.itemsize
+        self._cols = matrix.shape[1]
+        # A copy to a device has its cost per call, and nothing of it is read back from a cache.
+        self._most = bucket_bytes if matrix.is_cuda else min(_CACHED_BYTES, bucket_bytes)
+        self._bytes: torch.Tensor | NDArray[np.uint8] | None = None
+        self._row_bytes: NDArray[np.uint8] | None = None
+        if matrix.is_contiguous() and matrix.dtype == self._dtype and matrix.numel():
+            raw = matrix.view(-1).view(torch.uint8)
+            self._bytes = raw if matrix.is_cuda else raw.numpy()
+            if isinstance(self._bytes, np.ndarray):
+                self._row_bytes = self._bytes.reshape(len(matrix), -1)
+
+    def copies(self, offset: int) -> Iterator[_Copy]:
+        """All copies; `start` and `stop` are bytes in the segment, in which the shard lies at `offset`."""
+        spans: list[tuple[int, int, int]] = []  # byte in the segment, first element, last element + 1
+        for rect in self._shard.rects:
+            start = offset + rect.offset
+            if not self._matrix.is_contiguous() or (rect.cols < self._cols and rect.rows > 1):
+                block = self._matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
+                yield from self._block(start, block, rect.row)
+                continue
+            first = rect.row * self._cols + rect.col
+            if spans and spans[-1][2] == first and spans[-1][0] + (first - spans[-1][1]) * self._size == start:
+                start, first, _ = spans.pop()  # both the local bytes and the destination go on
+            spans.append((start, first, rect.row * self._cols + rect.col + rect.rows * rect.cols))
+        for start, first, last in spans:
+            yield from self._flat(start, first, last)
+
+    def _block(self, start: int, block: torch.Tensor, row: int) -> Iterator[_Copy]:
+        width = block.shape[1] * self._size
+        for at, taken, index, within in self._pieces(start, len(block) * width, width, 0):
+            if taken < width:
+                col = within // self._size
+                yield _Copy(at, at + taken, self._dtype, block[index, col : col + taken // self._size], None)
+                continue
+            count = taken // width
+            rows = self._rows(row + index, count) if block.shape[1] == self._cols else None
+            yield _Copy(at, at + taken, self._dtype, block[index : index + count], rows)
+
+    def _flat(self, start: int, first: int, last: int) -> Iterator[_Copy]:
+        width = self._cols * self._size
+        row, col = divmod(first, self._cols)
+        for at, taken, index, within in self._pieces(start, (last - first) * self._size, width, col * self._size):
+            rows = self._rows(row + index, taken // width) if not within and taken >= width else None
+            begin = (row + index) * width + within
+            if self._bytes is not None:
+                yield _Copy(at, at + taken, None, self._bytes[begin : begin + taken], rows)
+            else:
+                target = self._matrix.view(-1)[begin // self._size : (begin + taken) // self._size]
+                yield _Copy(at, at + taken, self._dtype, target, rows)
+
+    def _pieces(self, start: int, nbytes: int, width: int, phase: int) -> Iterator[tuple[int, int, int, int]]:
+        """(byte in the segment, length, row, byte in the row) of pieces: whole rows of `width` bytes, or part of one.
+
+        Args:
+            start: byte in the segment.
+            nbytes: of all pieces.
+            phase: byte in the first row at which they begin.
+        """
+        done = 0
+        while done < nbytes:
+            row, within = divmod(phase + done, width)
+            room = min(nbytes - done, self._bucket_bytes - (start + done) % self._bucket_bytes)
+            if within or room < width:
+                taken = min(room, width - within)
+            else:
+                taken = max(min(room, self._most) // width, 1) * width
+            yield start + done, taken, row, within
+            done += taken
+
+    def _rows(self, first: int, count: int) -> _Rows | None:
+        if self._matrix.is_cuda:
+            return None
+        data = self._matrix if self._row_bytes is None else self._row_bytes
+        return _Rows(self._shard.name, first, data[first : first + count], self._shard.dtype)

@@ -11,13 +11,13 @@ Definitions: the row digest is the 16 bytes of xxh3_128 over the row's contiguou
 slice along dim 0 (a tensor of fewer than two dimensions is one row). The tensor digest is xxh3_128 of its row digests
 in order. The version digest is the xxh3_128 hex of the lines ``name dtype shape digest\\n`` sorted by name.
 
-A pool may be any executor of *threads*: xxhash lets go of the interpreter lock while it digests long inputs. Short rows
-are digested by the caller, where threads would only fight for the lock.
+A pool may be any executor of *threads*: xxhash lets go of the interpreter lock while it digests long inputs. Shorter
+rows are digested by the caller, where threads would only fight for the lock, or by processes (`row_process`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -35,11 +35,15 @@ from trinity_sync.weights.shards import CoverageError, listed, matrix_view, shap
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from trinity_sync.weights.row_process import RowProcesses
+
 DIGEST_BYTES = 16
 _BATCH_BYTES = 1 << 20
 """Of rows per task, and so of the temporary in which split rows are put together: it stays in the cache."""
-_POOL_ROW_BYTES = 4096
-"""Rows below this are digested by the caller: measured, two threads are slower than one there."""
+_POOL_ROW_BYTES = (64 << 10) + 1
+"""Below this xxhash keeps the interpreter lock, so threads gain nothing."""
+_PROCESS_BYTES = 16 << 20
+"""Below this asking processes takes longer than digesting."""
 _EMPTY_ROW = xxh3_128_digest(b"")
 
 
@@ -112,9 +116,9 @@ class RowDigests:
             raise CoverageError(f"rows are held by several parts: {listed(twice)}")
         return {name: _tensor_digest(known) for name, known in self.tensors.items()}
 
-    def version_digest(self) -> str:
-        """The version digest in hex. Raises like `tensor_digests`."""
-        digests = self.tensor_digests()
+    def version_digest(self, tensors: Mapping[str, bytes] | None = None) -> str:
+        """The version digest in hex, from the `tensor_digests` where they are known. Raises like these."""
+        digests = self.tensor_digests() if tensors is None else tensors
         return version_digest((name, known.dtype, known.shape, digests[name]) for name, known in self.tensors.items())
 
 
@@ -132,10 +136,7 @@ def bucket_digests(buffer: Segment, layout: PartLayout, pool: Executor | None = 
 
 
 def digest_rows(parts: Sequence[tuple[PartLayout, Segment]], pool: Executor | None = None) -> RowDigests:
-    """Digest the rows that these parts hold, straight from their segments.
-
-    Whole rows are digested in place. Rows split over several of the parts are put together first; what stays
-    incomplete is copied into fragments, so the segments are free once this returns.
+    """Digest the rows that these parts hold, straight from their segments: `RowPlan` for once.
 
     Args:
         parts: each part's layout and segment; all parts of the node, so that as little as possible is fragments.
@@ -145,21 +146,71 @@ def digest_rows(parts: Sequence[tuple[PartLayout, Segment]], pool: Executor | No
         CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
         LayoutError: a segment is too small.
     """
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    pieces: dict[str, list[_Piece]] = {}
-    for layout, buffer in parts:
-        view = np.asarray(layout.view(buffer))
-        for shard, offset in layout.entries:
-            if kinds.setdefault(shard.name, (shard.dtype, shard.shape)) != (shard.dtype, shard.shape):
-                raise _disagreement(shard.name)
-            size = dtypes.itemsize(shard.dtype)
-            found = pieces.setdefault(shard.name, [])
-            for rect in shard.rects:
-                start = offset + rect.offset
-                data = view[start : start + rect.rows * rect.cols * size].reshape(rect.rows, rect.cols * size)
-                found.append(_Piece(rect.row, rect.col * size, data))
-    jobs = {name: _Job(name, kinds[name], pieces[name], pool) for name in kinds}
-    return RowDigests({name: TensorRows(*kinds[name], *job.result()) for name, job in jobs.items()})
+    return RowPlan([layout for layout, _ in parts]).digest([buffer for _, buffer in parts], pool)
+
+
+class RowPlan:
+    """Which rows the parts of a node hold and where: worked out once, as layouts stay and versions come.
+
+    Args:
+        layouts: of all parts of the node, so that as little as possible is fragments.
+
+    Raises:
+        CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
+    """
+
+    def __init__(self, layouts: Sequence[PartLayout]) -> None:
+        self._layouts = list(layouts)
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        pieces: dict[str, list[_Piece]] = {}
+        for part, layout in enumerate(self._layouts):
+            for shard, offset in layout.entries:
+                if kinds.setdefault(shard.name, (shard.dtype, shard.shape)) != (shard.dtype, shard.shape):
+                    raise _disagreement(shard.name)
+                size = dtypes.itemsize(shard.dtype)
+                pieces.setdefault(shard.name, []).extend(
+                    _Piece(rect.row, rect.col * size, rect.rows, rect.cols * size, part, offset + rect.offset)
+                    for rect in shard.rects
+                )
+        self._tensors = [_TensorPlan(name, kind, pieces[name]) for name, kind in kinds.items()]
+
+    def digest(
+        self,
+        segments: Sequence[Segment],
+        pool: Executor | None = None,
+        processes: tuple[RowProcesses, Sequence[str]] | None = None,
+    ) -> RowDigests:
+        """Digest the rows.
+
+        Whole rows are digested in place. Rows split over several of the parts are put together first; what stays
+        incomplete is copied into fragments, so the segments are free once this returns.
+
+        Args:
+            segments: in the order of the layouts.
+            pool: threads to share the work on long rows, or None.
+            processes: to share the work on other rows, with the files of the segments; or None.
+
+        Raises:
+            LayoutError: a segment is too small.
+        """
+        parts = zip(self._layouts, segments, strict=True)
+        views = [np.asarray(layout.view(segment)) for layout, segment in parts]
+        elsewhere = self._elsewhere(views, processes)
+        return RowDigests({tensor.name: tensor.digest(views, pool, elsewhere) for tensor in self._tensors})
+
+    def _elsewhere(
+        self, views: Sequence[NDArray[np.uint8]], processes: tuple[RowProcesses, Sequence[str]] | None
+    ) -> dict[_Piece, bytes]:
+        """What was digested with the help of processes."""
+        if processes is None:
+            return {}
+        pieces = [piece for tensor in self._tensors for piece in tensor.whole()]
+        if sum(piece.rows * piece.width for piece in pieces) < _PROCESS_BYTES:
+            return {}
+        helpers, paths = processes
+        spans = [(paths[piece.part], piece.at, piece.rows, piece.width) for piece in pieces]
+        done = helpers.digest(spans, lambda number: rows_digest(pieces[number].data(views)))
+        return dict(zip(pieces, done, strict=True))
 
 
 def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
@@ -174,53 +225,94 @@ def version_digest(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> 
 
 
 class _Piece(NamedTuple):
-    """A rectangle with its bytes: first row, first byte in the row, and uint8 of shape (rows, bytes)."""
+    """A rectangle and where its bytes are, row by row.
+
+    Attributes:
+        row: first row in the tensor.
+        start: first byte in the row.
+        rows: how many.
+        width: bytes per row.
+        part: number of the part.
+        at: byte in the part.
+    """
 
     row: int
     start: int
-    data: NDArray[np.uint8]
+    rows: int
+    width: int
+    part: int
+    at: int
 
     @property
     def row_stop(self) -> int:
-        return self.row + self.data.shape[0]
+        return self.row + self.rows
 
     @property
     def stop(self) -> int:
-        return self.start + self.data.shape[1]
+        return self.start + self.width
 
     def cut(self, row: int, row_stop: int) -> _Piece:
         """The part of it that lies in these rows."""
-        return _Piece(row, self.start, self.data[row - self.row : row_stop - self.row])
+        if row == self.row and row_stop == self.row + self.rows:
+            return self
+        at = self.at + (row - self.row) * self.width
+        return _Piece(row, self.start, row_stop - row, self.width, self.part, at)
+
+    def data(self, views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
+        """Its bytes, of shape (rows, width)."""
+        return views[self.part][self.at : self.at + self.rows * self.width].reshape(self.rows, self.width)
 
 
-class _Job:
-    """The digesting of one tensor's pieces; begun when made, so that a pool works on many tensors at a time."""
+class _TensorPlan:
+    """How to digest the rows of one tensor.
 
-    def __init__(
-        self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[_Piece], pool: Executor | None
-    ) -> None:
+    Args:
+        name: of the tensor.
+        kind: dtype and shape.
+        pieces: what is held of it.
+    """
+
+    def __init__(self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[_Piece]) -> None:
+        self.name = name
+        self._kind = kind
         self._itemsize = dtypes.itemsize(kind[0])
-        row_bytes = matrix_view(kind[1])[1] * self._itemsize
-        step = max(1, _BATCH_BYTES // max(row_bytes, 1))
-        threads = pool if row_bytes >= _POOL_ROW_BYTES else None
-        self._runs: list[tuple[int, bytes | Future[bytes]]] = []
-        self._fragments: list[Fragment] = []
+        self._row_bytes = matrix_view(kind[1])[1] * self._itemsize
+        step = max(1, _BATCH_BYTES // max(self._row_bytes, 1))
+        self._batches: list[tuple[_Piece, ...]] = []
+        self._fragments: list[_Piece] = []
         for band in _bands(name, pieces):
-            if sum(piece.data.shape[1] for piece in band) < row_bytes:
-                self._fragments.extend(self._fragment(piece) for piece in band)
+            if sum(piece.width for piece in band) < self._row_bytes:
+                self._fragments.extend(band)
                 continue
             for row in range(band[0].row, band[0].row_stop, step):
-                batch = [piece.cut(row, min(row + step, piece.row_stop)) for piece in band]
-                self._runs.append((row, threads.submit(_batch_digest, batch) if threads else _batch_digest(batch)))
+                self._batches.append(tuple(piece.cut(row, min(row + step, piece.row_stop)) for piece in band))
 
-    def _fragment(self, piece: _Piece) -> Fragment:
-        rows, width = piece.data.shape
-        return Fragment(piece.row, piece.start // self._itemsize, rows, width // self._itemsize, piece.data.tobytes())
+    def whole(self) -> Iterator[_Piece]:
+        """The pieces of whole rows that threads would not speed up."""
+        if self._row_bytes < _POOL_ROW_BYTES:
+            yield from (batch[0] for batch in self._batches if len(batch) == 1)
 
-    def result(self) -> tuple[tuple[tuple[int, bytes], ...], tuple[Fragment, ...]]:
-        """(runs, fragments) as in `TensorRows`."""
-        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in self._runs]
-        return _joined(runs), tuple(self._fragments)
+    def digest(
+        self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[_Piece, bytes]
+    ) -> TensorRows:
+        """The rows' digests, where they are not among those that were made elsewhere."""
+        threads = pool if self._row_bytes >= _POOL_ROW_BYTES else None
+        begun: list[tuple[int, bytes | Future[bytes]]] = []
+        for batch in self._batches:
+            done = elsewhere.get(batch[0]) if len(batch) == 1 else None
+            if done is not None:
+                begun.append((batch[0].row, done))
+            elif threads is not None:
+                begun.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
+            else:
+                begun.append((batch[0].row, _batch_digest(batch, views)))
+        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in begun]
+        fragments = tuple(self._fragment(piece, views) for piece in self._fragments)
+        return TensorRows(*self._kind, _joined(runs), fragments)
+
+    def _fragment(self, piece: _Piece, views: Sequence[NDArray[np.uint8]]) -> Fragment:
+        columns = piece.start // self._itemsize, piece.rows, piece.width // self._itemsize
+        return Fragment(piece.row, *columns, piece.data(views).tobytes())
 
 
 def _bands(name: str, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
@@ -239,13 +331,13 @@ def _bands(name: str, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
         active = [piece.cut(row_stop, piece.row_stop) for piece in active if piece.row_stop > row_stop]
 
 
-def _batch_digest(band: Sequence[_Piece]) -> bytes:
+def _batch_digest(band: Sequence[_Piece], views: Sequence[NDArray[np.uint8]]) -> bytes:
     """The row digests of pieces that together make whole rows."""
     if len(band) == 1:
-        return rows_digest(band[0].data)
-    glued = np.empty((band[0].data.shape[0], band[-1].stop), np.uint8)
+        return rows_digest(band[0].data(views))
+    glued = np.empty((band[0].rows, band[-1].stop), np.uint8)
     for piece in band:
-        glued[:, piece.start : piece.stop] = piece.data
+        glued[:, piece.start : piece.stop] = piece.data(views)
     return rows_digest(glued)
 
 
@@ -254,17 +346,15 @@ def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
     if any((one.dtype, one.shape) != (dtype, shape) for one in known):
         raise _disagreement(name)
     size = dtypes.itemsize(dtype)
-    pieces = [
-        _Piece(part.row, part.col * size, np.frombuffer(part.data, np.uint8).reshape(part.rows, part.cols * size))
-        for one in known
-        for part in one.fragments
-    ]
-    glued, fragments = _Job(name, (dtype, shape), pieces, None).result()
-    runs = _joined(sorted([run for one in known for run in one.runs] + list(glued)))
+    held = [fragment for one in known for fragment in one.fragments]
+    pieces = [_Piece(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(held)]
+    views = [np.frombuffer(one.data, np.uint8) for one in held]
+    glued = _TensorPlan(name, (dtype, shape), pieces).digest(views, None, {})
+    runs = _joined(sorted([run for one in known for run in one.runs] + list(glued.runs)))
     for (row, digests), (after, _) in pairwise(runs):
         if row + len(digests) // DIGEST_BYTES > after:
             raise CoverageError(f"{name}: row {after} is held by two nodes; each row must be in one only")
-    return TensorRows(dtype, shape, runs, fragments)
+    return TensorRows(dtype, shape, runs, glued.fragments)
 
 
 def _joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:

@@ -195,6 +195,43 @@ def map_segment(path: str | Path, nbytes: int, writable: bool = False) -> mmap.m
         os.close(descriptor)
 
 
+class MappedSegments:
+    """Segments that are read again and again: each is mapped once, for mapping all its pages costs more than copying
+    what is in them.
+    """
+
+    def __init__(self) -> None:
+        self._maps: dict[str, tuple[tuple[int, int], mmap.mmap]] = {}
+
+    def get(self, path: str | Path, nbytes: int) -> mmap.mmap:
+        """The read-only mapping of a segment, a new one where another file has taken the place of the one before.
+
+        Args, errors: as of `map_segment`.
+        """
+        key = str(path)
+        known = self._maps.get(key)
+        if known is not None and known[0] == _identity(path) and len(known[1]) >= nbytes:
+            return known[1]
+        self._maps.pop(key, None)  # its memory is free once its last view is gone
+        identity = _identity(path)  # before, so that a file that takes its place meanwhile is found out next time
+        mapping = map_segment(path, nbytes)
+        if identity is not None:
+            self._maps[key] = identity, mapping
+        return mapping
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    """What tells a file from one that was made later under its name; None where there is none.
+
+    An inode's number is given again once nobody has the file, but as long as it is mapped, somebody has.
+    """
+    try:
+        found = Path(path).stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
     """Remove the folders under `root` whose owner has died, and return them. Folders of other users are left alone."""
     try:

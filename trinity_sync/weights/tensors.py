@@ -198,10 +198,16 @@ def digest_entry(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> tup
     For weights that are not all in memory at a time; arguments and errors as of `state_digest`.
     """
     dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
-    return name, dtype, tuple(tensor.shape), xxh3_128_digest(_row_digests(tensor.detach(), dtype))
+    return name, dtype, tuple(tensor.shape), xxh3_128_digest(row_digests(tensor.detach(), dtype))
 
 
-def _row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
+def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
+    """16 bytes for each row of a tensor (a slice along dim 0; of fewer than two dimensions: one row), cast to `dtype`.
+
+    Args:
+        tensor: detached, on any device, of any strides.
+        dtype: safetensors name.
+    """
     rows, cols = matrix_view(tensor.shape)
     row_bytes = cols * dtypes.itemsize(dtype)
     if tensor.ndim < 2:

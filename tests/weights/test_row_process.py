@@ -1,0 +1,94 @@
+"""Processes that help to digest rows: the digests are the same, and nothing is left of them."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.weights.helpers import cut, local_elements, random_tensor, reference_digest
+from trinity_sync.weights import digests
+from trinity_sync.weights.digests import RowPlan
+from trinity_sync.weights.row_process import RowProcesses
+from trinity_sync.weights.slots import SlotArena
+from trinity_sync.weights.staging import stage
+
+
+@pytest.fixture
+def processes() -> Iterator[RowProcesses]:
+    made = RowProcesses(2)
+    yield made
+    made.close()
+
+
+def test_rows_digest_alike_here_and_there(
+    processes: RowProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole rows, rows that parts share, and rows too long for processes; also after a helper died."""
+    monkeypatch.setattr(digests, "_PROCESS_BYTES", 0)
+    rng = random.Random(3)
+    shapes = {"w": (300, 33), "long": (2, 40_000), "b": (70,), "s": (), "none": (0, 4)}
+    tensors = {name: random_tensor("BF16", shape, rng) for name, shape in shapes.items()}
+    version = cut(tensors, "BF16", 3, 1 << 16, rng)
+    sizes = {layout.part: layout.nbytes for layout in version.layouts}
+    with SlotArena.create("run", 1, sizes, tmp_path, fallback=tmp_path) as arena:
+        segments = [arena.map(0, part) for part in sizes]
+        paths = [str(arena.path(0, part)) for part in sizes]
+        plan = RowPlan(version.layouts)
+        for again in range(4):
+            if again:  # the slot is used again
+                tensors["w"].view(torch.int16)[:] = again
+            for layout, segment in zip(version.layouts, segments, strict=True):
+                stage(layout, {s.name: local_elements(tensors[s.name], s) for s in layout.shards}, segment)
+            found = plan.digest(segments, None, (processes, paths))
+            assert found.version_digest() == reference_digest(tensors, "BF16")
+            assert len(processes._processes) == (0 if again == 2 else 2)
+            if again == 1:
+                processes._processes[0].kill()
+                processes._processes[0].wait(10)
+        ended = list(processes._processes)
+        processes.close()
+        assert all(process.returncode is not None for process in ended)
+
+
+def test_little_is_digested_without_help(processes: RowProcesses, tmp_path: Path) -> None:
+    version = cut({"w": torch.randn(9, 5)}, "BF16", 1, 64, random.Random(0))
+    (layout,) = version.layouts
+    with SlotArena.create("run", 1, {layout.part: layout.nbytes}, tmp_path, fallback=tmp_path) as arena:
+        segment = arena.map(0, layout.part)
+        stage(layout, version.sources[0], segment)
+        found = RowPlan([layout]).digest([segment], None, (processes, [str(arena.path(0, layout.part))]))
+    assert found.version_digest() == reference_digest(version.tensors, "BF16")
+    assert processes._processes == []
+
+
+def test_helpers_end_with_who_started_them(tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    path.write_bytes(bytes(4096))
+    program = (
+        "import sys, os, signal; from trinity_sync.weights.row_process import RowProcesses\n"
+        "made = RowProcesses(2); made.digest([(sys.argv[1], 0, 4, 1024)] * 3, lambda number: bytes(64))\n"
+        "print(*[one.pid for one in made._processes], flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while alive := [int(pid) for pid in done.stdout.split() if is_running(int(pid))]:
+        assert time.monotonic() < deadline, f"{alive} outlived their parent"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, nor a zombie that nobody has asked for yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
