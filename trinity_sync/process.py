@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,18 @@ def own_log(folder: str | Path | None, name: str) -> None:
 def peak_rss() -> int:
     """Peak resident bytes of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """No runs of the garbage collector: it finds nothing while modules are loaded, and takes a tenth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def small_actor(cls: type, *args: Any) -> type:

@@ -124,8 +124,9 @@ def test_an_explorer_of_another_node_gets_copies_that_the_agent_hands_out(two_no
     weights = random_weights(5)
     sealed = two_nodes.publish(weights)
     part = next(part for part, info in sealed.parts.items() if info.node == "far-away")
-    handed_out = ask(two_nodes.agents["far-away"], "read", sealed.slot, part)
-    assert bytes(handed_out) == bytes(two_nodes.segment(sealed.slot, part))
+    [shared] = ask(two_nodes.agents["far-away"], "share", sealed.version, sealed.slot, part)
+    assert bytes(ray.get(shared, timeout=LIMIT)) == bytes(two_nodes.segment(sealed.slot, part))
+    assert ask(two_nodes.agents["far-away"], "share", sealed.version, sealed.slot, part) == [shared]
     report = make_loader(two_nodes, empty(weights)).load(None)
     assert report.digest == reference_digest(weights, "BF16")
     assert report.bytes_moved == sum(layout.nbytes for layout in two_nodes.layouts.values())

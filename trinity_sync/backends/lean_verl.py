@@ -3,20 +3,21 @@
 - Megatron's engines, which verl would load whenever megatron-core is installed. `backends.megatron.engine` imports what
   is left out here by itself.
 - verl's own data sets, which bring Hugging Face's `datasets`, pandas and pyarrow. They import as ever afterwards.
-- Runs of the garbage collector, which finds nothing while modules are loaded: a tenth of the time.
+- Runs of the garbage collector.
 
 To be imported before anything of `verl.workers`.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import sys
 import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from trinity_sync.process import without_collections
 
 _LEFT_OUT = ("verl.workers.engine.megatron", "verl.workers.engine.mindspeed")
 _DATA_SETS = "verl.utils.dataset"
@@ -50,19 +51,8 @@ def _without_data_sets() -> Iterator[None]:
         del sys.modules[_DATA_SETS]
 
 
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
 if "verl.workers.engine" not in sys.modules:
-    with _without_collections(), warnings.catch_warnings():
+    with without_collections(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import verl
 

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -16,7 +19,7 @@ import ray
 from trinity_sync.config import build_task
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.spec import ExplorerSpec
-from trinity_sync.process import own_log, peak_rss
+from trinity_sync.process import own_log, peak_rss, without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
@@ -59,8 +62,9 @@ class Explorer:
 
     def warm_up(self) -> None:
         """Import what `start` needs. Called at once, while the model that `start` reads may still be in the making."""
-        import trinity_sync.explorer.hf
-        import trinity_sync.sync.loading  # noqa: F401
+        with without_collections():
+            import trinity_sync.explorer.hf
+            import trinity_sync.sync.loading  # noqa: F401
 
     def start(self) -> None:
         """Build engine and task. Apart from `__init__`, so that what goes wrong is raised here and not as the actor's
@@ -146,5 +150,12 @@ def _transport(spec: ExplorerSpec, agents: dict[str, Any], layouts: LayoutCache)
     if spec.mode == "memory":
         return MemoryTransport(agents, layouts, spec.timeout_s)
     if spec.mode == "checkpoint":
-        return CheckpointTransport()
+        return CheckpointTransport(partial(_hold, spec))
     return NcclTransport(spec.name, layouts)
+
+
+def _hold(spec: ExplorerSpec, folder: Path, version: Version) -> AbstractContextManager[Any]:
+    """Keep a version's folder while it is read; without this a newer version's commit may delete it."""
+    from trinity_sync.checkpoint.holds import lease_checkpoint
+
+    return lease_checkpoint(folder.parent, version.step, holder=spec.name, seconds=spec.timeout_s)

@@ -93,6 +93,8 @@ class NodeAgent:
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
         self._tensors: dict[Version, dict[str, bytes]] = {}
+        # part -> the newest version that readers on other nodes have asked for, and its copy in Ray's object store.
+        self._shared: dict[str, tuple[Version, asyncio.Future[ray.ObjectRef]]] = {}
         self._states = StateSlots(
             config.run_key,
             config.root,
@@ -230,11 +232,23 @@ class NodeAgent:
         """The layout of a part, as `PartLayout.to_json()`."""
         return self._layouts[part].to_json()
 
-    async def read(self, slot: int, part: str) -> np.ndarray:
-        """A copy of a staged part as bytes, for readers on other nodes. The caller holds a lease on the version."""
-        return await self._run(
-            lambda: np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes].copy()
-        )
+    async def share(self, version: Version, slot: int, part: str) -> list[ray.ObjectRef]:
+        """[reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a lease
+        on the version. Made once per version, so each node fetches it once however many explorers it has.
+        """
+        version = Version(*version)
+        shared, copying = self._shared.get(part, (None, None))
+        if shared != version or copying is None:
+            copying = asyncio.ensure_future(self._run(self._put, slot, part))
+            self._shared[part] = version, copying
+        try:
+            return [await asyncio.shield(copying)]
+        except Exception:
+            self._shared.pop(part, None)
+            raise
+
+    def _put(self, slot: int, part: str) -> ray.ObjectRef:
+        return ray.put(np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes])
 
     async def write(self, slot: int, folder: str, metadata: dict[str, str], fsync: bool) -> list[tuple[str, int, str]]:
         """Write this node's parts of a slot as shard files below `folder`.
@@ -314,6 +328,7 @@ class NodeAgent:
         await self._run(self._states.close)
         await self._run(self._row_processes.close)
         if self._arena is not None:
+            self._shared.clear()
             self._maps.clear()
             await self._run(self._arena.close)
 

@@ -4,7 +4,8 @@ merge step.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,14 +79,30 @@ class CheckpointMode:
         return deliver_each(self._side, explorers, version)
 
 
+Hold = Callable[[Path, Version], AbstractContextManager[Any]]
+"""Keeps the folder of a version from being deleted while the context is open; raises `RunError` where it is gone."""
+
+
 class CheckpointTransport:
-    """Maps the shard files of a committed version."""
+    """Maps the shard files of a committed version.
+
+    Args:
+        hold: see `Hold`; passed in by who knows the checkpoint room. None: nobody deletes folders.
+    """
+
+    def __init__(self, hold: Hold | None = None) -> None:
+        self._hold = hold
 
     def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
-        from trinity_sync.weights.apply import in_buckets
-
         if lease.location is None:
             raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
+        with self._hold(Path(lease.location), lease.version) if self._hold else nullcontext():
+            yield from self._read(lease)
+
+    def _read(self, lease: Lease) -> Generator[Bucket, None, None]:
+        from trinity_sync.weights.apply import in_buckets
+
+        assert lease.location is not None
         for part, info in sorted(lease.parts.items()):
             path = Path(lease.location) / shard_file(part)
             layout, buffer = open_shard_file(path)

@@ -1,4 +1,4 @@
-"""`sync=memory`: explorers on the node map the slot; other nodes get one object per part from the agent."""
+"""`sync=memory`: explorers on the node map the slot; other nodes get one object per part and version from the agent."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import ray
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, TrainerSide, deliver_each
 from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.parts import PartInfo
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.sync.synchronizer import Sealed
 from trinity_sync.weights.slots import MappedSegments
@@ -49,12 +50,18 @@ class MemoryTransport:
     def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
         from trinity_sync.weights.apply import in_buckets
 
-        for part, info in sorted(lease.parts.items()):
+        for _, info in sorted(lease.parts.items()):
             layout = self._layouts.get(info)
             if info.node == self._node:
                 segment = self._segments.get(info.path, info.nbytes)
             else:
-                call = self._agents[info.node].read.remote(lease.slot, part)
-                segment = resolve_one(call, f"the agent of node {info.node}", f"hand out {part}", self._timeout_s)
+                segment = self._fetch(lease, info)
             for number, data, digest in in_buckets(layout, segment, info.buckets):
                 yield Bucket(layout, number, data, digest)
+
+    def _fetch(self, lease: Lease, info: PartInfo) -> Any:
+        """A part of another node; what another explorer of this node has fetched is there already."""
+        who = f"the agent of node {info.node}"
+        call = self._agents[info.node].share.remote(lease.version, lease.slot, info.part)
+        [shared] = resolve_one(call, who, f"hand out {info.part}", self._timeout_s)
+        return resolve_one(shared, who, f"send {info.part} of version {lease.version}", self._timeout_s)
