@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.sync.light import PretendNodeAgent
 from tests.weights.helpers import cut, local_elements
@@ -51,9 +52,10 @@ def node_id() -> str:
 
 
 def remote_agent(synchronizer: Synchronizer, lead: Any, node: str | None, settings: dict[str, Any]) -> Any:
-    """Start an agent; with `node` it takes itself for one there."""
+    """Start an agent on this node; with `node` it takes itself for one there."""
     config = AgentConfig(**{"slots": 2, "verify": "full", "nodes": 1, "threads": 1, **settings})
-    options = {"num_cpus": 0, "max_concurrency": 100}
+    here = NodeAffinitySchedulingStrategy(node_id(), soft=False)
+    options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here}
     if node is None:
         return ray.remote(NodeAgent).options(**options).remote(config, synchronizer.actor, lead)
     return ray.remote(PretendNodeAgent).options(**options).remote(config, synchronizer.actor, lead, node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -333,6 +334,44 @@ def test_a_version_without_a_folder_is_refused(trainer: PretendTrainer, reader: 
     version = trainer.publish(random_weights(47)).version
     with pytest.raises(RunError, match=rf"^version {version} has no folder, though the sync mode is checkpoint$"):
         reader.load(None)
+
+
+def test_the_folder_is_held_while_it_is_read(trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore) -> None:
+    held: list[tuple[Path, Version]] = []
+
+    @contextmanager
+    def hold(folder: Path, version: Version) -> Iterator[None]:
+        held.append((folder, version))
+        yield
+        held.clear()
+
+    path = published_file(mode, trainer, store, 48)
+    seen = []
+
+    class Watched(CheckpointTransport):
+        def _read(self, lease: Any) -> Any:
+            seen.append(list(held))
+            yield from super()._read(lease)
+
+    weights = random_weights(48)
+    reader = make_loader(trainer, empty(weights), transport=Watched(hold))
+    version = reader.load(None).version
+    assert seen == [[(path.parents[1], version)]]
+    assert held == []
+
+
+def test_a_version_whose_folder_was_deleted_is_not_loaded(
+    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore
+) -> None:
+    def gone(folder: Path, version: Version) -> Any:
+        raise RunError(f"the checkpoint of step {version.step} was deleted")
+
+    published_file(mode, trainer, store, 49)
+    reader = make_loader(trainer, empty(random_weights(49)), transport=CheckpointTransport(gone))
+    with pytest.raises(RunError, match="was deleted"):
+        reader.load(None)
+    assert reader.held is None
+    assert_all_leases_have_ended(trainer)
 
 
 # ---- many at a time
