@@ -1,0 +1,171 @@
+"""An explorer, the synchronizer or the node agent is killed at a random instant of a publication or a load.
+
+Whatever dies: nobody waits beyond a limit, nobody holds a wrong or a torn version, and what is not dead goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, node_id, random_weights
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.base import TrainerSide
+from trinity_sync.sync.remote import MemberDied, resolve_one
+
+SHAPES = {"embed.weight": (3000, 512), "layers.0.mlp.weight": (512, 512), "layers.0.norm.weight": (512,)}
+VERSIONS = 6
+ALL_SEEDS, SEEDS = 20, 1
+# What a wait for somebody who is dead may take at most: deaths are noticed, and not waited for.
+NOTICED_S = 20.0
+
+
+class Explorer:
+    """An explorer's half, without an engine."""
+
+    def __init__(self) -> None:
+        self._tensors = empty(random_weights(0, SHAPES))
+
+    def attach(self, agents: dict[str, Any], synchronizer: Synchronizer, name: str) -> int:
+        side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks={}, timeout_s=LIMIT)
+        self._loader = make_loader(side, self._tensors, name=name)
+        return os.getpid()
+
+    def load(self, version: Version) -> str | None:
+        return self._loader.load(Version(*version)).digest
+
+    def held(self) -> tuple[Version | None, str]:
+        """What it says that it holds, and what it does hold."""
+        from trinity_sync.weights.tensors import state_digest
+
+        return self._loader.held, state_digest(self._tensors, WIRE)
+
+
+@pytest.fixture(scope="module")
+def explorers(cluster: None) -> Iterator[dict[str, Any]]:
+    """Two, whose processes serve one trial after another; those that were killed are started again."""
+    found = {name: ray.remote(Explorer).options(num_cpus=0).remote() for name in ("explorer-0", "explorer-1")}
+    yield found
+    for explorer in found.values():
+        ray.kill(explorer)
+
+
+def seeds() -> list[Any]:
+    return [
+        pytest.param(seed, marks=() if seed < SEEDS else pytest.mark.all, id=str(seed)) for seed in range(ALL_SEEDS)
+    ]
+
+
+@pytest.mark.parametrize("victim", ["explorer", "synchronizer", "agent"])
+@pytest.mark.parametrize("seed", seeds())
+def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
+    make_synchronizer: Callable[..., Synchronizer],
+    make_agent: Callable[..., Any],
+    explorers: dict[str, Any],
+    tmp_path: Path,
+    victim: str,
+    seed: int,
+) -> None:
+    draw = random.Random(f"{victim} {seed}")
+    synchronizer = make_synchronizer()
+    agent = make_agent(synchronizer, run_key="killed", root=str(tmp_path), fallback=str(tmp_path / "fallback"))
+    trainer = PretendTrainer(synchronizer, {node_id(): agent}, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20)
+    attached = {
+        name: explorer.attach.remote(trainer.agents, synchronizer, name) for name, explorer in explorers.items()
+    }
+    pids = {name: ray.get(call, timeout=LIMIT) for name, call in attached.items()}
+    pid = {
+        "explorer": pids["explorer-0"],
+        "synchronizer": synchronizer.call("memory")["pid"],
+        "agent": ray.get(agent.memory.remote(), timeout=LIMIT)["pid"],
+    }[victim]
+    contents = [random_weights(100 + number, SHAPES) for number in range(VERSIONS)]
+
+    published: dict[Version, str] = {}
+    killed = threading.Event()
+
+    def kill() -> None:
+        os.kill(pid, signal.SIGKILL)
+        killed.set()
+
+    # One version takes about this long, so that the instant is anywhere in the second one or the third.
+    began = time.monotonic()
+    publish(trainer, contents[0], published, explorers)
+    usual = time.monotonic() - began
+    timer = threading.Timer(draw.uniform(0.0, 2 * usual), kill)
+    timer.start()
+    told: list[str] = []
+    for weights in contents[1:]:
+        began = time.monotonic()
+        alive = {name: explorer for name, explorer in explorers.items() if not any(name in one for one in told)}
+        try:
+            told += publish(trainer, weights, published, alive)
+        except WaitTimeout:
+            raise
+        except (RunError, ray.exceptions.RayActorError):
+            if victim == "explorer":
+                raise
+            break
+        finally:
+            assert time.monotonic() - began < NOTICED_S, "a death was waited for"
+    timer.join()
+    assert killed.wait(LIMIT)
+    if victim == "explorer":
+        assert len(published) == VERSIONS, "a dead explorer held the trainer up"
+        explorers["explorer-0"] = ray.remote(Explorer).options(num_cpus=0).remote()
+    else:
+        with pytest.raises((RunError, ray.exceptions.RayActorError)):  # also where it died after the last version
+            trainer.publish(contents[0])
+
+    newest = max(published)
+    for name, explorer in explorers.items():
+        if victim == "explorer" and name == "explorer-0":
+            continue
+        held, digest = ray.get(explorer.held.remote(), timeout=LIMIT)
+        assert held is None or digest == published[held], f"{name} holds something else than it says"
+        assert victim != "explorer" or held == newest
+
+    if victim == "agent":  # what it left is removed by the next one
+        left = files(tmp_path)
+        assert left
+        following = make_agent(make_synchronizer(), run_key="next", root=str(tmp_path), fallback=str(tmp_path / "f"))
+        ray.get(following.register.remote({}), timeout=LIMIT)
+        assert not left & files(tmp_path)
+
+
+def files(folder: Path) -> set[Path]:
+    """All files below a folder."""
+    return {path for path in folder.rglob("*") if path.is_file()}
+
+
+def publish(
+    trainer: PretendTrainer, weights: Any, published: dict[Version, str], explorers: dict[str, Any]
+) -> list[str]:
+    """Publish a version and have the explorers load it; the names of those that are dead, whose leases end."""
+    sealed = trainer.seal(weights)
+    published[sealed.version] = sealed.digest or ""
+    trainer.synchronizer.call("commit", sealed.version)
+    calls = {name: explorer.load.remote(sealed.version) for name, explorer in explorers.items()}
+    dead = []
+    for name, call in calls.items():
+        try:
+            assert resolve_one(call, name, f"load version {sealed.version}", NOTICED_S) == sealed.digest
+        except MemberDied as death:
+            if death.who != name:
+                raise
+            dead.append(name)
+            with contextlib.suppress(MemberDied):
+                trainer.synchronizer.call("drop_reader", name)
+    return dead
