@@ -30,6 +30,7 @@ from trinity_sync.protocol.parts import FULL
 cluster = local_ray.cluster
 
 NUMEL = 1 << 19
+START_LIMIT = 240.0
 STEPS = 6
 PARTS = ["rank-00000", "rank-00001"]
 
@@ -56,7 +57,8 @@ class Rank:
 def drive(saves: Saves, first: int = 1) -> list[int]:
     """Train and save some steps until it fails; the steps that were reported committed."""
     ranks = [Rank.remote(saves, part) for part in PARTS]
-    pids = {"rank": ray.get(ranks[0].pid.remote(), timeout=LIMIT)}
+    started = ray.get([rank.pid.remote() for rank in ranks], timeout=START_LIMIT)
+    pids = {"rank": started[0]}
     pids["agent"] = ray.get(saves.agent.memory.remote(), timeout=LIMIT)["pid"]
     pids["monitor"] = ray.get(saves.monitor.describe.remote(), timeout=LIMIT)["pid"]
     saves.ready(pids)
