@@ -424,7 +424,14 @@ class Job:
         for info in self._infos:
             mine = {slot: parts[info.part] for slot, parts in paths.get(info.node, {}).items() if info.part in parts}
             arguments.append(
-                (self._agents.get(info.node), mine, self._monitor, self._recorder.attempt, cfg.checkpoint.timeout_s)
+                (
+                    self._agents.get(info.node),
+                    mine,
+                    self._synchronizer.actor,
+                    self._monitor,
+                    self._recorder.attempt,
+                    cfg.checkpoint.timeout_s,
+                )
             )
         self._trainer.call_each("attach", arguments, "attach to its node agent", cfg.cluster.start_timeout_s)
 
@@ -608,7 +615,7 @@ class Job:
                 max_staleness=cfg.sync.max_staleness,
                 wait=cfg.samples.over_stale == "wait",
                 room=groups * cfg.samples.buffer,
-                overdue_s=cfg.sync.timeout_s,
+                overdue_s=cfg.explorer.timeout_s,
             ),
             samples_per_prompt=cfg.algorithm.samples_per_prompt,
             normalise=cfg.algorithm.normalise_advantages,

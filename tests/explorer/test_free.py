@@ -212,6 +212,16 @@ def test_a_hanging_one_keeps_the_trainer_waiting_for_the_limit_only(runs: Runs) 
     assert runs.faults == []
 
 
+def test_explorers_answer_for_the_time_in_which_the_trainer_waited_only(runs: Runs) -> None:
+    members, waits = Pretend("a"), threading.Event()
+    rollout = runs.start(members, max_staleness=0, timeout_s=LIMIT)
+    train(rollout, members, 1)
+    rollout._progress -= 2 * LIMIT  # so long the trainer took for its step, and nobody could make anything
+    members.orders["a"] = [lambda: waits.wait(LIMIT) and None]
+    threading.Timer(0.1, waits.set).start()
+    assert len(rollout.take(2)) == GROUPS * SAMPLES
+
+
 def test_one_that_is_still_starting_joins_late_and_nobody_waits_for_it(runs: Runs) -> None:
     members, up = Pretend("a", "b"), threading.Event()
     members.joining["b"] = [lambda: up.wait(LIMIT) and None]  # type: ignore[list-item,func-returns-value]

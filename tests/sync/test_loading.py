@@ -349,14 +349,14 @@ def test_the_folder_is_held_while_it_is_read(trainer: PretendTrainer, mode: Chec
     seen = []
 
     class Watched(CheckpointTransport):
-        def _read(self, lease: Any) -> Any:
+        def _open(self, folder: Path, info: Any) -> Any:
             seen.append(list(held))
-            yield from super()._read(lease)
+            return super()._open(folder, info)
 
     weights = random_weights(48)
     reader = make_loader(trainer, empty(weights), transport=Watched(hold))
     version = reader.load(None).version
-    assert seen == [[(path.parents[1], version)]]
+    assert seen == [[(path.parents[1], version)]] * len(trainer.layouts)
     assert held == []
 
 

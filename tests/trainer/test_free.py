@@ -42,6 +42,9 @@ class World:
         self.published_steps: list[int] = []
         self.error: BaseException | None = None
         self.unpublishable: int | None = None
+        self.dies_in: int | None = None
+        self.given_up: str | None = None
+        self.refused: str | None = None
         self.lines: list[dict[str, Any]] = []
 
     # the ranks
@@ -50,6 +53,8 @@ class World:
 
     def do_train_step(self, step: int, batch: Any, advantages: Any) -> list[dict[str, float]]:
         self.happened.append(("train", step))
+        if step == self.dies_in:
+            raise RunError("trainer rank 0 died")
         return [{"loss": 0.5}]
 
     def do_stage(self, version: tuple[int, int], slot: int, lazily: bool) -> list[float]:
@@ -68,7 +73,13 @@ class World:
     def do_wait_sealed(self, version: Version, limit: float) -> Sealed:
         if version.step >= self.stuck:
             assert self.sealing.wait(LIMIT)
+        if self.given_up is not None:
+            raise RunError(self.given_up)
         return Sealed(version=version, slot=0, digest=f"d{version.step}", parts={})
+
+    def do_failed(self, version: Version, error: str) -> None:
+        self.given_up = error
+        self.sealing.set()
 
     # the sync mode
     def publish(self, sealed: Sealed) -> None:
@@ -126,6 +137,8 @@ class World:
         self.happened.append("finish")
 
     def event(self, name: str, **fields: Any) -> None:
+        if name == self.refused and fields["version"]:
+            raise RunError("events.jsonl cannot be written: No space left on device")
         self.happened.append((name, fields["version"]))
 
     def loop(self, **changes: Any) -> FreeLoop:
@@ -205,6 +218,22 @@ def test_a_version_that_cannot_be_published_ends_the_run_also_while_it_waits_for
         world.loop().run()
     assert world.times("train") == [1, 2]
     assert world.happened[-1] == "close"
+
+
+def test_a_publication_that_cannot_be_noted_ends_the_run_also_while_it_waits_for_samples() -> None:
+    world = World()
+    world.unpublishable, world.refused = -1, "publish"
+    with pytest.raises(RunError, match="No space left"):
+        world.loop().run()
+
+
+def test_a_run_that_fails_leaves_no_publication_on_its_way() -> None:
+    world = World(stuck=1)
+    world.dies_in = 2
+    with pytest.raises(RunError, match="trainer rank 0 died"):
+        world.loop().run()
+    assert world.given_up == "the run ended"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("publish-")]
 
 
 def test_a_run_that_is_told_to_stop_saves_the_step_it_is_in() -> None:

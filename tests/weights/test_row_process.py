@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from xxhash import xxh3_128_digest
 
 from tests.weights.helpers import cut, local_elements, random_tensor, reference_digest
 from trinity_sync.weights import digests
@@ -68,6 +69,27 @@ def test_little_is_digested_without_help(processes: RowProcesses, tmp_path: Path
         found = RowPlan([layout]).digest([segment], None, (processes, [str(arena.path(0, layout.part))]))
     assert found.version_digest() == reference_digest(version.tensors, "BF16")
     assert processes._processes == []
+
+
+def test_answers_to_a_question_that_failed_are_not_taken_for_those_to_the_next(
+    processes: RowProcesses, tmp_path: Path
+) -> None:
+    file = tmp_path / "segment"
+    spans = [(str(file), 4096 * number, 4, 1024) for number in range(4)]
+
+    def here(number: int) -> bytes:
+        rows = file.read_bytes()[4096 * number :]
+        return b"".join(xxh3_128_digest(rows[1024 * row : 1024 * (row + 1)]) for row in range(4))
+
+    def fails(number: int) -> bytes:
+        raise MemoryError
+
+    draw = random.Random(4)
+    file.write_bytes(draw.randbytes(4 * 4096))
+    with pytest.raises(MemoryError):
+        processes.digest(spans, fails)
+    file.write_bytes(draw.randbytes(4 * 4096))
+    assert processes.digest(spans, here) == [here(number) for number in range(4)]
 
 
 def test_helpers_end_with_who_started_them(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ class FreeRollout:
             RunError: no explorer is left, one of them made an error that no restart mends, or `fail` was called.
             WaitTimeout: nobody brought anything for too long.
         """
+        began = time.monotonic()  # before that nobody may have had anything to do
         with self._changed:
             while True:
                 if self._error is not None:
@@ -151,7 +152,7 @@ class FreeRollout:
                 self._changed.notify_all()
                 if taken is not None:
                     break
-                left = self._progress + self._timeout_s - time.monotonic()
+                left = max(self._progress, began) + self._timeout_s - time.monotonic()
                 if left <= 0:
                     who = ", ".join(self._queue.holders()) or "the explorers"
                     raise WaitTimeout(who, f"make the samples of step {step}", self._timeout_s)

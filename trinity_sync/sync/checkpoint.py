@@ -12,9 +12,10 @@ from typing import Any, Protocol
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, TrainerSide, deliver_each
-from trinity_sync.sync.parts import shard_file
+from trinity_sync.sync.parts import PartInfo, shard_file
 from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Sealed
+from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.shard_file import open_shard_file
 
 
@@ -97,16 +98,20 @@ class CheckpointTransport:
         if lease.location is None:
             raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
         with self._hold(Path(lease.location), lease.version) if self._hold else nullcontext():
-            yield from self._read(lease)
+            # What is mapped stays readable, so the hold need not last as long as the load.
+            opened = [(info, *self._open(Path(lease.location), info)) for _, info in sorted(lease.parts.items())]
+        yield from self._read(opened)
 
-    def _read(self, lease: Lease) -> Generator[Bucket, None, None]:
+    def _open(self, folder: Path, info: PartInfo) -> tuple[PartLayout, Segment]:
+        path = folder / shard_file(info.part)
+        layout, buffer = open_shard_file(path)
+        if layout.digest != info.layout:
+            raise RunError(f"{path} is laid out as {layout.digest}, the version was staged as {info.layout}")
+        return layout, buffer
+
+    def _read(self, opened: list[tuple[PartInfo, PartLayout, Segment]]) -> Generator[Bucket, None, None]:
         from trinity_sync.weights.apply import in_buckets
 
-        assert lease.location is not None
-        for part, info in sorted(lease.parts.items()):
-            path = Path(lease.location) / shard_file(part)
-            layout, buffer = open_shard_file(path)
-            if layout.digest != info.layout:
-                raise RunError(f"{path} is laid out as {layout.digest}, the version was staged as {info.layout}")
+        for info, layout, buffer in opened:
             for number, data, digest in in_buckets(layout, buffer, info.buckets):
                 yield Bucket(layout, number, data, digest)

@@ -95,7 +95,7 @@ class SynchronizerActor(Handover):
         self._trainer_status = "running"
         self._explorers: Counter[str] = Counter()
         self._no_new_version = False
-        self._dead_agent: str | None = None
+        self._dead_member: str | None = None
 
     # -- trainer's side
 
@@ -103,8 +103,8 @@ class SynchronizerActor(Handover):
         """A slot for the version; waits while every slot is read or still on its way."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._dead_agent is not None:
-                raise MemberDied(self._dead_agent, f"take version {version}")
+            if self._dead_member is not None:
+                raise MemberDied(self._dead_member, f"take version {version}")
             slot = self._book.open(version, parts)
             if slot is not None:
                 return slot
@@ -118,8 +118,8 @@ class SynchronizerActor(Handover):
 
     async def begin_if_free(self, version: Version, parts: list[str]) -> int | None:
         """A slot for the version, None where none is free now. Does not wait."""
-        if self._dead_agent is not None:
-            raise MemberDied(self._dead_agent, f"take version {version}")
+        if self._dead_member is not None:
+            raise MemberDied(self._dead_member, f"take version {version}")
         return self._book.open(version, parts)
 
     async def staged(self, version: Version, parts: dict[str, Any]) -> None:
@@ -141,12 +141,12 @@ class SynchronizerActor(Handover):
         """The version as staged by all ranks."""
 
         def ready() -> bool:
-            return self._dead_agent is not None or self._book.state(version) is not State.OPENED
+            return self._dead_member is not None or self._book.state(version) is not State.OPENED
 
         await self._wait_for(ready, "the node agents", f"seal version {version}", timeout_s)
         if self._book.state(version) is State.OPENED:
-            assert self._dead_agent is not None
-            raise MemberDied(self._dead_agent, f"seal version {version}")
+            assert self._dead_member is not None
+            raise MemberDied(self._dead_member, f"seal version {version}")
         if self._book.state(version) is State.FAILED:
             raise RunError(f"version {version} could not be staged: {self._book.error(version)}")
         slot, parts, digest = self._book.sealed_info(version)
@@ -162,18 +162,20 @@ class SynchronizerActor(Handover):
         self._book.discard(version)
         await self._notify()
 
-    # -- watching the agents
+    # -- watching agents and ranks
 
     async def hold(self) -> None:
         """Never returns. What it would return belongs to the caller; see `watch`."""
         await asyncio.Event().wait()
 
     async def watch(self, who: str, owned: list[Any]) -> None:
-        """Notice a node agent's death: `owned` holds the reference to its `hold` call, which fails with its owner."""
+        """Notice the death of a node agent or a rank: `owned` holds the reference to its `hold` call, which fails with
+        its owner.
+        """
         try:
             await owned[0]
         except RayError:
-            self._dead_agent = who
+            self._dead_member = who
             await self._notify()
 
     # -- explorers' side

@@ -13,6 +13,7 @@ trained on once, also over a resume.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -66,6 +67,10 @@ class SampleSource(Protocol):
         ...
 
 
+_ENDED_S = 10.0
+"""How long the thread of a publication may take to end with its run."""
+
+
 class FreeLoop:
     """Drives a run from its first step to its last.
 
@@ -117,6 +122,7 @@ class FreeLoop:
             self._wait_published()
         finally:
             self._source.close()
+            self._end_publishing()
         self._saves.finish()
         return step == settings.steps
 
@@ -187,13 +193,22 @@ class FreeLoop:
         try:
             sealed = self._steps.wait_sealed(version)
             self._mode.publish(sealed)
+            self._source.published(version.step)
+            staged = Staged(sealed, sealed.blocked_s, started)
+            self._steps.record_publish(staged)
         except BaseException as error:
             self._source.fail(error)  # the trainer may be waiting for samples of this very version
             raise
-        staged = Staged(sealed, sealed.blocked_s, started)
-        self._steps.record_publish(staged)
-        self._source.published(version.step)
         return staged
+
+    def _end_publishing(self) -> None:
+        """Where the run fails with a version on its way: its thread must not be inside Ray when Ray goes."""
+        if self._publishing is None or self._publishing.done():
+            return
+        with contextlib.suppress(Exception):
+            self._steps.give_up(Version(self._settings.attempt, self._newest), "the run ended")
+        with contextlib.suppress(Exception):
+            self._publishing.result(timeout=_ENDED_S)
 
     def _wait_published(self) -> Staged | None:
         """The version that is on its way, once it is there. Each of the waits inside has its limit."""

@@ -189,6 +189,10 @@ class Steps:
         blocked = self.copy(version, self.begin(version))
         return Staged(self.wait_sealed(version), blocked, started)
 
+    def give_up(self, version: Version, error: str) -> None:
+        """The version will not be complete: whoever waits for it is told. Any thread."""
+        self._synchronizer.call("failed", version, error)
+
     def discard(self, version: Version) -> None:
         """Give back the slot of a version that is not to be published."""
         self._synchronizer.call("discard", version)

@@ -102,16 +102,22 @@ class TrinityWorker(TrainingWorker):
             pid=os.getpid(),
         )
 
-    def attach(self, agent: Any, paths: dict[int, str], monitor: Any, attempt: int, timeout_s: float) -> None:
-        """Connect to the node's agent, its slots and the checkpoint monitor.
+    def attach(
+        self, agent: Any, paths: dict[int, str], synchronizer: Any, monitor: Any, attempt: int, timeout_s: float
+    ) -> None:
+        """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
 
         Args:
             agent: handle of this node's agent.
             paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
+            synchronizer: handle of the synchronizer's actor.
             monitor: handle of the checkpoint monitor.
             attempt: of the run.
             timeout_s: limit of the waits for a background save, seconds.
         """
+        # While this process lives, so does the call: in a free run no other may be under way when it dies.
+        self._held = synchronizer.hold.remote()
+        synchronizer.watch.remote(f"trainer rank {self.rank}", [self._held])
         self._segments = {
             slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
         }

@@ -58,16 +58,22 @@ class RowProcesses:
             asked = list(self._processes)
             for process, share in zip(asked, shares, strict=True):
                 _ask(process, spans[share.start : share.stop])
-            found = [here(number) for number in own]
-            for process, share in zip(asked, shares, strict=True):
-                answer = _answer(process)
-                if answer is None:  # it died, or could not map the segment: do without
-                    self._end()
-                found += [here(number) for number in share] if answer is None else answer
+            try:
+                found = [here(number) for number in own]
+                for process, share in zip(asked, shares, strict=True):
+                    answer = _answer(process)
+                    if answer is None:  # it died, or could not map the segment: do without
+                        self._end()
+                    found += [here(number) for number in share] if answer is None else answer
+            except BaseException:
+                self._end()  # an answer that nobody takes would be taken for that to the next question
+                raise
             return found
 
     def close(self) -> None:
         """End the processes. They are started again where `digest` is called again."""
+        for process in list(self._processes):  # whoever waits for one that hangs holds the lock
+            process.kill()
         with self._lock:
             self._end()
 
