@@ -62,6 +62,7 @@ class Reading:
     lease: Lease
     expires: float
     hold: CheckpointLease | None = None
+    hold_expires: float = 0.0
 
 
 class Together(RuleBasedStateMachine):
@@ -245,7 +246,7 @@ class Together(RuleBasedStateMachine):
             assert version != self.published[-1], "the newest version's folder is gone"
             return
         assert (hold.path / "weights.bin").read_text() == f"weights of {version.step}"
-        reading.hold, reading.expires = hold, self.clock.now + LEASE_S
+        reading.hold, reading.hold_expires = hold, self.clock.now + LEASE_S
 
     @precondition(lambda self: bool(self.reading))
     @rule(data=st.data(), dies=st.booleans())
@@ -309,7 +310,7 @@ class Together(RuleBasedStateMachine):
         held = {
             reading.lease.version.step
             for reading in self.reading.values()
-            if reading.hold is not None and reading.expires > self.clock.now
+            if reading.hold is not None and reading.hold_expires > self.clock.now
         }
         for step in held | ({newest} if newest is not None else set()):
             assert read_manifest(store.step_dir(self.root, step)).digest == f"digest of {step}"

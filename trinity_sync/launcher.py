@@ -12,7 +12,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import signal
 import sys
 import threading
 import warnings
@@ -31,6 +30,7 @@ from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.cluster import Cluster, check_reachable, cluster
 from trinity_sync.config import build_task, config_digest, plain, retention_policies
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.interrupts import interruptible
 from trinity_sync.mirroring import RunMirror
 from trinity_sync.starting import Start
 from trinity_sync.tracking.recorder import Recorder
@@ -56,7 +56,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] 
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume))
-        stack.enter_context(_interruptible(stop))
+        stack.enter_context(interruptible(stop))
         checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else folder.checkpoints
         stack.enter_context(locked(checkpoints, folder.path))
         start = Start.find(cfg, checkpoints, resume=resume, logs=folder.logs)
@@ -201,27 +201,6 @@ def _cluster_has_gpus(address: str) -> bool:
         return ray.cluster_resources().get("GPU", 0) > 0
     finally:
         ray.shutdown()
-
-
-@contextlib.contextmanager
-def _interruptible(stop: threading.Event | None) -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does; with `stop` the first one only sets it. Signal handlers exist in the main
-    thread only; elsewhere nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(signum: int, frame: Any) -> None:
-        if stop is None or stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 # How long a run that ends early waits for a save that is on its way to the disk.

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
+from trinity_sync import interrupts
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
@@ -123,6 +124,7 @@ class Steps:
         Raises:
             RunError: the loss is not finite.
         """
+        interrupts.check()
         results = self._trainer.call(
             "train_step",
             step,

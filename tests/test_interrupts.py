@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM end a run, whatever the interpreter does at that moment."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from trinity_sync import interrupts
+from trinity_sync.interrupts import interruptible
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_interrupts_and_handlers_are_as_before(signum: int) -> None:
+    before = signal.getsignal(signum)
+    with pytest.raises(KeyboardInterrupt), interruptible(None):
+        signal.raise_signal(signum)
+    assert signal.getsignal(signum) is before
+    interrupts.check()
+
+
+def test_the_first_sigterm_may_ask_for_a_last_save() -> None:
+    stop = threading.Event()
+    with interruptible(stop):
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.is_set()
+        interrupts.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_a_destructor_swallowed_is_raised_again() -> None:
+    class Swallows:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    with interruptible(None):
+        Swallows()
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+
+
+def test_elsewhere_than_in_the_main_thread_nothing_changes() -> None:
+    def body() -> None:
+        with interruptible(None):
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    seen: list[object] = []
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join(30)
+    assert seen == [signal.getsignal(signal.SIGINT)]
