@@ -87,7 +87,15 @@ class PretendGroup:
         return [path]
 
     def finish_saves(self) -> list[None]:
-        return [coordinator.wait_all() for coordinator in self._coordinators.values()]
+        failed = []
+        for coordinator in self._coordinators.values():  # each of them, as all ranks are asked side by side
+            try:
+                coordinator.wait_all()
+            except (OSError, RunError) as error:
+                failed.append(error)
+        for error in failed:
+            raise error
+        return [None] * len(self._coordinators)
 
 
 class Run:
@@ -239,6 +247,7 @@ def test_a_part_that_never_comes_is_named(shared: tuple[Any, Path], step: int) -
     run.saves.begin(step, None, {})
     with pytest.raises(RunError, match=rf"step {step} .*missing: .*'rank-00001'.* within 1 s"):
         run.saves.finish()
+    ray.get(shared[0].fail_step.remote(step, "the test is over"), timeout=LIMIT)  # nobody else has to wait for it
 
 
 def test_a_run_that_ends_early_records_the_saves_that_still_made_it(run: Run, step: int) -> None:
