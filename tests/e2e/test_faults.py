@@ -97,6 +97,7 @@ def test_a_restarted_explorer_changes_nothing_in_the_run(folder: Path) -> None:
     assert run.digests == undisturbed.digests
 
 
+@pytest.mark.all
 def test_a_full_disk_fails_the_save_and_keeps_the_run_folder_readable(folder: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
