@@ -586,6 +586,15 @@ class Job:
 
         cfg = self._cfg
         groups = cfg.algorithm.prompts_per_step
+        position = data_position(self._start.folder) if self._start.resumed and self._start.folder else None
+        if position is not None and position["groups_per_step"] != groups:
+            before = position["groups_per_step"]
+            print(
+                f"note: {self._start.folder} was saved with algorithm.prompts_per_step={before}, so "
+                f"the run goes on with the prompts of step {self._start.step + 1}: a few may be missed or repeated",
+                file=sys.stderr,
+            )
+            position = None
         return FreeRollout(
             build_task(cfg.task, cfg.seed),
             self._pool,
@@ -599,7 +608,7 @@ class Job:
             samples_per_prompt=cfg.algorithm.samples_per_prompt,
             normalise=cfg.algorithm.normalise_advantages,
             first=self._start.step + 1,
-            position=data_position(self._start.folder) if self._start.resumed and self._start.folder else None,
+            position=position,
             timeout_s=cfg.explorer.timeout_s + cfg.cluster.start_timeout_s,
             on_load=partial(record_load, self._recorder),
             on_fault=self._recorder.fault,
