@@ -594,7 +594,6 @@ class Job:
                 f"the run goes on with the prompts of step {self._start.step + 1}: a few may be missed or repeated",
                 file=sys.stderr,
             )
-            position = None
         return FreeRollout(
             build_task(cfg.task, cfg.seed),
             self._pool,

@@ -257,7 +257,12 @@ class NodeAgent:
             (path relative to `folder`, bytes, xxh3_128 hex) of each file.
         """
         calls = [self._run(self._write_part, slot, part, Path(folder), metadata, fsync) for part in self._layouts]
-        return list(await asyncio.gather(*calls))
+        # All of them end before one's error is told: whoever hears of it removes the folder.
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        for one in done:
+            if isinstance(one, BaseException):
+                raise one
+        return [one for one in done if not isinstance(one, BaseException)]
 
     def _write_part(
         self, slot: int, part: str, folder: Path, metadata: dict[str, str], fsync: bool, name: str | None = None
