@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -50,6 +51,13 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @pytest.fixture(scope="module")
 def root() -> Iterator[Path]:
     """A short path: the names of Ray's sockets may have 107 bytes."""
@@ -76,7 +84,9 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def seen(root: Path) -> Iterator[Seen]:
-    """One life of a local cluster, where a killed run left a folder and a living one has one."""
+    """One life of a local cluster, where a killed run left a folder and a living one has one. An actor hangs, and has a
+    process of its own that takes no notice of its end.
+    """
     mark = uuid.uuid4().hex
     (root / "trinity-ray-killed" / "session").mkdir(parents=True)
     (root / "trinity-ray-killed" / "owner.lock").touch()
@@ -84,22 +94,28 @@ def seen(root: Path) -> Iterator[Seen]:
     with (root / "trinity-ray-living" / "owner.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        patch.setattr(module, "_END_S", 2.0)
         before = dict(os.environ)
         with cluster(settings(temp_dir=str(root)), namespace="run-1", cpus=3, env={MARK: mark}) as inside:
 
             @ray.remote(num_cpus=0)
-            def look() -> str | None:
-                return os.environ.get(MARK)
+            class Actor:
+                def look(self) -> tuple[str | None, int]:
+                    subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    return os.environ.get(MARK), os.getpid()
 
+            actor = Actor.remote()
+            mark_of_an_actor, pid = ray.get(actor.look.remote(), timeout=60)
+            os.kill(pid, signal.SIGSTOP)
             facts: dict[str, Any] = {
                 "inside": inside,
                 "mark": mark,
                 "cpus": ray.cluster_resources()["CPU"],
-                "mark_of_an_actor": ray.get(look.remote(), timeout=60),
+                "mark_of_an_actor": mark_of_an_actor,
                 "folders": sorted(root.iterdir()),
                 "processes": marked(mark),
             }
-        _, surviving = psutil.wait_procs(facts["processes"], timeout=20)
+        surviving = [process for process in facts["processes"] if lives(process)]
         yield Seen(
             **facts,
             surviving=surviving,

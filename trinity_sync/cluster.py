@@ -20,11 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from trinity_sync.errors import ConfigError, RunError
 
 _FOLDER_PREFIX = "trinity-ray-"
 _LOCK = "owner.lock"
 _CONNECT_S = 10.0
+_END_S = 10.0
+_POLL_S = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,7 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
                 raise ConfigError(
                     f"cluster.address={settings.address}: no Ray cluster answers there ({_first_line(error)})"
                 ) from error
+            stack.callback(ray.shutdown)
         else:
             folder = stack.enter_context(_own_folder(settings.temp_dir))
             # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime
@@ -80,7 +85,6 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
             with _environment(local), _own_sigterm():
                 start_ray(
                     settings.start_timeout_s,
-                    address="local",  # whatever RAY_ADDRESS says
                     num_cpus=settings.num_cpus or max(cpus, os.cpu_count() or 1),
                     include_dashboard=False,
                     object_store_memory=settings.object_store_mb * 2**20,
@@ -90,13 +94,14 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
                     _system_config={"prestart_worker_first_driver": False},
                     **common,
                 )
-        stack.callback(ray.shutdown)
+            stack.callback(_shut_down, folder)
         per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
         yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
 
 
 def start_ray(limit_s: float, **options: Any) -> None:
-    """`ray.init`, again where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits.
+    """A Ray of one's own through `ray.init`, whatever RAY_ADDRESS says and whoever else's runs on the machine; again
+    where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits.
 
     Raises:
         RunError: it does not start, for another reason or within `limit_s`.
@@ -107,7 +112,7 @@ def start_ray(limit_s: float, **options: Any) -> None:
     while True:
         try:
             with _lean():
-                ray.init(**options)
+                ray.init(address="local", **options)
             return
         except Exception as error:
             ray.shutdown()
@@ -132,6 +137,53 @@ def _lean() -> Iterator[None]:
     finally:
         for name, method in before.items():
             setattr(Node, name, method)
+
+
+def _shut_down(folder: Path) -> None:
+    """End the local Ray whose session is in `folder`, and return when none of its processes is left.
+
+    `ray.shutdown` ends its own and the actors, but not what an actor had started: that ends when it notices that its
+    parent is gone.
+    """
+    import ray
+
+    processes = _processes(folder)
+    ray.shutdown()
+    stubborn = _wait_for_ends(processes, _END_S)
+    for process in stubborn:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    _wait_for_ends(stubborn, _END_S)
+
+
+def _wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Wait until processes have ended; those that have not within the limit."""
+    deadline = time.monotonic() + limit_s
+    while left := [process for process in processes if _lives(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it still runs. In a container nobody may take note of the end of a process whose parent has gone: it
+    stays in the list of processes for good.
+    """
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    """Ray's own processes, which this one started and which name their session's folder, and all of theirs."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any(str(folder) in argument for argument in process.cmdline()):
+                found += [process, *process.children(recursive=True)]
+    return found
 
 
 def check_reachable(address: str) -> None:

@@ -35,6 +35,7 @@ from trinity_sync.mirroring import RunMirror
 from trinity_sync.starting import Start
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.weights.slots import DEFAULT_ROOT, remove_stale
 
 
 def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] | None = None) -> int:
@@ -135,8 +136,13 @@ def _run(
                     peaks.update(job.peak_memory())
                 job.close()
     finally:
-        # Whoever was writing is gone by now: what a save had staged when the run ended is of no use to anybody.
+        # Whoever was writing is gone by now: what a save had staged when the run ended is of no use to anybody, nor are
+        # slots that an agent had no time to give back.
         store.recover(start.checkpoints)
+        for root in (DEFAULT_ROOT, folder.slots):
+            remove_stale(root)
+        with contextlib.suppress(OSError):
+            folder.slots.rmdir()
 
 
 def _prepare(cfg: DictConfig, model_folder: Path, start: Start) -> None:
@@ -376,7 +382,7 @@ class Job:
             run_key=self._run_key,
             slots=cfg.sync.slots,
             root=cfg.sync.shm_dir,
-            fallback=str(self._folder.path / "slots"),
+            fallback=str(self._folder.slots),
             verify=cfg.sync.verify,
             nodes=sum(bool(held) for held in layouts.values()),
             threads=max(1, (os.cpu_count() or 2) // 2),
@@ -645,8 +651,6 @@ class Job:
                 self._relay.close()
         with contextlib.suppress(Exception):
             ray.get([agent.close.remote() for agent in self._agents.values()], timeout=10)
-        with contextlib.suppress(OSError):
-            (self._folder.path / "slots").rmdir()
 
 
 def _prepared(preparing: Future[None], timeout_s: float) -> None:

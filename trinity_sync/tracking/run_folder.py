@@ -130,6 +130,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def slots(self) -> Path:
+        """The folder of slots as files, where shared memory is too small for them. Gone when the run has ended."""
+        return self.path / "slots"
+
+    @property
     def tensorboard(self) -> Path:
         """The folder of TensorBoard's event files."""
         return self.path / "tensorboard"
