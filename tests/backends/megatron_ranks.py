@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,11 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     np.random.seed(7)
     saved = folder / case["save"]
     facts = {"before_save": digest(backend, case["world"])}
-    write = backend.begin_save(saved)
+    with _copied_late() as reached:
+        copying, write = backend.begin_save(saved, lazily=True)
     facts["rng_saved"] = _rng()
+    backend.before_change(reached.set)
+    backend.before_change(lambda: copying.hold_until_copied(60))
     files: list[Path] = []
     writer = threading.Thread(target=lambda: files.extend(write()))
     writer.start()
@@ -279,6 +283,24 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     return facts
 
 
+@contextmanager
+def _copied_late() -> Iterator[threading.Event]:
+    """What is copied lazily begins to be copied when the event is set: training has reached the optimizer by then."""
+    from trinity_sync.weights.copying import Copying
+
+    copy, reached = Copying._copy, threading.Event()
+
+    def copy_late(self: Copying) -> None:
+        reached.wait()
+        copy(self)
+
+    Copying._copy = copy_late  # type: ignore[method-assign]
+    try:
+        yield reached
+    finally:
+        Copying._copy = copy  # type: ignore[method-assign]
+
+
 def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
     """Load what another layout saved, and save it again."""
     import torch.distributed as dist
@@ -286,7 +308,7 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     backend.load(folder / case["load"])
     facts = {"loaded": digest(backend, case["world"]), "lr": engine.optimizer.param_groups[0]["lr"]}
     again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case['world']}"
-    backend.begin_save(again)()
+    backend.begin_save(again)[1]()
     dist.barrier()
     spans = sorted(span[:2] for chunk in engine.module for span in chunk.buffers[0].param_index_map.values())
     facts["contents"] = checkpoint_hashes(again, spans)
@@ -326,14 +348,14 @@ def _failing(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
 
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     told = ""
-    write = backend.begin_save(folder / "torn")
+    _, write = backend.begin_save(folder / "torn")
     if rank == last:
         (folder / "torn" / "model" / "dist_ckpt" / f"__{last}_0.distcp").mkdir()
     try:
         write()
     except RunError as error:
         told = str(error)
-    return {"told": told, "after": len(backend.begin_save(folder / "sound")())}
+    return {"told": told, "after": len(backend.begin_save(folder / "sound")[1]())}
 
 
 def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ TWO: dict[str, dict[str, Any]] = {
     "tp2-to-pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3", "do": ["load"], "load": "a"},
     "pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3-tied", "do": ["version", "save", "functions"], "save": "b"},
     "dp2": {"world": 2, "tp": 1, "pp": 1, "model": "llama-tied", "do": ["version", "save"], "save": "c"},
+    "dp2-to-tp2": {"world": 2, "tp": 2, "pp": 1, "model": "llama-tied", "do": ["load"], "load": "c"},
     "late": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"], "overlap_param_gather": True},
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
     "bad": {"world": 2, "tp": 2, "pp": 1, "model": "qwen2", "do": ["failing", "refusals"]},

@@ -80,15 +80,34 @@ class Backend(Protocol):
         ...
 
 
+class Copying(Protocol):
+    """A training state on its way; `weights.copying.Copying` is one."""
+
+    def hold_until_copied(self, timeout_s: float) -> float:
+        """Wait until the state may change; seconds waited."""
+        ...
+
+
 @runtime_checkable
 class WritesItself(Protocol):
     """A backend whose checkpoint format is more than one object per file: it writes its files itself."""
 
-    def begin_save(self, folder: Path) -> Callable[[], list[Path]]:
+    deadline: Deadline
+
+    def begin_save(self, folder: Path, *, lazily: bool = False) -> tuple[Copying, Callable[[], list[Path]]]:
         """Copy the training state for `folder`. Collective.
 
+        Args:
+            folder: of the checkpoint; is made.
+            lazily: where the deadline allows it, the copy may still be under way on return, and has to be waited for
+                before the state changes.
+
         Returns:
-            What writes the copy and returns this rank's files; collective too, and called on a background thread of
-            every rank while training goes on.
+            The copy, and what writes it and returns this rank's files; collective too, and called on a background
+            thread of every rank while training goes on.
         """
+        ...
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        """As `Backend.before_change`."""
         ...

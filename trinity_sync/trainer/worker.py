@@ -140,7 +140,9 @@ class TrinityWorker(TrainingWorker):
             attempt=attempt,
         )
         if self._spec.strategy == "megatron":
-            self._saver = WholeSaver(self._backend, coordinator, self._part)
+            self._saver = WholeSaver(
+                self._backend, coordinator, self._part, lazy=self._spec.lazy_snapshot, timeout_s=timeout_s
+            )
             return
         self._saver = StateSaver(
             self._backend,

@@ -14,21 +14,19 @@ One rank's snapshot, in order:
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import RunError
+from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.image import Extent
 from trinity_sync.weights.layout import ALIGNMENT, Segment
 from trinity_sync.weights.torch_file import Hole, rebuilt, storages, write_skeleton
 
-_CHUNK_BYTES = 64 << 20
 _MAX_CONSTANT_BYTES = 1 << 20
 
 
@@ -77,8 +75,7 @@ def plan(files: Mapping[str, Any]) -> StatePlan:
 class Snapshot:
     """A state on its way into a segment.
 
-    CUDA storages are copied on a side stream, which sees what was enqueued on the current stream before; the segment
-    should be page-locked (`weights.staging.pin_segment`).
+    With CUDA the segment should be page-locked (`weights.staging.pin_segment`); see `weights.copying`.
 
     Args:
         plan: of the state. Its tensors must not change until `hold_until_copied` returns.
@@ -94,17 +91,8 @@ class Snapshot:
         if plan.nbytes > held:
             raise RunError(f"{what} needs {plan.nbytes} bytes, its segment has {held}")
         self._target = torch.frombuffer(segment, dtype=torch.uint8)
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        for storage, _ in plan.places:
-            if storage.device.type == "cuda" and storage.device not in self._streams:
-                self._streams[storage.device] = torch.cuda.Stream(storage.device)
-                self._streams[storage.device].wait_stream(torch.cuda.current_stream(storage.device))
-        self._copied = threading.Event()
-        self._error: Exception | None = None
-        if in_background:
-            threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
-        else:
-            self._copy()
+        devices = {storage.device for storage, _ in plan.places}
+        self._copying = Copying(self._pairs(), devices, what, in_background=in_background)
 
     @property
     def names(self) -> set[str]:
@@ -117,10 +105,7 @@ class Snapshot:
         Raises:
             WaitTimeout: the copy takes longer than `timeout_s`.
         """
-        started = time.perf_counter()
-        if not self._copied.wait(timeout_s):
-            raise WaitTimeout("the snapshot", f"copy {self._what}", timeout_s)
-        return time.perf_counter() - started
+        return self._copying.hold_until_copied(timeout_s)
 
     def tensors(self, name: str, timeout_s: float) -> Any:
         """A value of the state with its tensors in the segment instead of where training changes them.
@@ -129,7 +114,7 @@ class Snapshot:
             RunError: the copy failed.
             WaitTimeout: the copy takes longer than `timeout_s`.
         """
-        self._wait_whole(timeout_s)
+        self._copying.wait_whole(timeout_s)
         places = self._offsets()
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +136,7 @@ class Snapshot:
             WaitTimeout: the copy takes longer than `timeout_s`.
             OSError: a skeleton cannot be written.
         """
-        self._wait_whole(timeout_s)
+        self._copying.wait_whole(timeout_s)
         places = self._offsets()
         images = []
         for name in self._plan.files if names is None else names:
@@ -163,37 +148,13 @@ class Snapshot:
             images.append(FileImage(str(path), extents))
         return images
 
-    def _wait_whole(self, timeout_s: float) -> None:
-        self.hold_until_copied(timeout_s)
-        if self._error is not None:
-            raise RunError(f"{self._what} could not be copied: {self._error}") from self._error
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for storage, offset in self._plan.places:
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            yield source, self._target[offset : offset + storage.nbytes()]
 
     def _offsets(self) -> dict[int, int]:
         return {storage._cdata: offset for storage, offset in self._plan.places}
-
-    def _copy(self) -> None:
-        try:
-            with torch.no_grad():
-                for storage, offset in self._plan.places:
-                    self._copy_one(storage, offset)
-            for stream in self._streams.values():
-                stream.synchronize()
-        except Exception as error:
-            self._error = error
-        finally:
-            self._copied.set()
-
-    def _copy_one(self, storage: torch.UntypedStorage, offset: int) -> None:
-        nbytes = storage.nbytes()
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        for start in range(0, nbytes, _CHUNK_BYTES):
-            stop = min(start + _CHUNK_BYTES, nbytes)
-            target = self._target[offset + start : offset + stop]
-            if storage.device.type == "cuda":
-                with torch.cuda.stream(self._streams[storage.device]):
-                    target.copy_(source[start:stop], non_blocking=True)
-            else:
-                target.copy_(source[start:stop])
 
 
 def _write_constants(path: Path, holes: list[Hole]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trinity_sync.backends.base import Deadline
 from trinity_sync.backends.megatron.checkpoint import Checkpoints
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 from trinity_sync.backends.megatron.placement import Geometry, Piece, pieces
+from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
 from trinity_sync.weights.tensors import from_torch, wire_name
 
@@ -39,13 +41,16 @@ class MegatronBackend:
         self._places = _places(engine.module)
         self._pieces = self._find_pieces()
         self._checkpoints = Checkpoints(engine, timeout_s)
+        self._before_change: list[Callable[[], None]] = []
+        engine.optimizer.step = partial(self._step, engine.optimizer.step)
 
     # -- versions
 
     @property
     def deadline(self) -> Deadline:
-        """The optimizer writes the parameters in place; offloaded ones are overwritten at the next offload."""
-        return "offload" if self._engine.is_param_offload_enabled else "optimizer_step"
+        """The optimizer writes parameters and its states in place, the next offload overwrites what it moved out."""
+        engine = self._engine
+        return "offload" if engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled else "optimizer_step"
 
     def shards(self) -> Sequence[Shard]:
         return [piece.shard for _, piece in self._pieces]
@@ -54,20 +59,18 @@ class MegatronBackend:
         """Collective with `overlap_param_gather`: what the optimizer wrote last is gathered here, not by the next
         forward pass.
         """
-        if self._gathers_late():
-            with self._on_device():
-                for chunk in self._engine.module:
-                    chunk.start_param_sync(force_sync=True)
+        self._gather_parameters()
         return {piece.shard.name: piece.view(self._live(parameter)) for parameter, piece in self._pieces}
+
+    def before_change(self, callback: Callable[[], None]) -> None:
+        self._before_change.append(callback)
 
     # -- full checkpoints
 
-    def begin_save(self, folder: Path) -> Callable[[], list[Path]]:
-        """Copy the training state; returns what writes it, to be called on a background thread of every rank.
-        Collective, and so is what it returns.
-        """
+    def begin_save(self, folder: Path, *, lazily: bool = False) -> tuple[Copying, Callable[[], list[Path]]]:
+        self._gather_parameters()
         with self._on_device():
-            return self._checkpoints.begin(folder)
+            return self._checkpoints.begin(folder, in_background=lazily and self.deadline == "optimizer_step")
 
     def load(self, folder: Path) -> None:
         """Restore what `begin_save` saved, in any layout that its format allows. Collective."""
@@ -87,8 +90,16 @@ class MegatronBackend:
                 if offloaded:
                     offload_megatron_model_to_cpu(self._engine.module)
 
-    def _gathers_late(self) -> bool:
-        return any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self._engine.module)
+    def _gather_parameters(self) -> None:
+        if any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self._engine.module):
+            with self._on_device():
+                for chunk in self._engine.module:
+                    chunk.start_param_sync(force_sync=True)
+
+    def _step(self, step: Callable[[], Any]) -> Any:
+        for callback in self._before_change:
+            callback()
+        return step()
 
     def _live(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """The parameter's current values: in the host copy while the model is offloaded and has no storage."""

@@ -24,7 +24,8 @@ from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
 from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.backends.megatron.resume import saved_layout
-from trinity_sync.backends.megatron.writer import Pending, Planner, finalise
+from trinity_sync.backends.megatron.writer import Copies, Pending, Planner, finalise
+from trinity_sync.weights.copying import Copying
 
 _MODEL, _OPTIMIZER, _EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
 _CONTENTS = "ckpt_contents.json"
@@ -44,32 +45,29 @@ class Checkpoints:
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        # A fully reshardable optimizer is gathered over the data-parallel ranks, so what is saved is a copy already.
-        gathered = layout(engine)["optimizer_format"] == "fully_reshardable"
-        self._planners = {
-            _MODEL: Planner(live=True),
-            _OPTIMIZER: Planner(live=not gathered),
-            _EXTRA: Planner(live=True),
-        }
-        self._copies = optimizer_state.HostCopies()
+        self._timeout_s = timeout_s
+        self._planners = {name: Planner() for name in (_MODEL, _OPTIMIZER, _EXTRA)}
+        self._own_shards = optimizer_state.OwnShards()
+        self._copies = Copies()
         # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
         gc.freeze()
 
-    def begin(self, folder: Path) -> Callable[[], list[Path]]:
-        """Copy the state between two steps.
+    def begin(self, folder: Path, *, in_background: bool) -> tuple[Copying, Callable[[], list[Path]]]:
+        """Copy the state between two steps, or beginning between them.
 
         Args:
             folder: the checkpoint's; is made.
+            in_background: the state does not change before the copy is waited for.
 
         Returns:
-            What writes the copy: to be called on a background thread of every rank; returns this rank's files. It has
-            to be done before the next `begin`, which uses the memory again.
+            The copy, and what writes it: to be called on a background thread of every rank; returns this rank's files.
+            It has to be done before the next `begin`, which uses the memory again.
         """
         engine, manager = self._engine, self._manager
         optimizer_state.materialise(engine.optimizer)
         content = manager._build_sharded_state_dict_metadata()
         model = manager._build_model_sharded_state_dict(content)
-        with self._copies.used_by(engine.optimizer):
+        with self._own_shards.used_by(engine.optimizer):
             optimizer = manager._build_optimizer_state_dict(model, content)
         trees = {_MODEL: model, _OPTIMIZER: optimizer, _EXTRA: self._extra()}
         if dist.get_rank() == 0:
@@ -77,9 +75,11 @@ class Checkpoints:
                 (folder / name).mkdir(parents=True, exist_ok=True)
         dist.barrier()
         pending = [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
-        return lambda: self._write(folder, pending)
+        copying = self._copies.begin(pending, in_background=in_background)
+        return copying, lambda: self._write(folder, pending, copying)
 
-    def _write(self, folder: Path, pending: list[Pending]) -> list[Path]:
+    def _write(self, folder: Path, pending: list[Pending], copying: Copying) -> list[Path]:
+        copying.wait_whole(self._timeout_s)
         files = finalise(pending, self._group)
         return files + (self._write_metadata(folder) if dist.get_rank() == 0 else [])
 

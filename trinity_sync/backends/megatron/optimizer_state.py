@@ -10,9 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
+from operator import add
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+from trinity_sync.backends.megatron.boxes import boxes
 
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
@@ -60,55 +67,126 @@ def load(optimizer: Any, state: dict[str, Any]) -> None:
             of_parameter["step"] = of_parameter["step"].clone()
 
 
-class HostCopies:
-    """Copies of the optimizers' states in host memory that is kept from save to save.
+class OwnShards:
+    """Has each rank describe the part of the optimizer's state that it holds, in the coordinates of the parameters.
 
-    megatron-core gathers a fully reshardable state over the data-parallel ranks through fresh buffers, five passes over
-    the bytes. Where there is one such rank, there is nothing to gather, and this makes it one pass.
+    For a state that any layout can load (``fully_reshardable``) megatron-core gathers all of it over the data-parallel
+    ranks, between two training steps, and hands out whole parameters. But what a rank holds of a parameter is a range
+    of its elements, hence a few rectangles (`boxes`), and its file format takes any rectangles: nothing has to move,
+    and its own loader puts them together.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Any, torch.Tensor] = {}
+        self._parts: dict[torch.nn.Parameter, list[_Part]] = {}
 
     @contextmanager
     def used_by(self, optimizer: Any) -> Iterator[None]:
-        """Inside, the optimizers that have no data-parallel peers are copied so. What was copied before is overwritten:
-        it has to be written by now.
+        """Inside, distributed optimizers describe their state so when their ``sharded_state_dict`` is asked for. What
+        they then name are live tensors.
         """
-        alone = [
-            one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if one.data_parallel_group.size() == 1
+        distributed = [
+            one for one in getattr(optimizer, "chained_optimizers", [optimizer]) if hasattr(one, "gbuf_ranges")
         ]
-        for index, one in enumerate(alone):
-            one.get_parameter_state_dp_zero = partial(self._state, index, one)
+        for one in distributed:
+            one.sharded_param_state_fully_reshardable = partial(
+                self._state, one, one.sharded_param_state_fully_reshardable
+            )
         try:
             yield
         finally:
-            for one in alone:
-                del one.get_parameter_state_dp_zero
+            for one in distributed:
+                del one.sharded_param_state_fully_reshardable
 
-    def _state(self, index: int, one: Any, **_: Any) -> dict[Any, Any]:
-        """What megatron-core's function of this name returns on its first rank."""
-        state: dict[Any, Any] = {"buckets_coalesced": True}
-        for number, of_buffer in enumerate(one.gbuf_ranges):
-            for dtype, buckets in of_buffer.items():
-                numel = one.buffers[number].numel_unpadded
-                world = {name: self._place((index, number, name), numel) for name in _STATES}
-                start = 0
-                for bucket, ranges in zip(one.buffers[number].buckets, buckets, strict=True):
-                    for parameter, places in ranges["param_map"].items():
-                        tensors = one._get_main_param_and_optimizer_states(parameter)
-                        within = slice(start + places["gbuf_local"].start, start + places["gbuf_local"].end)
-                        for name, target in world.items():
-                            target[within].copy_(tensors[name].detach())
-                    start += bucket.numel_unpadded
-                state[number] = {dtype: {**world, "numel_unpadded": numel}}
+    def _state(
+        self, one: Any, gathered: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
+    ) -> Any:
+        if is_loading or not self._know_parts(one, model):
+            return gathered(model, is_loading, metadata)
+        state: dict[int, dict[str, list[ShardedTensor]]] = {}
+        for ranges in _bucket_ranges(one):
+            for parameter, places in ranges.items():
+                tensors = one._get_main_param_and_optimizer_states(parameter)
+                state[len(state)] = {
+                    name: self._shards(parameter, name, tensors[name], places["param"], one) for name in _STATES
+                }
         return state
 
-    def _place(self, key: Any, numel: int) -> torch.Tensor:
-        if key not in self._kept:
-            pinned = torch.cuda.is_available()
-            self._kept[key] = torch.zeros(numel, dtype=torch.float32, pin_memory=pinned)
-        return self._kept[key]
+    def _shards(
+        self, parameter: torch.nn.Parameter, name: str, held: torch.Tensor, places: Any, one: Any
+    ) -> list[ShardedTensor]:
+        """What this rank holds of one kind of state of a parameter.
+
+        Args:
+            held: elements ``places.start`` to ``places.end`` of the parameter's.
+        """
+        flat = held.detach().reshape(-1).to(torch.float32)
+        found = []
+        for start, of in self._parts[parameter]:
+            first = max(places.start, start)
+            stop = min(places.end, start + prod(of.local_shape))
+            at = first - places.start
+            lead = of.prepend_axis_num
+            for offset, size in boxes(tuple(of.local_shape), first - start, stop - start):
+                shape = (*(1 for _ in range(lead)), *size)
+                count = prod(size)
+                found.append(
+                    ShardedTensor(
+                        key=f"optimizer.state.{name}.{of.key}",
+                        data=flat[at : at + count].view(shape),
+                        dtype=flat.dtype,
+                        local_shape=shape,
+                        global_shape=of.global_shape,
+                        global_offset=tuple(map(add, of.global_offset, (*(0 for _ in range(lead)), *offset))),
+                        axis_fragmentations=None,  # no regular grid
+                        # The parameter's replicas are the data-parallel ranks, each of which has another part of this.
+                        replica_id=(*of.replica_id[:2], one.distributed_optimizer_instance_id),
+                        allow_shape_mismatch=of.allow_shape_mismatch,
+                    )
+                )
+                at += count
+        return found
+
+    def _know_parts(self, one: Any, model: dict[str, Any]) -> bool:
+        """Find out where the parameters of an optimizer belong in the whole. The same on all data-parallel ranks.
+
+        Returns:
+            False where one is not made of ranges of its elements: then it has to be gathered.
+        """
+        wanted = [parameter for buffer in one.buffers for parameter in buffer.param_index_map]
+        if not all(parameter in self._parts for parameter in wanted):
+            described, _ = extract_sharded_tensors_and_factories(model)
+            by_parameter = {of.data: of for of in nested_values(described)}
+            for parameter in wanted:
+                self._parts[parameter] = _parts(by_parameter[parameter], parameter)
+        return all(self._parts[parameter] for parameter in wanted)
+
+
+_Part = tuple[int, "ShardedTensor"]
+"""Of a parameter on this rank: its first element, and where the part belongs, without data."""
+
+
+def _parts(described: Any, parameter: torch.nn.Parameter) -> list[_Part]:
+    """What megatron-core makes of a parameter: itself, or pieces, such as the two halves of a gated unit. None at all
+    where a piece is not one range of the parameter's elements.
+    """
+    built = [described] if isinstance(described, ShardedTensor) else list(nested_values(described.build()))
+    found: list[_Part] = []
+    for piece in built:
+        view = piece.data
+        within = isinstance(view, torch.Tensor) and view.is_contiguous() and view.dtype == parameter.dtype
+        if not within or view.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            return []
+        found.append((view.storage_offset() - parameter.storage_offset(), piece.without_data()))
+    whole = sum(prod(piece.local_shape) for _, piece in found) == parameter.numel()
+    return sorted(found, key=lambda part: part[0]) if whole else []
+
+
+def _bucket_ranges(one: Any) -> Iterator[Any]:
+    """For each bucket, the parameters of which this rank holds a part, and where."""
+    for of_buffer in one.gbuf_ranges:
+        for buckets in of_buffer.values():
+            for bucket in buckets:
+                yield bucket["param_map"]
 
 
 def _with_step(one: Any) -> Any:

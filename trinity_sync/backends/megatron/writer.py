@@ -4,7 +4,8 @@ megatron-core's own asynchronous save forks a process per save and exchanges res
 the process share, so three saves at a time (model, optimizer, extra) can take each other's; it also has to be finalised
 by all ranks in the training thread. Here a save is
 
-1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard, and a copy of the tensors;
+1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard; and `Copies`, which copies
+   these shards, then or beside the next step;
 2. `Pending.write` on a background thread of each rank: its own files, no communication;
 3. `finalise` on that thread (collective, over a process group that nothing else uses): the results come together and
    rank 0 writes the metadata, or every rank raises what went wrong on whichever rank.
@@ -14,7 +15,7 @@ The files are megatron-core's, so its own loaders and verl read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,64 +38,43 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from trinity_sync.errors import RunError
+from trinity_sync.weights.copying import Copying, HostMemory
 
 _FORMAT = ("torch_dist", 1)
 
 
-class _Snapshot(FileSystemWriterAsync):
-    """One rank's share of one state dict, in one file; what is live is copied when it is planned."""
-
-    live = True
+class _Share(FileSystemWriterAsync):
+    """One rank's share of one state dict, in one file."""
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         self._file = f"{plan.storage_data.prefix}0.distcp"
-        data = ((item, planner.resolve_data(item)) for item in plan.items)
-        self._items = [(item, _copied(value) if self.live else value) for item, value in data]
+        self.items = [(item, planner.resolve_data(item)) for item in plan.items]
 
     def write(self) -> tuple[list[Any], list[Path]]:
         """The results for the metadata and the files written."""
-        if not self._items:
+        if not self.items:
             return [], []
         path = Path(self.checkpoint_dir) / self._file
         # Plain bytes first: megatron-core reads them so.
-        ordered = sorted(self._items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
+        ordered = sorted(self.items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
         with path.open("wb") as stream:
             results = [
-                _write_item(
-                    _StorageWriterTransforms(), stream, _alone(data), item, self._file, SerializationFormat.TORCH_SAVE
-                )
+                _write_item(_StorageWriterTransforms(), stream, data, item, self._file, SerializationFormat.TORCH_SAVE)
                 for item, data in ordered
             ]
-        self._items = []
+        self.items = []
         return results, [path]
-
-
-def _copied(data: Any) -> Any:
-    """A tensor's copy on the host, of its elements only; bytes are made for the save already."""
-    if not isinstance(data, torch.Tensor):
-        return data
-    return data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _alone(data: Any) -> Any:
-    """torch would write all of the storage that a tensor is a part of."""
-    if isinstance(data, torch.Tensor) and data.untyped_storage().nbytes() != data.nbytes:
-        return _copied(data)
-    return data
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
     """megatron-core's strategy with our writer. Planning runs on the training thread, over the default group."""
 
-    live = True
-
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        self.snapshot = _Snapshot(checkpoint_dir, thread_count=1)
-        self.snapshot.live = self.live
+        self.share = _Share(checkpoint_dir, thread_count=1)
         (_, self.metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False),
-            self.snapshot,
+            self.share,
             None,
             0,
             planner=MCoreSavePlanner(
@@ -105,23 +85,34 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
 
 class Pending:
-    """A state dict that is planned and copied, and not yet written."""
+    """A state dict that is planned, and not yet written."""
 
-    def __init__(self, folder: Path, snapshot: _Snapshot, metadata: Any) -> None:
+    def __init__(self, folder: Path, share: _Share, metadata: Any) -> None:
         self.folder = folder
         self.metadata = metadata
-        self._snapshot = snapshot
+        self._share = share
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What this rank writes, while training may change it."""
+        return [data.detach() for _, data in self._share.items if isinstance(data, torch.Tensor)]
+
+    def use(self, copies: Iterator[torch.Tensor]) -> None:
+        """Write these instead, one for each of `tensors`."""
+        self._share.items = [
+            (item, next(copies) if isinstance(data, torch.Tensor) else data) for item, data in self._share.items
+        ]
 
     def write(self) -> tuple[list[Any], list[Path]]:
         """Write this rank's file. No communication."""
-        return self._snapshot.write()
+        return self._share.write()
 
     def close(self, results: Sequence[Sequence[Any]]) -> list[Path]:
         """Rank 0: write the metadata from the results of all ranks; the files that are there besides theirs."""
         # The ranks' plans would let a later save with the same layout skip its planning. They need classes of
         # megatron-core to be read, and nothing here uses them.
         del self.metadata.all_local_plans
-        self._snapshot.finish(self.metadata, list(results))
+        self._share.finish(self.metadata, list(results))
         save_config(CheckpointingConfig(*_FORMAT), str(self.folder))
         return sorted(path for path in self.folder.iterdir() if path.suffix != ".distcp")
 
@@ -129,20 +120,16 @@ class Pending:
 class Planner:
     """Plans the saves of one state dict, whose layout stays the same: who of the replicas writes what is decided once,
     and checked once.
-
-    Args:
-        live: the tensors are those that training changes; else they were made for the save, on the host.
     """
 
-    def __init__(self, *, live: bool) -> None:
+    def __init__(self) -> None:
         self._strategy = _Strategy(*_FORMAT)
-        self._strategy.live = live
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._shared = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._checked = False
 
     def plan(self, state: dict[str, Any], folder: Path, content: dict[str, Any]) -> Pending:
-        """Plan a save and copy what this rank will write. Collective, on the training thread.
+        """Plan a save. Collective, on the training thread.
 
         Args:
             state: sharded state dict; is used up.
@@ -158,7 +145,26 @@ class Planner:
             content_metadata=content,
         )
         self._checked = True
-        return Pending(folder, self._strategy.snapshot, self._strategy.metadata)
+        return Pending(folder, self._strategy.share, self._strategy.metadata)
+
+
+class Copies:
+    """Copies of what a rank writes, in host memory that is kept from save to save."""
+
+    def __init__(self) -> None:
+        self._memory = HostMemory()
+
+    def begin(self, pending: Sequence[Pending], *, in_background: bool) -> Copying:
+        """Copy what several state dicts of one save are to write. What the save before wrote is overwritten: it has to
+        be done.
+        """
+        tensors = [tensor for one in pending for tensor in one.tensors]
+        targets = self._memory.places(tensors)
+        copies = iter(targets)
+        for one in pending:
+            one.use(copies)
+        pairs = ((source.contiguous(), target) for source, target in zip(tensors, targets, strict=True))
+        return Copying(pairs, {tensor.device for tensor in tensors}, "the training state", in_background=in_background)
 
 
 def finalise(pending: Sequence[Pending], group: dist.ProcessGroup) -> list[Path]:

@@ -1,0 +1,68 @@
+"""Copies beside the training thread: what is held until they are there, and what is told where they fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.weights import copying as module
+from trinity_sync.weights.copying import Copying, HostMemory
+
+CPU = [torch.device("cpu")]
+
+
+def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 100)
+    source = torch.arange(1000, dtype=torch.int64).view(10, 100)
+    target = torch.zeros_like(source)
+    reached = threading.Event()
+
+    def pairs() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        reached.wait(60)
+        yield source, target
+
+    copying = Copying(pairs(), CPU, "a state", in_background=True)
+    with pytest.raises(WaitTimeout, match=r"the snapshot .*copy a state"):
+        copying.hold_until_copied(0.01)
+    reached.set()
+    assert copying.hold_until_copied(60) >= 0
+    source += 1
+    copying.wait_whole(60)
+    assert torch.equal(target, source - 1)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_copy_that_fails_lets_training_go_on_and_fails_the_save(in_background: bool) -> None:
+    copying = Copying([(torch.ones(3), torch.ones(4))], CPU, "a state", in_background=in_background)
+    copying.hold_until_copied(60)
+    with pytest.raises(RunError, match="a state could not be copied"):
+        copying.wait_whole(60)
+
+
+def test_places_have_storages_of_their_own_and_are_the_same_at_the_next_save() -> None:
+    memory = HostMemory()
+    tensors = [
+        torch.arange(5, dtype=torch.int64),
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.zeros(0, 4),
+        torch.tensor(7),
+    ]
+    first = memory.places(tensors)
+    Copying(zip(tensors, first, strict=True), CPU, "a state", in_background=False).wait_whole(60)
+    assert all(torch.equal(place, tensor) for place, tensor in zip(first, tensors, strict=True))
+    assert [place.dtype for place in first] == [tensor.dtype for tensor in tensors]
+    assert all(place.untyped_storage().nbytes() == place.nbytes for place in first)
+    again = memory.places(tensors)
+    assert [place.data_ptr() for place in again] == [place.data_ptr() for place in first]
+
+
+def test_memory_grows_where_more_is_to_be_copied() -> None:
+    memory = HostMemory()
+    memory.places([torch.ones(4)])
+    [larger] = memory.places([torch.ones(100_000)])
+    larger.fill_(2)
+    assert larger.shape == (100_000,)

@@ -1,0 +1,119 @@
+"""Tensors that are copied beside the training thread, into host memory that is there already."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.weights.layout import ALIGNMENT
+
+_CHUNK_BYTES = 64 << 20
+
+
+class Copying:
+    """Copies of tensors on their way.
+
+    CUDA tensors are copied on a side stream of their device, which sees what was enqueued on the current stream before;
+    the targets should be page-locked.
+
+    Args:
+        pairs: a source and its target on the host, of the same shape and dtype, both contiguous. The sources must not
+            change until `hold_until_copied` returns. Gone through by the thread that copies.
+        devices: where the sources are.
+        what: is copied, for errors, such as ``"the state of step 20"``.
+        in_background: else all is copied when the constructor returns.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        devices: Collection[torch.device],
+        what: str,
+        *,
+        in_background: bool,
+    ) -> None:
+        self._what = what
+        self._pairs = pairs
+        self._streams = {device: torch.cuda.Stream(device) for device in devices if device.type == "cuda"}
+        for device, stream in self._streams.items():
+            stream.wait_stream(torch.cuda.current_stream(device))
+        self._copied = threading.Event()
+        self._error: Exception | None = None
+        if in_background:
+            threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
+        else:
+            self._copy()
+
+    def hold_until_copied(self, timeout_s: float) -> float:
+        """Wait until the sources may change; seconds waited. An error of the copy is left to `wait_whole`.
+
+        Raises:
+            WaitTimeout: the copy takes longer than `timeout_s`.
+        """
+        started = time.perf_counter()
+        if not self._copied.wait(timeout_s):
+            raise WaitTimeout("the snapshot", f"copy {self._what}", timeout_s)
+        return time.perf_counter() - started
+
+    def wait_whole(self, timeout_s: float) -> None:
+        """Wait until the targets hold the copy.
+
+        Raises:
+            RunError: the copy failed.
+            WaitTimeout: it takes longer than `timeout_s`.
+        """
+        self.hold_until_copied(timeout_s)
+        if self._error is not None:
+            raise RunError(f"{self._what} could not be copied: {self._error}") from self._error
+
+    def _copy(self) -> None:
+        try:
+            with torch.no_grad():
+                for source, target in self._pairs:
+                    self._copy_one(source.detach().view(-1), target.view(-1))
+            for stream in self._streams.values():
+                stream.synchronize()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._pairs = ()
+            self._copied.set()
+
+    def _copy_one(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        step = max(_CHUNK_BYTES // source.element_size(), 1)
+        for start in range(0, source.numel(), step):
+            here, there = source[start : start + step], target[start : start + step]
+            if source.device.type == "cuda":
+                with torch.cuda.stream(self._streams[source.device]):
+                    there.copy_(here, non_blocking=True)
+            else:
+                there.copy_(here)
+
+
+class HostMemory:
+    """Memory for copies of the same tensors, save after save: page faults are paid for once. Page-locked where there
+    are GPUs.
+    """
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0, dtype=torch.uint8)
+
+    def places(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A place for each tensor, of its shape and dtype and with a storage of its own bytes only. What was handed out
+        before is used again.
+        """
+        starts = [0]
+        for tensor in tensors:
+            starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        if self._held.nbytes < starts[-1]:
+            self._held = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
+            self._held = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        held = self._held.numpy()
+        return [
+            torch.from_numpy(held[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+            for tensor, start in zip(tensors, starts[:-1], strict=True)
+        ]
