@@ -66,7 +66,6 @@ class Rank:
             {0: self.segment},
             self.agent,
             PART,
-            may_be_lazy=True,
             timeout_s=timeout_s,
         )
 

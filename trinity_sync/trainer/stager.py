@@ -31,7 +31,6 @@ class WeightStager:
         segments: slot -> this rank's bytes in it; empty for a rank that holds nothing of its own.
         agent: handle of this node's agent.
         part: name of the rank's part.
-        may_be_lazy: the engine tells before its weights change (`Backend.before_change`).
         timeout_s: limit of the wait for a copy, seconds.
     """
 
@@ -43,7 +42,6 @@ class WeightStager:
         agent: Any,
         part: str,
         *,
-        may_be_lazy: bool,
         timeout_s: float,
     ) -> None:
         self._backend = backend
@@ -52,7 +50,7 @@ class WeightStager:
         self._agent = agent
         self._part = part
         self._timeout_s = timeout_s
-        self._may_be_lazy = may_be_lazy and backend.deadline == "optimizer_step"
+        self._may_be_lazy = backend.deadline == "optimizer_step"
         self._lock = threading.Lock()
         self._copied = threading.Event()
         self._copied.set()

@@ -129,7 +129,6 @@ class TrinityWorker(TrainingWorker):
             self._segments,
             agent,
             self._part,
-            may_be_lazy=self._spec.strategy != "megatron",
             timeout_s=timeout_s,
         )
         coordinator = CheckpointCoordinator(
