@@ -341,20 +341,23 @@ def _late(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
 
 
 def _failing(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
-    """A save that the last rank cannot write, and one after it."""
+    """A save that the last rank cannot write, one that it could not copy, and one after them."""
     import torch.distributed as dist
 
     from trinity_sync.errors import RunError
 
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    told = ""
-    _, write = backend.begin_save(folder / "torn")
-    if rank == last:
-        (folder / "torn" / "model" / "dist_ckpt" / f"__{last}_0.distcp").mkdir()
-    try:
-        write()
-    except RunError as error:
-        told = str(error)
+    told = []
+    for name in ("torn", "not-copied"):
+        copying, write = backend.begin_save(folder / name)
+        if rank == last and name == "torn":
+            (folder / "torn" / "model" / "dist_ckpt" / f"__{last}_0.distcp").mkdir()
+        if rank == last and name == "not-copied":
+            copying._error = RuntimeError("out of memory")
+        try:
+            write()
+        except RunError as error:
+            told.append(str(error))
     return {"told": told, "after": len(backend.begin_save(folder / "sound")[1]())}
 
 

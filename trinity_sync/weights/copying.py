@@ -21,7 +21,7 @@ class Copying:
     the targets should be page-locked.
 
     Args:
-        pairs: a source and its target on the host, of the same shape and dtype, both contiguous. The sources must not
+        pairs: a source and its target on the host, contiguous and of the same shape and dtype. The sources must not
             change until `hold_until_copied` returns. Gone through by the thread that copies.
         devices: where the sources are.
         what: is copied, for errors, such as ``"the state of step 20"``.
@@ -74,7 +74,8 @@ class Copying:
         try:
             with torch.no_grad():
                 for source, target in self._pairs:
-                    self._copy_one(source.detach().view(-1), target.view(-1))
+                    with torch.cuda.stream(self._streams.get(source.device)):
+                        self._copy_one(source.detach().reshape(-1), target.view(-1))
             for stream in self._streams.values():
                 stream.synchronize()
         except Exception as error:
@@ -86,12 +87,7 @@ class Copying:
     def _copy_one(self, source: torch.Tensor, target: torch.Tensor) -> None:
         step = max(_CHUNK_BYTES // source.element_size(), 1)
         for start in range(0, source.numel(), step):
-            here, there = source[start : start + step], target[start : start + step]
-            if source.device.type == "cuda":
-                with torch.cuda.stream(self._streams[source.device]):
-                    there.copy_(here, non_blocking=True)
-            else:
-                there.copy_(here)
+            target[start : start + step].copy_(source[start : start + step], non_blocking=source.is_cuda)
 
 
 class HostMemory:

@@ -79,8 +79,7 @@ class Checkpoints:
         return copying, lambda: self._write(folder, pending, copying)
 
     def _write(self, folder: Path, pending: list[Pending], copying: Copying) -> list[Path]:
-        copying.wait_whole(self._timeout_s)
-        files = finalise(pending, self._group)
+        files = finalise(pending, self._group, lambda: copying.wait_whole(self._timeout_s))
         return files + (self._write_metadata(folder) if dist.get_rank() == 0 else [])
 
     def _write_metadata(self, folder: Path) -> list[Path]:

@@ -15,7 +15,7 @@ The files are megatron-core's, so its own loaders and verl read them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.weights.copying import Copying, HostMemory
 
 _FORMAT = ("torch_dist", 1)
@@ -163,12 +163,17 @@ class Copies:
         copies = iter(targets)
         for one in pending:
             one.use(copies)
-        pairs = ((source.contiguous(), target) for source, target in zip(tensors, targets, strict=True))
+        pairs = zip(tensors, targets, strict=True)
         return Copying(pairs, {tensor.device for tensor in tensors}, "the training state", in_background=in_background)
 
 
-def finalise(pending: Sequence[Pending], group: dist.ProcessGroup) -> list[Path]:
+def finalise(pending: Sequence[Pending], group: dist.ProcessGroup, wait_copied: Callable[[], None]) -> list[Path]:
     """Write all of them and make them checkpoints. Collective over `group`, on a thread of its own.
+
+    Args:
+        pending: of one save.
+        group: nothing else uses it.
+        wait_copied: returns when what is pending is copied; what it raises fails the save on all ranks.
 
     Returns:
         The files that this rank has written.
@@ -180,12 +185,15 @@ def finalise(pending: Sequence[Pending], group: dist.ProcessGroup) -> list[Path]
     files: list[Path] = []
     failure: str | None = None
     try:
+        wait_copied()
         for one in pending:
             found, paths = one.write()
             results.append(found)
             files += paths
     except OSError as error:
         failure = f"{error.strerror or error} ({error.filename or pending[0].folder.parent})"
+    except TrinityError as error:
+        failure = str(error)
     except Exception as error:
         failure = f"{type(error).__name__}: {error}"
     everyone = _gathered((failure, results), group)
