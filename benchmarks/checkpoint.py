@@ -33,6 +33,7 @@ import torch
 from trinity_sync import launcher
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.config import compose
+from trinity_sync.job import Job
 from trinity_sync.process import peak_rss
 from trinity_sync.samples.batch import PairBatch
 from trinity_sync.sync.remote import resolve, resolve_one
@@ -101,7 +102,7 @@ class BenchWorker(TrinityWorker):
             os.sched_setaffinity(int(task.name), {core})
 
 
-class BenchJob(launcher.Job):
+class BenchJob(Job):
     """Drives the rounds in place of training."""
 
     worker = BenchWorker

@@ -37,6 +37,10 @@ class Start:
     folder: Path | None
     weights_only: bool = False
 
+    def taken_weights(self, model_folder: Path) -> Path:
+        """Where the weights of another engine's checkpoint lie while the run starts, in Hugging Face format."""
+        return model_folder.with_name(f"model-of-step-{self.step}")
+
     @classmethod
     def find(cls, cfg: DictConfig, checkpoints: Path, *, resume: bool, logs: Path | None = None) -> Start:
         """Look for it.
