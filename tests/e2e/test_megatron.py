@@ -55,7 +55,7 @@ def test_a_free_run_copies_versions_beside_the_next_step(tmp_path: Path) -> None
 
 def test_a_rank_that_is_killed_while_a_save_is_under_way_costs_that_save_only(tmp_path: Path) -> None:
     started = start(tmp_path / "run", "backend=megatron", "backend.tp=2", "trainer.steps=400", "checkpoint.interval=1")
-    kill_at(started, "step 6/400", lambda run: run.pid_of("trainer-rank-1"))
+    kill_at(started, "step 40/400", lambda run: run.pid_of("trainer-rank-1"))
     run = started.finish()
     assert run.code == 1
     assert "trainer rank 1 died" in run.output

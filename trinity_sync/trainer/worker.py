@@ -45,6 +45,7 @@ from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync import nccl
 from trinity_sync.sync.parts import part_name
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.trainer.rendezvous import meet
 from trinity_sync.trainer.spec import RankInfo, WorkerSpec
 from trinity_sync.trainer.stager import WeightStager
 from trinity_sync.trainer.state_saver import StateSaver
@@ -67,10 +68,12 @@ class TrinityWorker(TrainingWorker):
         # verl's own call would name gloo twice on a CPU, which torch refuses, and sets no timeout. It leaves a group
         # alone that is there.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
             backend,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
+            store=meet(rank, ranks, spec.timeout_s),
+            rank=rank,
+            world_size=ranks,
             timeout=timedelta(seconds=spec.timeout_s),
         )
         if spec.strategy == "megatron":
