@@ -43,7 +43,8 @@ def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
 
 
 def test_a_free_run_copies_versions_beside_the_next_step(tmp_path: Path) -> None:
-    run = _started(tmp_path / "run", "dp2", "trainer.schedule=free", "sync.max_staleness=1", "trainer.steps=6")
+    settings = ["trainer.schedule=free", "sync.max_staleness=1", "trainer.steps=6", "retention=[keep_all]"]
+    run = _started(tmp_path / "run", "dp2", *settings)
     assert run.code == 0, run.output
     assert run.digests[0] == initial_digest(run.folder)
     assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
@@ -54,7 +55,14 @@ def test_a_free_run_copies_versions_beside_the_next_step(tmp_path: Path) -> None
 
 
 def test_a_rank_that_is_killed_while_a_save_is_under_way_costs_that_save_only(tmp_path: Path) -> None:
-    started = start(tmp_path / "run", "backend=megatron", "backend.tp=2", "trainer.steps=400", "checkpoint.interval=1")
+    settings = [
+        "backend=megatron",
+        "backend.tp=2",
+        "trainer.steps=400",
+        "checkpoint.interval=1",
+        "retention=[keep_all]",
+    ]
+    started = start(tmp_path / "run", *settings)
     kill_at(started, "step 40/400", lambda run: run.pid_of("trainer-rank-1"))
     run = started.finish()
     assert run.code == 1
