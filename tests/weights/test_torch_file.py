@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights import snapshot as snapshot_module
+from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.image import ImageError, fill
 from trinity_sync.weights.snapshot import Snapshot, plan
 from trinity_sync.weights.torch_file import storages, write_skeleton
@@ -142,7 +143,7 @@ def storages_as_tensor(path: Path) -> torch.Tensor:
 
 
 def test_a_copy_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Snapshot, "_copy", lambda self: None)
+    monkeypatch.setattr(Copying, "_copy", lambda self: None)
     snapshot = Snapshot(plan({"x": torch.ones(3)}), bytearray(64), "the state of step 7", in_background=True)
     with pytest.raises(WaitTimeout, match="the state of step 7"):
         snapshot.hold_until_copied(0.01)
@@ -152,7 +153,7 @@ def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def broken(*_: Any) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(Snapshot, "_copy_one", broken)
+    monkeypatch.setattr(Copying, "_copy_one", broken)
     snapshot = Snapshot(plan({"x": torch.ones(3)}), bytearray(64), "the state of step 7", in_background=True)
     snapshot.hold_until_copied(LIMIT)
     with pytest.raises(RunError, match="the state of step 7 could not be copied: device lost"):
