@@ -57,7 +57,8 @@ class BenchWorker(TrinityWorker):
 
     def set_lazy(self, lazy: bool) -> None:
         """Whether the next saves copy beside the next step."""
-        self._saver._in_background = lazy and self._backend.deadline == "optimizer_step"
+        lazy = lazy and self._backend.deadline == "optimizer_step"
+        setattr(self._saver, "_lazy" if hasattr(self._saver, "_lazy") else "_in_background", lazy)
 
     def one_copy(self, numel: int) -> float:
         """Seconds of a single-thread copy of so many bytes, a rank's state, between two existing buffers."""
@@ -150,7 +151,8 @@ class BenchJob(Job):
         """Of each rank."""
         if not self._writes_itself:
             return self._call("state_bytes")
-        written = sum(path.stat().st_size for path in self._folder.checkpoints.rglob("*") if path.is_file())
+        newest = max(self._folder.checkpoints.glob("global_step_*"), key=lambda folder: folder.stat().st_mtime)
+        written = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
         ranks = len(self._trainer.ranks)
         return [written // ranks] * ranks
 
@@ -162,12 +164,13 @@ class BenchJob(Job):
         )
         found["disk_s"] = _write(self.place / "raw", nbytes)
         found["verl/blocked_s"] = max(self._timed_in_folder("save_with_verl"))
-        if self._writes_itself:
-            return found | {f"eager/{key}": value for key, value in self._whole().items()}
         for lazy in (True, False):
             name = "lazy" if lazy else "eager"
             self._call("set_lazy", lazy)
-            found |= {f"{name}/{key}": value for key, value in self._ours().items()}
+            ours = self._whole() if self._writes_itself else self._ours()
+            found |= {f"{name}/{key}": value for key, value in ours.items()}
+        if self._writes_itself:
+            return found
         found["torch_save/blocked_s"] = max(self._timed_in_folder("save_inline"))
         for kind in ("thread", "process"):
             try:
@@ -184,8 +187,10 @@ class BenchJob(Job):
         self._train()
         began = time.perf_counter()
         folder = self._begin()
-        blocked = max(self._call("save", self._step, folder))
-        step, beside = self._step, []
+        step = self._step
+        self._call("save", step, folder)
+        beside = [self._train()]
+        blocked = max(self._call("save_blocked", step))
         committed = self._monitor.wait_committed.remote(step, 0, LIMIT_S)
         while not ray.wait([committed], timeout=0)[0]:
             beside.append(self._train())
@@ -374,8 +379,8 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
         "plain write / background write": median["disk_s"] / median[f"{best}/write_s"],
         "memory more with a save / state": found["memory"]["more"] / found["state_bytes"],
     }
-    if "eager/synchronous_s" in median:
-        ratios["synchronous / blocked"] = median["eager/synchronous_s"] / median["eager/blocked_s"]
+    if f"{best}/synchronous_s" in median:
+        ratios["synchronous / blocked"] = median[f"{best}/synchronous_s"] / median[f"{best}/blocked_s"]
     return {"parameters": layers * _PER_LAYER, "driver_peak_rss": peak_rss(), **found, "ratios": ratios}
 
 
