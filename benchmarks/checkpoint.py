@@ -57,8 +57,7 @@ class BenchWorker(TrinityWorker):
 
     def set_lazy(self, lazy: bool) -> None:
         """Whether the next saves copy beside the next step."""
-        lazy = lazy and self._backend.deadline == "optimizer_step"
-        setattr(self._saver, "_lazy" if hasattr(self._saver, "_lazy") else "_in_background", lazy)
+        self._saver._lazy = lazy and self._backend.deadline == "optimizer_step"
 
     def one_copy(self, numel: int) -> float:
         """Seconds of a single-thread copy of so many bytes, a rank's state, between two existing buffers."""

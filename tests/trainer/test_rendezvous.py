@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import ray
+from ray.experimental import internal_kv
 
 from tests import local_ray
 from trinity_sync.errors import WaitTimeout
@@ -21,7 +22,8 @@ class Rank:
     """A rank of a group of two, without an engine."""
 
     def __init__(self, port: int, rank: int) -> None:
-        os.environ |= {"WG_PREFIX": "group", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "WG_PREFIX": "group"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self._rank = rank
 
     def meet(self, timeout_s: float) -> int:
@@ -29,10 +31,9 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from trinity_sync.trainer.rendezvous import meet
+        from trinity_sync.trainer.rendezvous import join_group
 
-        store = meet(self._rank, 2, timeout_s)
-        dist.init_process_group("gloo", store=store, rank=self._rank, world_size=2)
+        join_group("gloo", timeout_s)
         brought = torch.tensor([10 + self._rank])
         dist.all_reduce(brought)
         dist.destroy_process_group()
@@ -45,3 +46,4 @@ def test_ranks_meet_where_their_port_is_taken_and_say_for_whom_they_wait(cluster
         with pytest.raises(WaitTimeout, match=r"trainer rank 0 did not open a port .*within 0.1 s"):
             ray.get(second.meet.remote(0.1), timeout=2 * LIMIT)
         assert ray.get([rank.meet.remote(LIMIT) for rank in (first, second)], timeout=2 * LIMIT) == [21, 21]
+    assert internal_kv._internal_kv_list("trinity-sync/") == []

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 
+from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
 
 Deadline = Literal["optimizer_step", "offload", "now"]
@@ -80,15 +81,6 @@ class Backend(Protocol):
         ...
 
 
-class Copying(Protocol):
-    """A training state on its way; `weights.copying.Copying` is one."""
-
-    def hold_until_copied(self, timeout_s: float) -> float:
-        """Wait until the state may change; seconds waited."""
-        ...
-
-
-@runtime_checkable
 class WritesItself(Protocol):
     """A backend whose checkpoint format is more than one object per file: it writes its files itself."""
 

@@ -19,30 +19,34 @@ from trinity_sync.errors import WaitTimeout
 _POLL_S = 0.05
 
 
-def meet(rank: int, ranks: int, timeout_s: float) -> dist.TCPStore:
-    """The store through which the ranks of a group make their process groups. All ranks call it, in actors that verl
-    started.
+def join_group(backend: str, timeout_s: float) -> None:
+    """Make the default process group. All ranks call it, in actors that verl started.
 
     Args:
-        rank: this one.
-        ranks: how many.
-        timeout_s: of the wait for rank 0, and of the store's own waits, seconds.
+        backend: torch's name of it; gloo is among the ones it names, so that no rank returns before all have come.
+        timeout_s: of the wait for rank 0, and of the group's collectives, seconds.
 
     Raises:
         WaitTimeout: rank 0 has opened no port.
     """
-    host = os.environ["MASTER_ADDR"]
-    key = (
-        f"trinity-sync/meet/{os.environ['WG_PREFIX']}/{host}:{os.environ['MASTER_PORT']}"  # the same for the group only
-    )
-    limit = timedelta(seconds=timeout_s)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
+    key = f"trinity-sync/{os.environ['WG_PREFIX']}/{host}:{os.environ['MASTER_PORT']}"  # of this group only
+    port = 0 if rank == 0 else _wait_for_port(key, timeout_s)
+    store = dist.TCPStore(host, port, ranks, is_master=rank == 0, timeout=limit, wait_for_workers=False)
     if rank == 0:
-        store = dist.TCPStore(host, 0, ranks, is_master=True, timeout=limit, wait_for_workers=False)
         internal_kv._internal_kv_put(key, str(store.port))
-        return store
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+    finally:
+        if rank == 0:
+            internal_kv._internal_kv_del(key)
+
+
+def _wait_for_port(key: str, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while (port := internal_kv._internal_kv_get(key)) is None:
         if time.monotonic() > deadline:
             raise WaitTimeout("trainer rank 0", "open a port for the other ranks (backend.timeout_s)", timeout_s)
         time.sleep(_POLL_S)
-    return dist.TCPStore(host, int(port), ranks, is_master=False, timeout=limit, wait_for_workers=False)
+    return int(port)

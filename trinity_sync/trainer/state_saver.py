@@ -57,7 +57,7 @@ class StateSaver:
         self._part = part
         self._writes_metadata = writes_metadata
         self._format: Format = form
-        self._in_background = lazy and backend.deadline == "optimizer_step"
+        self._lazy = lazy and backend.deadline == "optimizer_step"
         self._timeout_s = timeout_s
         self._reserved = -1
         self._reserving: Any = None
@@ -67,7 +67,7 @@ class StateSaver:
         self._blocked_s = 0.0
         if form == "dcp":
             backend.open_group(timeout_s)
-        if self._in_background:
+        if self._lazy:
             backend.before_change(self._hold)
 
     def prepare(self) -> None:
@@ -90,9 +90,7 @@ class StateSaver:
         written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
         resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
         planned = plan(self._backend.state(self._format))
-        snapshot = Snapshot(
-            planned, self._segment_for(planned), f"the state of step {step}", in_background=self._in_background
-        )
+        snapshot = Snapshot(planned, self._segment_for(planned), f"the state of step {step}", in_background=self._lazy)
         self._copying = snapshot
         self._coordinator.save_async(
             "full", lambda: self._hand_over(snapshot, step, folder), step, part=self._part, hands_over=True

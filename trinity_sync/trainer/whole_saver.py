@@ -12,8 +12,9 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from trinity_sync.backends.base import Copying, WritesItself
+from trinity_sync.backends.base import WritesItself
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.weights.copying import Copying
 
 
 class Saver(Protocol):

@@ -14,7 +14,6 @@ import mmap
 import os
 import random
 import warnings
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-import torch.distributed as dist
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import (
@@ -45,7 +43,7 @@ from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync import nccl
 from trinity_sync.sync.parts import part_name
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
-from trinity_sync.trainer.rendezvous import meet
+from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.spec import RankInfo, WorkerSpec
 from trinity_sync.trainer.stager import WeightStager
 from trinity_sync.trainer.state_saver import StateSaver
@@ -68,14 +66,7 @@ class TrinityWorker(TrainingWorker):
         # verl's own call would name gloo twice on a CPU, which torch refuses, and sets no timeout. It leaves a group
         # alone that is there.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group(
-            backend,
-            store=meet(rank, ranks, spec.timeout_s),
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=spec.timeout_s),
-        )
+        join_group(backend, spec.timeout_s)
         if spec.strategy == "megatron":
             from trinity_sync.backends.megatron.engine import prepare
 
