@@ -2,10 +2,11 @@
 
     python benchmarks/checkpoint.py --json [--params 110e6] [--backends fsdp2 fsdp megatron] [--rounds 5] [--folder DIR]
 
-Everything is measured in turn in each round on the same engines: real verl engines with Adam, two ranks on one core,
-the node agent on the other. Times in seconds, medians and p95 over the rounds. `blocked_s` is how long training stood
-still (the slowest rank), `one_copy_s` a single-thread copy of one rank's state between two existing buffers while
-nothing else runs, `disk_s` a plain write and fsync of all the bytes by one process.
+Everything is measured in turn in each round on the same engines: real verl engines with Adam, two ranks. Times in
+seconds, medians and p95 over the rounds. `blocked_s` is how long training stood still (the slowest rank), `one_copy_s`
+a single-thread copy of one rank's state between two existing buffers while nothing else runs, `disk_s` a plain write
+and fsync of all the bytes by one process. `apart/` is measured with both ranks on one core and the node agent on the
+other, all else with every process on any core.
 
 `memory` is the sum over all processes of the run of their proportional share of resident bytes (PSS, slots included):
 the most of it during training steps, and the most during a save with steps beside it.
@@ -96,10 +97,9 @@ class BenchWorker(TrinityWorker):
         future.result(timeout=LIMIT_S)
         return returned, time.perf_counter() - began
 
-    def pin_to(self, core: int) -> None:
-        """Run on one core."""
-        for task in Path("/proc/self/task").iterdir():
-            os.sched_setaffinity(int(task.name), {core})
+    def run_on(self, cores: set[int]) -> None:
+        """Of the machine's."""
+        _run_on(os.getpid(), cores)
 
 
 class BenchJob(Job):
@@ -114,13 +114,6 @@ class BenchJob(Job):
         """All rounds."""
         self._step = 0
         self._batch = ray.put(_batch(8, 8))
-        cores = sorted(os.sched_getaffinity(0))
-        if len(cores) > 1:
-            self._call("pin_to", cores[0])
-            for agent in self._agents.values():
-                pid = ray.get(agent.memory.remote())["pid"]
-                for task in Path(f"/proc/{pid}/task").iterdir():
-                    os.sched_setaffinity(int(task.name), set(cores[1:]))
         for _ in range(2):
             self._train()
         with _Memory() as training:
@@ -168,6 +161,7 @@ class BenchJob(Job):
             self._call("set_lazy", lazy)
             ours = self._whole() if self._writes_itself else self._ours()
             found |= {f"{name}/{key}": value for key, value in ours.items()}
+        found |= {f"apart/{key}": value for key, value in self._apart().items()}
         if self._writes_itself:
             return found
         found["torch_save/blocked_s"] = max(self._timed_in_folder("save_inline"))
@@ -202,7 +196,7 @@ class BenchJob(Job):
         self._call("save", self._step, folder)
         self._call("finish_saves")
         written = time.perf_counter() - waited
-        resolve_one(self._monitor.wait_committed.remote(self._step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
+        self._wait_committed(self._step)
         return {
             "blocked_s": blocked,
             "step_beside_s": statistics.median(beside),
@@ -210,6 +204,25 @@ class BenchJob(Job):
             "write_s": written - blocked,
             "committed_s": done - began,
         }
+
+    def _apart(self) -> dict[str, float]:
+        """A lazy save where the node agent has a core for itself, and the ranks share another."""
+        cores = sorted(os.sched_getaffinity(0))
+        if self._writes_itself or len(cores) < 2:
+            return {}
+        self._place({cores[0]}, set(cores[1:]))
+        self._call("set_lazy", True)
+        try:
+            steps = {"step_s": statistics.median(self._train() for _ in range(3))}
+            return steps | self._beside()
+        finally:
+            self._place(set(cores), set(cores))
+
+    def _place(self, ranks: set[int], agents: set[int]) -> None:
+        """Have the processes run on these cores."""
+        self._call("run_on", ranks)
+        for agent in self._agents.values():
+            _run_on(ray.get(agent.memory.remote(), timeout=LIMIT_S)["pid"], agents)
 
     def _begin(self) -> str:
         parts = [info.part for info in self._infos]
@@ -219,8 +232,23 @@ class BenchJob(Job):
     def _ours(self) -> dict[str, float]:
         """One save, with steps beside it."""
         self._train()
-        step = self._step
         began = time.perf_counter()
+        found = self._beside()
+        found["committed_s"] = time.perf_counter() - began
+        # Once more with nothing beside it, for the writing alone.
+        self._train()
+        step = self._step
+        self._call("save", step, self._begin())
+        self._call("finish_saves")
+        alone = time.perf_counter()
+        self._wait_written()
+        found["write_s"] = time.perf_counter() - alone
+        self._wait_committed(step)
+        return found
+
+    def _beside(self) -> dict[str, float]:
+        """One save, and steps until it is committed."""
+        step = self._step
         self._call("save", step, self._begin())
         beside = [self._train()]
         blocked = max(self._call("save_blocked", step))
@@ -229,26 +257,17 @@ class BenchJob(Job):
         while not self._written(0):
             beside.append(self._train())
         self._wait_written()
-        total = time.perf_counter()
-        resolve_one(self._monitor.wait_committed.remote(step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
-        committed = time.perf_counter()
-        # Once more with nothing beside it, for the writing alone.
-        self._train()
-        step = self._step
-        self._call("save", step, self._begin())
-        self._call("finish_saves")
-        alone = time.perf_counter()
-        self._wait_written()
-        written = time.perf_counter() - alone
-        resolve_one(self._monitor.wait_committed.remote(step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
+        written = time.perf_counter() - handed_over
+        self._wait_committed(step)
         return {
             "blocked_s": blocked,
-            "step_beside_s": statistics.median(beside[1:] or beside),
             "step_with_copy_s": beside[0],
-            "written_beside_steps_s": total - handed_over,
-            "write_s": written,
-            "committed_s": committed - began,
+            "step_beside_s": statistics.median(beside[1:] or beside),
+            "written_beside_steps_s": written,
         }
+
+    def _wait_committed(self, step: int) -> None:
+        resolve_one(self._monitor.wait_committed.remote(step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
 
     def _written(self, timeout_s: float) -> bool:
         calls = [self._agent_call(info, 0.0) for info in self._infos]
@@ -282,6 +301,12 @@ class BenchJob(Job):
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         return self._trainer.call(method, *arguments, what=method, timeout_s=LIMIT_S)
+
+
+def _run_on(pid: int, cores: set[int]) -> None:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
+            os.sched_setaffinity(int(task.name), cores)
 
 
 class _Memory:
@@ -375,6 +400,15 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
         f"{best} blocked / one copy": median[f"{best}/blocked_s"] / median["one_copy_s"],
         f"verl blocked / {best} blocked": median["verl/blocked_s"] / median[f"{best}/blocked_s"],
         "step beside a save / step": median[f"{best}/step_beside_s"] / median["step_s"],
+        **(
+            {
+                "apart: step beside a save / step": median["apart/step_beside_s"] / median["apart/step_s"],
+                "apart: step with the copy / step": median["apart/step_with_copy_s"] / median["apart/step_s"],
+                "apart: blocked / one copy": median["apart/blocked_s"] / median["one_copy_s"],
+            }
+            if "apart/step_s" in median
+            else {}
+        ),
         "plain write / background write": median["disk_s"] / median[f"{best}/write_s"],
         "memory more with a save / state": found["memory"]["more"] / found["state_bytes"],
     }

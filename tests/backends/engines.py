@@ -372,7 +372,8 @@ class Lazy:
         self.held = 0
         self._backend = backend
         backend.before_change(self._hold)
-        self._snapshot = Snapshot(planned, self._segment, "the state", in_background=True)
+        self._snapshot = Snapshot(planned, self._segment, "the state")
+        self._snapshot.copy(in_background=True)
 
     def _hold(self) -> None:
         self.held += 1

@@ -25,7 +25,8 @@ def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyP
         reached.wait(60)
         yield source, target
 
-    copying = Copying(pairs(), CPU, "a state", in_background=True)
+    copying = Copying(pairs(), CPU, "a state")
+    copying.copy(in_background=True)
     with pytest.raises(WaitTimeout, match=r"the snapshot .*copy a state"):
         copying.hold_until_copied(0.01)
     reached.set()
@@ -37,7 +38,8 @@ def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_copy_that_fails_lets_training_go_on_and_fails_the_save(in_background: bool) -> None:
-    copying = Copying([(torch.ones(3), torch.ones(4))], CPU, "a state", in_background=in_background)
+    copying = Copying([(torch.ones(3), torch.ones(4))], CPU, "a state")
+    copying.copy(in_background=in_background)
     copying.hold_until_copied(60)
     with pytest.raises(RunError, match="a state could not be copied"):
         copying.wait_whole(60)
@@ -52,7 +54,9 @@ def test_places_have_storages_of_their_own_and_are_the_same_at_the_next_save() -
         torch.tensor(7),
     ]
     first = memory.places(tensors)
-    Copying(zip(tensors, first, strict=True), CPU, "a state", in_background=False).wait_whole(60)
+    copying = Copying(zip(tensors, first, strict=True), CPU, "a state")
+    copying.copy(in_background=False)
+    copying.wait_whole(60)
     assert all(torch.equal(place, tensor) for place, tensor in zip(first, tensors, strict=True))
     assert [place.dtype for place in first] == [tensor.dtype for tensor in tensors]
     assert all(place.untyped_storage().nbytes() == place.nbytes for place in first)

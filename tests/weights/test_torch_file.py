@@ -16,7 +16,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights import snapshot as snapshot_module
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.image import ImageError, fill
-from trinity_sync.weights.snapshot import Snapshot, plan
+from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.torch_file import storages, write_skeleton
 
 LIMIT = 30.0
@@ -31,11 +31,18 @@ def group() -> Any:
     torch.distributed.destroy_process_group()
 
 
+def copied(planned: StatePlan, segment: bytearray, *, in_background: bool = True) -> Snapshot:
+    """A snapshot that is being copied."""
+    snapshot = Snapshot(planned, segment, "the state of step 7")
+    snapshot.copy(in_background=in_background)
+    return snapshot
+
+
 def write(files: dict[str, Any], folder: Path, *, in_background: bool = True) -> list[Path]:
     """All of it, as rank and agent do together."""
     planned = plan(files)
     segment = bytearray(planned.nbytes + 100)
-    images = Snapshot(planned, segment, "the state", in_background=in_background).file_images(folder, LIMIT)
+    images = copied(planned, segment, in_background=in_background).file_images(folder, LIMIT)
     for image in images:
         fill(Path(image.path), image.extents, segment, durable=False)
     return [Path(image.path) for image in images]
@@ -113,7 +120,7 @@ def test_what_changes_after_the_deadline_is_not_in_the_file(tmp_path: Path) -> N
     value = {"weight": torch.ones(1000)}
     planned = plan({"x.pt": value})
     segment = bytearray(planned.nbytes)
-    snapshot = Snapshot(planned, segment, "the state", in_background=True)
+    snapshot = copied(planned, segment)
     snapshot.hold_until_copied(LIMIT)
     value["weight"].zero_()
     (image,) = snapshot.file_images(tmp_path, LIMIT)
@@ -126,7 +133,7 @@ def test_the_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
 
     planned = plan({"x.pt": state(2)})
     segment = bytearray(planned.nbytes)
-    (image,) = Snapshot(planned, segment, "the state", in_background=True).file_images(tmp_path, LIMIT)
+    (image,) = copied(planned, segment).file_images(tmp_path, LIMIT)
     assert fill(Path(image.path), image.extents, segment, durable=False) == digest_file(Path(image.path))
 
 
@@ -144,7 +151,7 @@ def storages_as_tensor(path: Path) -> torch.Tensor:
 
 def test_a_copy_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Copying, "_copy", lambda self: None)
-    snapshot = Snapshot(plan({"x": torch.ones(3)}), bytearray(64), "the state of step 7", in_background=True)
+    snapshot = copied(plan({"x": torch.ones(3)}), bytearray(64))
     with pytest.raises(WaitTimeout, match="the state of step 7"):
         snapshot.hold_until_copied(0.01)
 
@@ -154,7 +161,7 @@ def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise RuntimeError("device lost")
 
     monkeypatch.setattr(Copying, "_copy_one", broken)
-    snapshot = Snapshot(plan({"x": torch.ones(3)}), bytearray(64), "the state of step 7", in_background=True)
+    snapshot = copied(plan({"x": torch.ones(3)}), bytearray(64))
     snapshot.hold_until_copied(LIMIT)
     with pytest.raises(RunError, match="the state of step 7 could not be copied: device lost"):
         snapshot.file_images(tmp_path, LIMIT)
@@ -163,7 +170,7 @@ def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_segment_that_is_too_small_is_refused() -> None:
     with pytest.raises(RunError, match="needs 4032 bytes, its segment has 10"):
-        Snapshot(plan({"x": torch.ones(1000)}), bytearray(10), "the state", in_background=False)
+        copied(plan({"x": torch.ones(1000)}), bytearray(10), in_background=False)
 
 
 class Hidden:
@@ -177,7 +184,7 @@ def test_tensors_that_the_plan_does_not_know_are_not_written_as_holes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot_module, "_MAX_CONSTANT_BYTES", 100)
-    snapshot = Snapshot(plan({"x": Hidden(torch.ones(100))}), bytearray(10), "the state", in_background=False)
+    snapshot = copied(plan({"x": Hidden(torch.ones(100))}), bytearray(10), in_background=False)
     with pytest.raises(RunError, match="400 bytes are pickled that the snapshot does not hold"):
         snapshot.file_images(tmp_path, LIMIT)
 

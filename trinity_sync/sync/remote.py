@@ -68,6 +68,15 @@ def resolve_one(reference: Any, who: str, what: str, timeout_s: float) -> Any:
     return resolve({who: reference}, what, timeout_s)[who]
 
 
+def is_answered(reference: Any) -> bool:
+    """Whether a call has ended well by now."""
+    try:
+        ray.get(reference, timeout=0)
+    except Exception:
+        return False
+    return True
+
+
 def _failure(reference: Any, names: Mapping[Any, str]) -> tuple[str, Exception] | None:
     try:
         ray.get(reference, timeout=0)

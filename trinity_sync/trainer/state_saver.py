@@ -16,7 +16,7 @@ from typing import Any
 
 from trinity_sync.backends.base import DISTRIBUTED, Backend, Format
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.sync.remote import resolve_one
+from trinity_sync.sync.remote import is_answered, resolve_one
 from trinity_sync.sync.state import StatePart
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
@@ -61,6 +61,7 @@ class StateSaver:
         self._timeout_s = timeout_s
         self._reserved = -1
         self._reserving: Any = None
+        self._written: Any = None
         self._segment: mmap.mmap | None = None
         self._copying: Snapshot | None = None
         self._step = -1
@@ -85,16 +86,15 @@ class StateSaver:
         """
         started = time.perf_counter()
         self._hold()
-        # There is one segment: what was saved before has to be on the disk.
         self._coordinator.settle()
-        written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
-        resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
+        self._wait_written(step)
         planned = plan(self._backend.state(self._format))
-        snapshot = Snapshot(planned, self._segment_for(planned), f"the state of step {step}", in_background=self._lazy)
-        self._copying = snapshot
+        snapshot = Snapshot(planned, self._segment_for(planned), f"the state of step {step}")
         self._coordinator.save_async(
             "full", lambda: self._hand_over(snapshot, step, folder), step, part=self._part, hands_over=True
         )
+        self._copying = snapshot
+        snapshot.copy(in_background=self._lazy)  # last: what comes after it shares the processor with it
         self._step, self._blocked_s = step, time.perf_counter() - started
         return self._blocked_s
 
@@ -111,6 +111,16 @@ class StateSaver:
         if self._copying is not None:
             self._blocked_s += self._copying.hold_until_copied(self._timeout_s)
             self._copying = None
+
+    def _wait_written(self, step: int) -> None:
+        """There is one segment: what was saved before has to be on the disk. The agent was asked in time (after the
+        hand-over, behind the training thread), so that its answer is here already where there is nothing to wait for.
+        """
+        asked, self._written = self._written, None
+        if asked is not None and is_answered(asked):
+            return
+        written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
+        resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
 
     def _hand_over(self, snapshot: Snapshot, step: int, folder: Path) -> None:
         names = snapshot.names
@@ -130,6 +140,7 @@ class StateSaver:
         resolve_one(
             self._agent.take_state.remote(given), _AGENT, f"take over the state of step {step}", self._timeout_s + 5
         )
+        self._written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
 
     def _reserve(self, planned: StatePlan) -> None:
         self._reserved = planned.nbytes

@@ -15,17 +15,16 @@ _CHUNK_BYTES = 64 << 20
 
 
 class Copying:
-    """Copies of tensors on their way.
+    """Tensors to copy, and how far that is.
 
-    CUDA tensors are copied on a side stream of their device, which sees what was enqueued on the current stream before;
-    the targets should be page-locked.
+    CUDA tensors are copied on a side stream of their device, which sees what was enqueued on the current stream before
+    this was made; the targets should be page-locked.
 
     Args:
         pairs: a source and its target on the host, contiguous and of the same shape and dtype. The sources must not
             change until `hold_until_copied` returns. Gone through by the thread that copies.
         devices: where the sources are.
         what: is copied, for errors, such as ``"the state of step 20"``.
-        in_background: else all is copied when the constructor returns.
     """
 
     def __init__(
@@ -33,8 +32,6 @@ class Copying:
         pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
         devices: Collection[torch.device],
         what: str,
-        *,
-        in_background: bool,
     ) -> None:
         self._what = what
         self._pairs = pairs
@@ -43,6 +40,13 @@ class Copying:
             stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = threading.Event()
         self._error: Exception | None = None
+
+    def copy(self, *, in_background: bool) -> None:
+        """Begin, once. An error of the copy is left to `wait_whole`.
+
+        Args:
+            in_background: on a thread of its own; else all is copied when this returns.
+        """
         if in_background:
             threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
         else:

@@ -8,7 +8,7 @@ for what is left. The method is that of CheckFreq (Mohan et al., FAST 2021) and 
 One rank's snapshot, in order:
 
 1. `plan(state)` finds the storages of the state and gives each its place in a segment;
-2. `Snapshot(plan, segment)` begins to copy; `hold_until_copied` is called before the state changes;
+2. `Snapshot(plan, segment).copy()` begins to copy; `hold_until_copied` is called before the state changes;
 3. `file_images(folder)` writes the skeletons of the files and says which bytes of the segment go where in them.
 """
 
@@ -73,7 +73,7 @@ def plan(files: Mapping[str, Any]) -> StatePlan:
 
 
 class Snapshot:
-    """A state on its way into a segment.
+    """A state and the segment that it is copied into.
 
     With CUDA the segment should be page-locked (`weights.staging.pin_segment`); see `weights.copying`.
 
@@ -81,10 +81,9 @@ class Snapshot:
         plan: of the state. Its tensors must not change until `hold_until_copied` returns.
         segment: writable, at least ``plan.nbytes``; nobody reads it meanwhile.
         what: names the snapshot in errors, such as ``"the state of step 20"``.
-        in_background: else the copy is complete when the constructor returns.
     """
 
-    def __init__(self, plan: StatePlan, segment: Segment, what: str, *, in_background: bool) -> None:
+    def __init__(self, plan: StatePlan, segment: Segment, what: str) -> None:
         self._plan = plan
         self._what = what
         held = len(memoryview(segment))
@@ -92,12 +91,16 @@ class Snapshot:
             raise RunError(f"{what} needs {plan.nbytes} bytes, its segment has {held}")
         self._target = torch.frombuffer(segment, dtype=torch.uint8)
         devices = {storage.device for storage, _ in plan.places}
-        self._copying = Copying(self._pairs(), devices, what, in_background=in_background)
+        self._copying = Copying(self._pairs(), devices, what)
 
     @property
     def names(self) -> set[str]:
         """Of the files."""
         return set(self._plan.files)
+
+    def copy(self, *, in_background: bool) -> None:
+        """Begin to copy, once; all is copied when this returns, unless `in_background`."""
+        self._copying.copy(in_background=in_background)
 
     def hold_until_copied(self, timeout_s: float) -> float:
         """Wait until the state may change; seconds waited. An error of the copy is left to `file_images`.

@@ -164,7 +164,9 @@ class Copies:
         for one in pending:
             one.use(copies)
         pairs = zip(tensors, targets, strict=True)
-        return Copying(pairs, {tensor.device for tensor in tensors}, "the training state", in_background=in_background)
+        copying = Copying(pairs, {tensor.device for tensor in tensors}, "the training state")
+        copying.copy(in_background=in_background)
+        return copying
 
 
 def finalise(pending: Sequence[Pending], group: dist.ProcessGroup, wait_copied: Callable[[], None]) -> list[Path]:

@@ -53,7 +53,8 @@ class StateCopy:
         planned = plan(files)
         if self._memory is None or len(self._memory) < planned.nbytes:
             self._snapshot, self._memory = None, mmap.mmap(-1, max(planned.nbytes, mmap.PAGESIZE))
-        self._snapshot = Snapshot(planned, self._memory, what, in_background=False)
+        self._snapshot = Snapshot(planned, self._memory, what)
+        self._snapshot.copy(in_background=False)
 
     def writer(self, name: str, folder: Path, staging: Path, *, durable: bool) -> Any:
         """A function that writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
