@@ -117,7 +117,8 @@ class BenchJob(Job):
         for _ in range(2):
             self._train()
         with _Memory() as training:
-            self._train()
+            for _ in range(3):
+                self._train()
         with _Memory() as saving:
             self._whole() if self._writes_itself else self._ours()
         state_bytes = self._state_bytes()
