@@ -54,8 +54,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("largest", [5 * 10**9, 20_000])
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize(("family", "largest"), [("qwen3", 20_000), ("llama", 5 * 10**9)])
 def test_vllm_loads_and_runs_what_is_exported(tmp_path: Path, family: str, largest: int) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[family])
@@ -84,6 +83,6 @@ def test_vllm_loads_and_runs_what_is_exported(tmp_path: Path, family: str, large
     with torch.no_grad():
         scores = reference(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
     expected = [float(scores[index, token]) for index, token in enumerate(PROMPT[1:])]
-    assert max(expected) - min(expected) > 1
+    assert max(expected) - min(expected) > 2
     assert len(found["tokens"]) == 8
-    assert found["logprobs"] == pytest.approx(expected, abs=0.05)
+    assert found["logprobs"] == pytest.approx(expected, abs=0.2)  # bf16 against float32
