@@ -205,6 +205,17 @@ def test_abandoning_one_step_twice_keeps_both(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("abandoned-global_step_20-attempt_0*"))) == 2
 
 
+def test_the_newest_attempt_counts_what_was_abandoned(tmp_path: Path) -> None:
+    assert store.newest_attempt(tmp_path / "checkpoints") is None
+    commit(tmp_path, 10)
+    assert store.newest_attempt(tmp_path) == 0
+    for attempt in (3, 3):
+        commit(tmp_path, 20, attempt=attempt)
+        store.set_start(tmp_path, 0, attempt + 1)
+    assert store.scan(tmp_path) == []
+    assert store.newest_attempt(tmp_path) == 3
+
+
 def test_a_start_from_nothing_removes_the_trackers(tmp_path: Path) -> None:
     commit(tmp_path, 20)
     write_tracker(tmp_path, FULL, 20)

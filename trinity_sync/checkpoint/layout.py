@@ -39,6 +39,7 @@ REPLACED_PREFIX = ".replaced-"
 STEP_PREFIX = "global_step_"
 
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}(\d+)")
+_ABANDONED_NAME = re.compile(rf"{ABANDONED_PREFIX}{STEP_PREFIX}\d+-attempt_(\d+)(-\d+)?")
 _CHUNK = 4 << 20
 
 
@@ -299,3 +300,9 @@ def abandoned_dir(root: Path, step: int, attempt: int | None) -> Path:
         count += 1
         candidate = root / f"{name}-{count}"
     return candidate
+
+
+def abandoned_attempt(name: str) -> int | None:
+    """The attempt in the name of an abandoned folder; None where there is none."""
+    match = _ABANDONED_NAME.fullmatch(name)
+    return int(match[1]) if match else None

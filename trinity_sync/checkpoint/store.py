@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import (
+    ABANDONED_PREFIX,
     MANIFEST,
     REPLACED_PREFIX,
     STAGING,
@@ -31,6 +32,7 @@ from trinity_sync.checkpoint.layout import (
     FileEntry,
     Manifest,
     ManifestError,
+    abandoned_attempt,
     abandoned_dir,
     digest_file,
     journal_path,
@@ -281,6 +283,13 @@ def recover(root: Path, *, keep: Collection[tuple[int, int]] = ()) -> None:
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     purge(root)
+
+
+def newest_attempt(root: Path) -> int | None:
+    """The last attempt that committed anything here, abandoned since or not; None: there was none."""
+    attempts = [info.attempt for info in scan(root)]
+    attempts += [abandoned_attempt(path.name) for path in root.glob(f"{ABANDONED_PREFIX}*")]
+    return max((attempt for attempt in attempts if attempt is not None), default=None)
 
 
 def set_start(root: Path, step: int, attempt: int) -> list[Path]:

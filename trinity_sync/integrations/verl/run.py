@@ -105,8 +105,8 @@ def open_run(
 def _put_in_order(root: Path, resume_step: int | None) -> tuple[int, int]:
     """The attempt, and the step to go on from."""
     infos = store.scan(root)
-    attempts = [info.attempt for info in infos if info.attempt is not None]
-    attempt = max(attempts) + 1 if attempts else 0
+    before = store.newest_attempt(root)
+    attempt = 0 if before is None else before + 1
     if resume_step is None:
         good = store.newest_good(root)
         step = good.step if good is not None else 0
