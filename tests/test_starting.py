@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,33 @@ def test_two_runs_do_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
         other.kill()
     with locked(tmp_path / "checkpoints", tmp_path):
         pass
+
+
+def test_a_run_waits_until_the_monitor_of_a_killed_one_has_ended(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from trinity_sync.checkpoint.lock import hold_as_writer\n"
+        "held = hold_as_writer(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as monitor:
+        assert monitor.stdout is not None
+        assert monitor.stdout.readline() == "held\n"
+        refusal = rf"the checkpoint monitor of the run before \(pid {monitor.pid} on .*\) still writes there after 0 s"
+        with pytest.raises(ConfigError, match=refusal), locked(tmp_path, tmp_path, timeout_s=0.2):
+            pass
+        entered = threading.Event()
+
+        def enter() -> None:
+            with locked(tmp_path, tmp_path):
+                entered.set()
+
+        run = threading.Thread(target=enter)
+        run.start()
+        assert not entered.wait(0.3)
+        monitor.kill()
+        monitor.wait()
+        run.join(30)
+        assert entered.is_set()
 
 
 def test_a_folder_that_cannot_be_one_is_named(tmp_path: Path) -> None:

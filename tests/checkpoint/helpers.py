@@ -45,5 +45,6 @@ def commit(
 
 
 def names(folder: Path) -> set[str]:
-    """All files below a folder, relative."""
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    """All files below a folder but its monitor's lock, relative."""
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    return files - {".monitor.lock"}

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import (
@@ -22,6 +22,7 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     write_atomic,
 )
+from trinity_sync.checkpoint.lock import hold_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
@@ -180,8 +181,8 @@ class CheckpointDisk:
             restarted: take up the open steps again; else what is staged is of an earlier run and goes.
         """
         if self.root is None:
-            return Rebuilt(make_book([]), [], [])
-        self.root.mkdir(parents=True, exist_ok=True)
+            return Rebuilt(make_book([]), [], [], None)
+        held = hold_as_writer(self.root)
         journals, problems = self._read_journals() if restarted else ([], [])
         failures = self._read_failed() if restarted else {}
         store.recover(self.root, keep=[(dumped["step"], self.attempt) for dumped in journals])
@@ -200,7 +201,7 @@ class CheckpointDisk:
             except (KeyError, TypeError, ValueError) as error:
                 problems.append(f"the journal of step {dumped['step']} cannot be used: {error}")
                 self.clean(dumped["step"])
-        return Rebuilt(book, decisions, problems)
+        return Rebuilt(book, decisions, problems, held)
 
     @property
     def _failed_path(self) -> Path:
@@ -251,8 +252,10 @@ class Rebuilt:
     Args:
         decisions: to carry out now.
         problems: sentences for the log; none of them is fatal.
+        held: to be kept for as long as there is writing in the folder; see `lock.hold_as_writer`.
     """
 
     book: CommitBook
     decisions: list[Any]
     problems: list[str]
+    held: IO[bytes] | None

@@ -9,6 +9,7 @@
       .pins/20-0.json, .leases/20-0-<nonce>.json                             see `holds`
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
       .trash-..., .replaced-...                                              on their way out
+      .lock, .monitor.lock                                                   who is at work here, see `lock`
 """
 
 from __future__ import annotations

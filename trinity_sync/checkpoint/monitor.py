@@ -175,6 +175,7 @@ class CheckpointMonitor:
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
         self._book = rebuilt.book
+        self._held = rebuilt.held
         for problem in rebuilt.problems:
             self._fault("checkpoint folder", problem)
         self._uploads = self._make_uploads(default_hdfs_dir, resumed=not restarted and config.attempt > 0)
