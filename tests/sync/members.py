@@ -40,8 +40,7 @@ class Misbehaving(NcclTransport):
     signum: int | None = None
     damaged = False
 
-    def _arrived(self, receiving: Any) -> torch.Tensor:
-        data = super()._arrived(receiving)
+    def _arrived(self, data: Any) -> Any:
         if self.signum is not None:
             signum, self.signum = self.signum, None
             os.kill(os.getpid(), signum)

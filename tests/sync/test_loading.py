@@ -17,7 +17,7 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import Bucket, TrainerSide
+from trinity_sync.sync.base import Bucket, FindRoom, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointMode, CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
@@ -72,9 +72,9 @@ class Altered:
         self._source = MemoryTransport(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
         self._times = times
 
-    def buckets(self, lease: Any, ticket: Any) -> Iterator[Bucket]:
+    def buckets(self, lease: Any, ticket: Any, find_room: FindRoom) -> Iterator[Bucket]:
         self._times -= 1
-        for bucket in self._source.buckets(lease, ticket):
+        for bucket in self._source.buckets(lease, ticket, find_room):
             copy = bytearray(bucket.data)
             if self._times >= 0 and bucket.layout.part == PART and bucket.number == BYTE // BUCKET_BYTES:
                 copy[BYTE % BUCKET_BYTES] ^= 0xFF
@@ -182,11 +182,11 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
     sealed = trainer.publish(weights)
 
     class Slow(MemoryTransport):
-        def buckets(self, lease: Any, ticket: Any) -> Iterator[Bucket]:
+        def buckets(self, lease: Any, ticket: Any, find_room: FindRoom) -> Iterator[Bucket]:
             trainer.synchronizer.call("drop_reader", "explorer-0")
             for seed in (26, 27):
                 trainer.publish(random_weights(seed))
-            yield from super().buckets(lease, ticket)
+            yield from super().buckets(lease, ticket, find_room)
 
     slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
     loader = make_loader(trainer, empty(weights), transport=slow, verify="off")

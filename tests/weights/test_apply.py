@@ -148,6 +148,32 @@ def test_exchanged_buckets_are_found() -> None:
         )
 
 
+def test_only_bytes_that_stay_together_as_they_are_have_a_room() -> None:
+    destinations = {
+        "rows": torch.zeros(8, 64, dtype=torch.uint8),
+        "columns": torch.zeros(4, 128, dtype=torch.uint8),
+        "cast": torch.zeros(64),
+        "strided": torch.zeros(4, 128, dtype=torch.uint8)[:, ::2],
+        "small": torch.zeros(8, dtype=torch.uint8),
+    }
+    one = layout(
+        row_slice("rows", "U8", (8, 64), 2, 5),
+        Shard("columns", "U8", (4, 128), (Rect(0, 0, 0, 4, 32),)),
+        whole("cast", "BF16", (64,)),
+        whole("strided", "U8", (4, 64)),
+        whole("small", "U8", (8,)),
+    )
+    receiver = Receiver(destinations)
+    pieces = one.pieces("tensor")
+    rooms = [receiver.room(one, number, "tensor") for number in range(len(pieces))]
+    found = {start: room.data_ptr() for (start, _), room in zip(pieces, rooms, strict=True) if room is not None}
+    at = {shard.name: offset for shard, offset in one.entries}
+    rows, small = destinations["rows"], destinations["small"]
+    expected = {at["rows"] + 64 * row: rows[2 + row].data_ptr() for row in range(3)}
+    assert found == {**expected, at["small"]: small.data_ptr()}
+    assert all(receiver.room(one, number, "bucket") is not None for number in range(3))
+
+
 def test_a_segment_that_is_too_short_is_refused() -> None:
     one = layout(whole("w", "U8", (128,)))
     with pytest.raises(LayoutError, match="part rank-00000 needs 128 bytes, but only 100"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -28,6 +29,28 @@ def test_buckets_cover_the_segment() -> None:
 def test_a_part_that_holds_nothing_has_no_buckets() -> None:
     layout = PartLayout.build("rank-00001", [], 64)
     assert (layout.nbytes, layout.buckets(), len(layout.view(b""))) == (0, [], 0)
+
+
+def test_cut_by_tensors_large_ones_travel_alone_and_small_ones_together() -> None:
+    shapes = {"a": (3,), "b": (40,), "large": (300,), "c": (5,), "d": (100,), "e": (60,), "none": (0,), "more": (2,)}
+    layout = PartLayout.build("p", [whole(name, "U8", shape) for name, shape in shapes.items()], 128)
+    assert dict((shard.name, offset) for shard, offset in layout.entries) == {
+        "a": 0, "b": 64, "large": 128, "c": 448, "d": 512, "e": 640, "none": 704, "more": 704
+    }  # fmt: skip
+    assert layout.pieces("tensor") == [(0, 104), (128, 256), (256, 384), (384, 428), (448, 453), (512, 612), (640, 706)]
+    assert layout.pieces("bucket") == layout.buckets()
+
+
+@given(cut_versions())
+@settings(deadline=None)
+def test_pieces_are_apart_no_longer_than_a_bucket_and_leave_no_shard_out(version: CutVersion) -> None:
+    for layout in version.layouts:
+        pieces = layout.pieces("tensor")
+        assert all(0 < stop - start <= layout.bucket_bytes for start, stop in pieces)
+        assert all(stop <= after for (_, stop), (after, _) in pairwise(pieces))
+        covered = {byte for start, stop in pieces for byte in range(start, stop)}
+        needed = {byte for shard, offset in layout.entries for byte in range(offset, offset + shard.nbytes)}
+        assert needed <= covered <= set(range(layout.nbytes))
 
 
 @given(cut_versions())

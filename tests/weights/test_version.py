@@ -89,6 +89,32 @@ def test_what_was_taken_digests_as_it_was_written_to_what_is_held(
                 tensor.zero_()
 
 
+@given(cut_versions(), st.sampled_from(["wire", "F32"]), st.randoms())
+@settings(deadline=None)
+def test_what_is_received_where_it_belongs_is_what_was_staged(
+    version: CutVersion, here: str, rng: random.Random
+) -> None:
+    """Pieces go to their room or, where they have none, through memory of their own, in any order."""
+    tensors = version.on_wire
+    if here == "F32":
+        tensors = {
+            n: t.float() if version.wire in ("BF16", "F16") and t.is_floating_point() else t for n, t in tensors.items()
+        }
+    receiver, destinations = receiver_for(tensors)
+    receiver.begin()
+    for layout, segment in zip(version.layouts, staged(version), strict=True):
+        pieces = list(enumerate(layout.pieces("tensor")))
+        for number, (start, stop) in rng.sample(pieces, len(pieces)):
+            room = receiver.room(layout, number, "tensor")
+            if room is None:
+                receiver.take(layout, number, segment[start:stop], cut="tensor")
+            else:
+                room.copy_(torch.frombuffer(segment[start:stop], dtype=torch.uint8))
+                receiver.received(layout, number, "tensor")
+    assert {n: raw(t) for n, t in destinations.items()} == {n: raw(t) for n, t in tensors.items()}
+    assert version_digest(receiver.taken(version.wire)) == reference_digest(version.tensors, version.wire)
+
+
 @given(cut_versions())
 @settings(deadline=None)
 def test_shard_files_give_back_layout_bits_and_digest(

@@ -12,7 +12,7 @@ Whatever fails raises; the version before stays in force.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -74,15 +74,21 @@ class Bucket(NamedTuple):
 
     Attributes:
         layout: `PartLayout` of the part.
-        number: of the bucket.
-        data: its bytes, valid until the next bucket is asked for.
+        number: of the piece.
+        data: its bytes, valid until the next one is asked for; None where they are in their place already.
         digest: what they digest to, None where only the whole version is checked, or nothing.
+        cut: what pieces the part is in, see `PartLayout.pieces`.
     """
 
     layout: Any
     number: int
     data: Any
     digest: bytes | None
+    cut: Any = "bucket"
+
+
+FindRoom = Callable[[Any, int, Any], Any]
+"""`Receiver.room`: where a piece (layout, number, cut) may be received without a copy afterwards, or None."""
 
 
 class SyncMode(Protocol):
@@ -102,8 +108,8 @@ class SyncMode(Protocol):
 class Transport(Protocol):
     """The explorer's half of a sync mode: where the bytes of a leased version come from."""
 
-    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
-        """Every bucket of every part once."""
+    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
+        """Every piece of every part once. Once the generator is closed nothing is written any more."""
         ...
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, TrainerSide, deliver_each
+from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
 from trinity_sync.sync.parts import PartInfo, shard_file
 from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Sealed
@@ -94,7 +94,7 @@ class CheckpointTransport:
     def __init__(self, hold: Hold | None = None) -> None:
         self._hold = hold
 
-    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
+    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
         if lease.location is None:
             raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
         with self._hold(Path(lease.location), lease.version) if self._hold else nullcontext():

@@ -122,10 +122,14 @@ class WeightLoader:
         moved = 0
         if self._verify == "full":
             self._receiver.begin()
-        with closing(self._transport.buckets(lease, ticket)) as buckets:
-            for layout, number, data, digest in buckets:
-                self._receiver.take(layout, number, data, digest if self._verify != "off" else None)
-                moved += len(data)
+        with closing(self._transport.buckets(lease, ticket, self._receiver.room)) as buckets:
+            for layout, number, data, digest, cut in buckets:
+                if data is None:
+                    self._receiver.received(layout, number, cut)
+                else:
+                    self._receiver.take(layout, number, data, digest if self._verify != "off" else None, cut)
+                start, stop = layout.pieces(cut)[number]
+                moved += stop - start
         return moved
 
     def _prove(self, lease: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, TrainerSide, deliver_each
+from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.parts import PartInfo
 from trinity_sync.sync.remote import resolve_one
@@ -47,7 +47,7 @@ class MemoryTransport:
         self._segments = MappedSegments()
         self._node = ray.get_runtime_context().get_node_id()
 
-    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
+    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
         from trinity_sync.weights.apply import in_buckets
 
         for _, info in sorted(lease.parts.items()):

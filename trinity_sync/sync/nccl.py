@@ -8,10 +8,12 @@ dead.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import threading
 from collections import deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -20,17 +22,21 @@ import ray
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, TrainerSide
+from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.parts import part_name
 from trinity_sync.sync.remote import MemberDied, resolve
 from trinity_sync.sync.synchronizer import Sealed
+from trinity_sync.weights.layout import Cut
 
 if TYPE_CHECKING:
     import torch
 
-_UNDER_WAY = 2
-"""Buckets on their way at a time: one may be applied while the next one comes, and they are all the memory it takes."""
+_AHEAD = 4
+"""Pieces on their way at a time."""
+
+_ROOMS = 2
+"""Of them in memory beside the model: one is applied while the next one comes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +51,7 @@ class Round:
         senders: parts in sender order, one per rank that holds anything.
         explorers: names in receiver order.
         transport: ``gloo`` or ``nccl``.
+        cut: what pieces the parts travel in: buckets where each is checked before it is used, else tensors.
         timeout_s: limit of every operation, seconds.
     """
 
@@ -56,6 +63,7 @@ class Round:
     senders: list[str]
     explorers: list[str]
     transport: str
+    cut: Cut
     timeout_s: float
 
     def prefix(self, sender: int) -> str:
@@ -115,6 +123,7 @@ class NcclMode:
             senders=senders,
             explorers=list(explorers),
             transport=self._transport,
+            cut="tensor" if all(info.buckets is None for info in sealed.parts.values()) else "bucket",
             timeout_s=limit,
         )
         calls = {names[part]: by_part[part].send_round.remote(invitation) for part in senders}
@@ -196,6 +205,16 @@ def _group(invitation: Round, sender: int, rank: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, limit)
 
 
+def _close(groups: list[Any], invitation: Round) -> None:
+    """Let go of a group, to which nothing but the list refers. gloo takes 20 ms to close its connections (two turns of
+    its loop): nobody has to wait for that.
+    """
+    if invitation.transport == "gloo":
+        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
+    else:
+        groups.clear()
+
+
 def _broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
     import torch.distributed as dist
 
@@ -205,7 +224,7 @@ def _broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
 
 
 def send(invitation: Round, part: str, layout: Any, segment: Any) -> int:
-    """A trainer rank's share of a round: broadcast its staged part bucket by bucket.
+    """A trainer rank's share of a round: broadcast its staged part piece by piece.
 
     Args:
         invitation: the round.
@@ -216,28 +235,38 @@ def send(invitation: Round, part: str, layout: Any, segment: Any) -> int:
     Returns:
         Bytes sent.
     """
+    groups = [_group(invitation, invitation.senders.index(part), 0)]
+    try:
+        sent = _send(invitation, groups[0], layout, segment)
+    finally:
+        _close(groups, invitation)
+    return sent
+
+
+def _send(invitation: Round, group: Any, layout: Any, segment: Any) -> int:
     import torch
 
-    group = _group(invitation, invitation.senders.index(part), 0)
     staged = torch.frombuffer(segment, dtype=torch.uint8)[: layout.nbytes]
     under_way: deque[Any] = deque()
-    for start, stop in layout.buckets():
-        if len(under_way) == _UNDER_WAY:
+    sent = 0
+    for start, stop in layout.pieces(invitation.cut):
+        if len(under_way) == _AHEAD:
             under_way.popleft().wait()
-        bucket = staged[start:stop]
+        piece = staged[start:stop]
         under_way.append(
-            _broadcast(group, bucket.cuda() if invitation.transport == "nccl" else bucket, invitation.timeout_s)
+            _broadcast(group, piece.cuda() if invitation.transport == "nccl" else piece, invitation.timeout_s)
         )
+        sent += stop - start
     for work in under_way:
         work.wait()
     if invitation.transport == "nccl":
         torch.cuda.synchronize()
-    return layout.nbytes
+    return sent
 
 
 class NcclTransport:
-    """The explorer's half: receives the parts one sender after another, bucket by bucket, into buffers that are kept.
-    While a bucket is applied the next one is on its way.
+    """The explorer's half: receives the parts one sender after another, piece by piece. What can be received where it
+    belongs is; the rest arrives in rooms that are kept, and is copied from there while the next pieces come.
 
     Args:
         name: the explorer's name.
@@ -249,61 +278,123 @@ class NcclTransport:
         self._layouts = layouts
         self._rooms: list[torch.Tensor] = []
 
-    def buckets(self, lease: Lease, ticket: Any) -> Generator[Bucket, None, None]:
+    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
         if not isinstance(ticket, Round):
             raise RunError(f"{self._name} was to load version {lease.version} without an invitation to a round")
         rank = 1 + ticket.explorers.index(self._name)
         for index, part in enumerate(ticket.senders):
             info = lease.parts[part]
             layout = self._layouts.get(info)
-            group = _group(ticket, index, rank)
-            # Until all has come the rooms are not ours: what is on its way when a load fails may still arrive in them.
-            rooms, self._rooms = self._make_rooms(layout.bucket_bytes), []
-            sizes = [stop - start for start, stop in layout.buckets()]
+            arriving = _Arriving(_group(ticket, index, rank), ticket, layout, find_room, self._make_rooms(layout))
+            try:
+                for number, data in arriving:
+                    digest = None if info.buckets is None else info.buckets[number]
+                    yield Bucket(layout, number, self._arrived(data), digest, ticket.cut)
+            finally:
+                arriving.close()
 
-            def receive(
-                number: int, group: Any = group, sizes: list[int] = sizes, rooms: list[torch.Tensor] = rooms
-            ) -> _Receiving:
-                return _Receiving(group, rooms[number % _UNDER_WAY][: sizes[number]], ticket)
+    def _arrived(self, data: Any) -> Any:
+        return data
 
-            under_way = deque(receive(number) for number in range(min(_UNDER_WAY, len(sizes))))
-            for number in range(len(sizes)):
-                data = self._arrived(under_way.popleft())
-                yield Bucket(layout, number, data.numpy(), None if info.buckets is None else info.buckets[number])
-                if number + _UNDER_WAY < len(sizes):
-                    under_way.append(receive(number + _UNDER_WAY))
-            self._rooms = rooms
-
-    def _arrived(self, receiving: _Receiving) -> torch.Tensor:
-        return receiving.wait()
-
-    def _make_rooms(self, nbytes: int) -> list[torch.Tensor]:
+    def _make_rooms(self, layout: Any) -> list[torch.Tensor]:
         import torch
 
-        if not self._rooms or self._rooms[0].numel() < nbytes:
-            self._rooms = [torch.empty(nbytes, dtype=torch.uint8) for _ in range(_UNDER_WAY)]
+        if not self._rooms or self._rooms[0].numel() < layout.bucket_bytes:
+            self._rooms = [torch.empty(layout.bucket_bytes, dtype=torch.uint8) for _ in range(_ROOMS)]
         return self._rooms
 
 
-class _Receiving:
-    """One bucket on its way.
+class _Arriving:
+    """The pieces of one part, in order: (number, bytes), or (number, None) for one that is in its place. The bytes are
+    valid until the next piece.
 
     Args:
         group: of the sender and all explorers.
-        room: for the bucket's bytes, in the CPU's memory.
+        ticket: the round.
+        layout: `PartLayout` of the part.
+        find_room: see `FindRoom`.
+        rooms: memory for pieces that have no place of their own.
+    """
+
+    def __init__(self, group: Any, ticket: Round, layout: Any, find_room: FindRoom, rooms: list[torch.Tensor]) -> None:
+        self._group = group
+        self._ticket = ticket
+        self._layout = layout
+        self._sizes = [stop - start for start, stop in layout.pieces(ticket.cut)]
+        # What has to be checked before it is used cannot be received where it is used.
+        self._find_room = find_room if ticket.cut == "tensor" else _nowhere
+        self._free = list(rooms)
+        self._next = 0
+        self._under_way: deque[_Receiving] = deque()
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        for number in range(len(self._sizes)):
+            self._go_on()
+            receiving = self._under_way[0]
+            receiving.wait()
+            self._under_way.popleft()
+            self._go_on()
+            yield number, receiving.data()
+            if receiving.room is not None:
+                self._free.append(receiving.room)
+
+    def close(self) -> None:
+        """Wait until nothing arrives any more, in whatever way it ends: no byte is to come in where others are by then.
+
+        After an error elsewhere what is under way still comes, or ends with the connections, at the latest in time.
+        """
+        if self._under_way and self._ticket.transport == "nccl":
+            self._group.abort()
+        for receiving in self._under_way:
+            with contextlib.suppress(RuntimeError):
+                receiving.wait()
+        self._under_way.clear()
+        groups, self._group = [self._group], None
+        _close(groups, self._ticket)
+
+    def _go_on(self) -> None:
+        while self._next < len(self._sizes) and len(self._under_way) < _AHEAD:
+            place = self._find_room(self._layout, self._next, self._ticket.cut)
+            if place is None and not self._free:
+                return
+            room = None if place is not None else self._free.pop()
+            self._under_way.append(_Receiving(self._group, place, room, self._sizes[self._next], self._ticket))
+            self._next += 1
+
+
+class _Receiving:
+    """One piece on its way.
+
+    Args:
+        group: of the sender and all explorers.
+        place: where it belongs, or None.
+        room: for its bytes, in the CPU's memory, where there is no such place.
+        nbytes: its length.
         ticket: the round.
     """
 
-    def __init__(self, group: Any, room: torch.Tensor, ticket: Round) -> None:
+    def __init__(self, group: Any, place: Any, room: Any, nbytes: int, ticket: Round) -> None:
         import torch
 
-        self._room = room
-        self._target = torch.empty_like(room, device="cuda") if ticket.transport == "nccl" else room
+        self.room = room
+        self._bytes = None if room is None else room[:nbytes]
+        target = place if self._bytes is None else self._bytes
+        # NCCL knows no memory but the device's.
+        there = ticket.transport == "gloo" or target.is_cuda
+        self._target = target if there else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        self._copy_to = None if there else target
         self._work = _broadcast(group, self._target, ticket.timeout_s)
 
-    def wait(self) -> torch.Tensor:
-        """The bytes, once they are all there."""
+    def wait(self) -> None:
+        """Until all of it is there."""
         self._work.wait()
-        if self._target is not self._room:
-            self._room.copy_(self._target)
-        return self._room
+        if self._copy_to is not None:
+            self._copy_to.copy_(self._target)
+
+    def data(self) -> Any:
+        """The bytes in the room, None where they are in their place."""
+        return None if self._bytes is None else self._bytes.numpy()
+
+
+def _nowhere(layout: Any, number: int, cut: Any) -> None:
+    """A `FindRoom` for pieces that all arrive in rooms."""

@@ -7,7 +7,10 @@ is still in the processor's cache: the digest of what the model holds then costs
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,9 +19,9 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.digests import rows_digest
-from trinity_sync.weights.layout import PartLayout, Segment
+from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.row_book import RowBook
-from trinity_sync.weights.shards import Shard, check_cover, listed, matrix_view, shape_text
+from trinity_sync.weights.shards import Rect, Shard, check_cover, listed, matrix_view, shape_text
 from trinity_sync.weights.tensors import (
     byte_tensor,
     castable,
@@ -64,7 +67,7 @@ class _Copy(NamedTuple):
     """One copy of a load.
 
     Attributes:
-        start, stop: bytes in the bucket.
+        start, stop: bytes in the piece.
         dtype: of the bytes; None to copy them as they are (`target` is uint8 then).
         target: an array where bytes are copied within the CPU's memory: copying to it costs less than to a tensor.
         rows: what is complete after this copy, None where that is nothing or not cheap to read back.
@@ -78,11 +81,19 @@ class _Copy(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The copies of a layout, by the bucket in which their bytes lie."""
+    """The copies of a layout, by the piece in which their bytes lie.
+
+    Attributes:
+        digest: of the layout.
+        pieces: (start, stop) of each in the segment.
+        copies: of each.
+        rooms: of each, the destination's bytes where the piece can be received there as it is.
+    """
 
     digest: str
-    buckets: list[tuple[int, int]]
+    pieces: list[tuple[int, int]]
     copies: list[list[_Copy]]
+    rooms: list[torch.Tensor | None]
 
 
 class Receiver:
@@ -118,7 +129,7 @@ class Receiver:
                 ) from None
         self._cuda_devices = {tensor.device for tensor in self._destinations.values() if tensor.is_cuda}
         # By part, so that a layout that replaces another one of the same part does not leave its plan behind.
-        self._plans: dict[str, _Plan] = {}
+        self._plans: dict[tuple[str, Cut], _Plan] = {}
         self._book: RowBook | None = None
 
     def check(self, layouts: Iterable[PartLayout]) -> None:
@@ -155,40 +166,55 @@ class Receiver:
         for bucket, data, digest in in_buckets(layout, buffer, digests):
             self.take(layout, bucket, data, digest)
 
-    def take(self, layout: PartLayout, bucket: int, data: Segment, digest: bytes | None = None) -> None:
-        """Copy one bucket of a part into the destinations; the bucket's memory is free once this returns.
+    def take(
+        self, layout: PartLayout, number: int, data: Segment, digest: bytes | None = None, cut: Cut = "bucket"
+    ) -> None:
+        """Copy one piece of a part into the destinations; the piece's memory is free once this returns.
 
         Args:
             layout: of the part.
-            bucket: number of the bucket.
+            number: of the piece.
             data: its bytes.
             digest: what they digest to, or None to trust them.
+            cut: what pieces the part is in.
 
         Raises:
-            ChecksumError: names part and bucket; nothing of the bucket was copied.
+            ChecksumError: names part and piece; nothing of it was copied.
             MismatchError: a shard fits no destination.
         """
-        plan = self._plan(layout)
+        plan = self._plan(layout, cut)
         view = memoryview(data).cast("B")
-        start, stop = plan.buckets[bucket]
+        start, stop = plan.pieces[number]
         if len(view) != stop - start:
-            raise ChecksumError(
-                f"bucket {bucket} of part {layout.part} has {len(view)} bytes instead of {stop - start}"
-            )
+            raise ChecksumError(f"{cut} {number} of part {layout.part} has {len(view)} bytes instead of {stop - start}")
         if digest is not None:
-            _check_bucket(layout.part, bucket, view, digest)
+            _check_digest(f"{cut} {number} of part {layout.part}", view, digest)
         array, tensor = np.frombuffer(view, np.uint8), byte_tensor(view)
         try:
-            for copy in plan.copies[bucket]:
+            for copy in plan.copies[number]:
                 if isinstance(copy.target, np.ndarray):
                     np.copyto(copy.target, array[copy.start : copy.stop])
                 else:
                     _copy(tensor, copy, copy.target)
-                if copy.rows is not None and self._book is not None:
-                    self._book.add(copy.rows.name, copy.rows.first, _digests_of(copy.rows))
-        finally:  # also after an error: the caller may give the bucket away
+                self._note(copy.rows)
+        finally:  # also after an error: the caller may give the piece's memory away
             for device in self._cuda_devices:
                 torch.cuda.current_stream(device).synchronize()
+
+    def room(self, layout: PartLayout, number: int, cut: Cut) -> torch.Tensor | None:
+        """The place in the destinations to which a piece can be received at once: uint8, of the piece's length, on the
+        destination's device. None where its bytes have to be cast or belong to several places. `received` comes next.
+        """
+        return self._plan(layout, cut).rooms[number]
+
+    def received(self, layout: PartLayout, number: int, cut: Cut) -> None:
+        """A piece is in its `room`."""
+        for copy in self._plan(layout, cut).copies[number]:
+            self._note(copy.rows)
+
+    def _note(self, rows: _Rows | None) -> None:
+        if rows is not None and self._book is not None:
+            self._book.add(rows.name, rows.first, _digests_of(rows))
 
     def taken(self, wire_dtype: str | None) -> list[tuple[str, str, tuple[int, ...], bytes]]:
         """(name, dtype, shape, 16-byte digest) of every tensor that the destinations hold, floating ones in the wire
@@ -224,11 +250,11 @@ class Receiver:
         if problems:
             raise MismatchError(f"the published tensors do not fit this model: {'; '.join(problems)}")
 
-    def _plan(self, layout: PartLayout) -> _Plan:
-        plan = self._plans.get(layout.part)
+    def _plan(self, layout: PartLayout, cut: Cut) -> _Plan:
+        plan = self._plans.get((layout.part, cut))
         if plan is None or plan.digest != layout.digest:
             self._check_fit({shard.name: shard for shard in layout.shards}, ())
-            plan = self._plans[layout.part] = _plan(layout, self._matrices)
+            plan = self._plans[layout.part, cut] = _plan(layout, layout.pieces(cut), self._matrices)
         return plan
 
 
@@ -251,17 +277,16 @@ def in_buckets(
         yield number, view[start:stop], None if digests is None else digests[number]
 
 
-def _check_bucket(part: str, bucket: int, data: memoryview, expected: bytes) -> None:
+def _check_digest(what: str, data: memoryview, expected: bytes) -> None:
     found = xxh3_128_digest(data)
     if found != expected:
         raise ChecksumError(
-            f"bucket {bucket} of part {part} ({len(data)} bytes) arrived damaged: digest {found.hex()}, "
-            f"published {expected.hex()}"
+            f"{what} ({len(data)} bytes) arrived damaged: digest {found.hex()}, published {expected.hex()}"
         )
 
 
-def _copy(bucket: torch.Tensor, copy: _Copy, target: torch.Tensor) -> None:
-    source = bucket[copy.start : copy.stop]
+def _copy(piece: torch.Tensor, copy: _Copy, target: torch.Tensor) -> None:
+    source = piece[copy.start : copy.stop]
     if copy.dtype is not None:
         source = source.view(copy.dtype).view(target.shape)
         if target.is_cuda:  # cast there: a mixed copy would cast on the CPU
@@ -273,35 +298,55 @@ def _digests_of(rows: _Rows) -> bytes:
     return rows_digest(rows.data) if isinstance(rows.data, np.ndarray) else row_digests(rows.data, rows.dtype)
 
 
-def _plan(layout: PartLayout, matrices: Mapping[str, torch.Tensor]) -> _Plan:
-    """Cut a layout's shards into copies, none of which crosses the end of a bucket."""
-    buckets = layout.buckets()
-    copies: list[list[_Copy]] = [[] for _ in buckets]
+def _plan(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mapping[str, torch.Tensor]) -> _Plan:
+    """Cut a layout's shards into copies, none of which crosses the end of a piece."""
+    copies: list[list[_Copy]] = [[] for _ in pieces]
+    rooms: list[torch.Tensor | None] = [None] * len(pieces)
+    starts = [start for start, _ in pieces]
     for shard, offset in layout.entries:
-        for copy in _Cutter(shard, matrices[shard.name], layout.bucket_bytes).copies(offset):
-            bucket, start = divmod(copy.start, layout.bucket_bytes)
-            copies[bucket].append(copy._replace(start=start, stop=start + copy.stop - copy.start))
-    return _Plan(layout.digest, buckets, copies)
+        cutter = _Cutter(shard, offset, matrices[shard.name], [stop for _, stop in pieces])
+        for copy in cutter.copies():
+            number = bisect_right(starts, copy.start) - 1
+            begin = starts[number]
+            copies[number].append(copy._replace(start=copy.start - begin, stop=copy.stop - begin))
+        for number in range(bisect_left(starts, offset), bisect_left(starts, offset + shard.nbytes)):
+            rooms[number] = cutter.room(*pieces[number])
+    return _Plan(layout.digest, pieces, copies, rooms)
+
+
+class _Run(NamedTuple):
+    """Bytes that go on one after another in the segment and in the destination.
+
+    Attributes:
+        start: byte in the segment.
+        first, last: elements of the destination, the last one not included.
+    """
+
+    start: int
+    first: int
+    last: int
 
 
 class _Cutter:
-    """Cuts one shard into copies at the ends of buckets and of what fits the cache, between rows where it can.
+    """Cuts one shard into copies at the ends of pieces and of what fits the cache, between rows where it can.
 
     Args:
         shard: what is published.
+        offset: byte in the segment at which it lies; so are the bytes of the copies.
         matrix: the destination's matrix view.
-        bucket_bytes: length of a bucket.
+        ends: of all pieces, ascending.
     """
 
-    def __init__(self, shard: Shard, matrix: torch.Tensor, bucket_bytes: int) -> None:
+    def __init__(self, shard: Shard, offset: int, matrix: torch.Tensor, ends: Sequence[int]) -> None:
         self._shard = shard
+        self._offset = offset
         self._matrix = matrix
-        self._bucket_bytes = bucket_bytes
+        self._ends = ends
         self._dtype = to_torch(shard.dtype)
         self._size = self._dtype.itemsize
         self._cols = matrix.shape[1]
         # A copy to a device has its cost per call, and nothing of it is read back from a cache.
-        self._most = bucket_bytes if matrix.is_cuda else min(_CACHED_BYTES, bucket_bytes)
+        self._most = sys.maxsize if matrix.is_cuda else _CACHED_BYTES
         self._bytes: torch.Tensor | NDArray[np.uint8] | None = None
         self._row_bytes: NDArray[np.uint8] | None = None
         if matrix.is_contiguous() and matrix.dtype == self._dtype and matrix.numel():
@@ -310,21 +355,40 @@ class _Cutter:
             if isinstance(self._bytes, np.ndarray):
                 self._row_bytes = self._bytes.reshape(len(matrix), -1)
 
-    def copies(self, offset: int) -> Iterator[_Copy]:
-        """All copies; `start` and `stop` are bytes in the segment, in which the shard lies at `offset`."""
-        spans: list[tuple[int, int, int]] = []  # byte in the segment, first element, last element + 1
+    def copies(self) -> Iterator[_Copy]:
+        """All copies."""
         for rect in self._shard.rects:
-            start = offset + rect.offset
-            if not self._matrix.is_contiguous() or (rect.cols < self._cols and rect.rows > 1):
+            if not self._is_flat(rect):
                 block = self._matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
-                yield from self._block(start, block, rect.row)
-                continue
-            first = rect.row * self._cols + rect.col
-            if spans and spans[-1][2] == first and spans[-1][0] + (first - spans[-1][1]) * self._size == start:
-                start, first, _ = spans.pop()  # both the local bytes and the destination go on
-            spans.append((start, first, rect.row * self._cols + rect.col + rect.rows * rect.cols))
-        for start, first, last in spans:
+                yield from self._block(self._offset + rect.offset, block, rect.row)
+        for start, first, last in self._runs:
             yield from self._flat(start, first, last)
+
+    def room(self, start: int, stop: int) -> torch.Tensor | None:
+        """The destination's bytes for these of the segment, where they belong there one after another as they are."""
+        if self._bytes is None:
+            return None
+        for run in self._runs:
+            begin = run.first * self._size + start - run.start
+            if run.start <= start and begin + stop - start <= run.last * self._size:
+                return self._matrix.view(-1).view(torch.uint8)[begin : begin + stop - start]
+        return None
+
+    def _is_flat(self, rect: Rect) -> bool:
+        """Its elements follow each other in the destination."""
+        return self._matrix.is_contiguous() and (rect.cols == self._cols or rect.rows == 1)
+
+    @cached_property
+    def _runs(self) -> list[_Run]:
+        """The flat rectangles; those that go on from each other are one."""
+        runs: list[_Run] = []
+        for rect in filter(self._is_flat, self._shard.rects):
+            start, first = self._offset + rect.offset, rect.row * self._cols + rect.col
+            last = first + rect.rows * rect.cols
+            if runs and runs[-1].last == first and runs[-1].start + (first - runs[-1].first) * self._size == start:
+                start, first, _ = runs.pop()
+            runs.append(_Run(start, first, last))
+        return runs
 
     def _block(self, start: int, block: torch.Tensor, row: int) -> Iterator[_Copy]:
         width = block.shape[1] * self._size
@@ -360,12 +424,13 @@ class _Cutter:
         done = 0
         while done < nbytes:
             row, within = divmod(phase + done, width)
-            room = min(nbytes - done, self._bucket_bytes - (start + done) % self._bucket_bytes)
+            at = start + done
+            room = min(nbytes - done, self._ends[bisect_right(self._ends, at)] - at)
             if within or room < width:
                 taken = min(room, width - within)
             else:
                 taken = max(min(room, self._most) // width, 1) * width
-            yield start + done, taken, row, within
+            yield at, taken, row, within
             done += taken
 
     def _rows(self, first: int, count: int) -> _Rows | None:

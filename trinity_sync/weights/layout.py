@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -24,6 +24,12 @@ Segment = bytes | bytearray | memoryview | mmap.mmap
 
 ALIGNMENT = 64
 """Bytes. A multiple of every element size and one cache line, so typed views of any shard are aligned."""
+
+Cut = Literal["bucket", "tensor"]
+"""How a part is cut into pieces that travel one by one: see `PartLayout.pieces`."""
+
+_ALONE_BYTES = 1 << 20
+"""A message of this size costs little more to send than its bytes."""
 
 
 class LayoutError(RunError):
@@ -98,9 +104,40 @@ class PartLayout:
 
     def buckets(self) -> list[tuple[int, int]]:
         """(start, stop) of each bucket in bytes, covering ``[0, nbytes)``. They may cut a shard, never an element."""
+        return self._by_bucket
+
+    @cached_property
+    def _by_bucket(self) -> list[tuple[int, int]]:
         return [
             (start, min(start + self.bucket_bytes, self.nbytes)) for start in range(0, self.nbytes, self.bucket_bytes)
         ]
+
+    def pieces(self, cut: Cut) -> list[tuple[int, int]]:
+        """(start, stop) in bytes of what travels at a time.
+
+        Args:
+            cut: ``bucket``: `buckets`. ``tensor``: a large shard travels by itself, in pieces of a bucket's length from
+                its own start, so that it can be received where it belongs; small ones travel together. What lies
+                between shards for alignment is left out.
+        """
+        return self._by_bucket if cut == "bucket" else self._by_tensor
+
+    @cached_property
+    def _by_tensor(self) -> list[tuple[int, int]]:
+        alone = min(_ALONE_BYTES, self.bucket_bytes)
+        pieces: list[tuple[int, int]] = []
+        goes_on = False
+        for shard, offset in self.entries:
+            end = offset + shard.nbytes
+            if shard.nbytes >= alone:
+                pieces += [(at, min(at + self.bucket_bytes, end)) for at in range(offset, end, self.bucket_bytes)]
+                goes_on = False
+            elif goes_on and end - pieces[-1][0] <= self.bucket_bytes:
+                pieces[-1] = (pieces[-1][0], end)
+            elif shard.nbytes:
+                pieces.append((offset, end))
+                goes_on = True
+        return pieces
 
     def gaps(self) -> list[tuple[int, int]]:
         """(start, stop) in bytes of what lies between shards for alignment. These bytes are zero."""
