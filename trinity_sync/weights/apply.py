@@ -131,6 +131,7 @@ class Receiver:
         # By part, so that a layout that replaces another one of the same part does not leave its plan behind.
         self._plans: dict[tuple[str, Cut], _Plan] = {}
         self._book: RowBook | None = None
+        self._wire: tuple[str | None, list[tuple[str, str, tuple[int, ...], int]]] | None = None
 
     def check(self, layouts: Iterable[PartLayout]) -> None:
         """Check that the layouts of all parts of a version together fill every destination exactly once.
@@ -223,17 +224,24 @@ class Receiver:
         """
         book = self._book or RowBook()
         found = []
-        for name, tensor in self._destinations.items():
-            dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
-            matrix = self._matrices[name]
-            for first, stop in book.missing(name, len(matrix)):
-                book.add(name, first, row_digests(matrix[first:stop], dtype))
-            found.append((name, dtype, tuple(tensor.shape), xxh3_128_digest(book.digests(name))))
+        for name, dtype, shape, rows in self._described(wire_dtype):
+            for first, stop in book.missing(name, rows):
+                book.add(name, first, row_digests(self._matrices[name][first:stop], dtype))
+            found.append((name, dtype, shape, xxh3_128_digest(book.digests(name))))
         return found
 
     def digest(self, wire_dtype: str | None) -> str:
         """The version digest (hex) of what the destinations hold now, floating tensors in the wire dtype."""
         return state_digest(self._destinations, wire_dtype)
+
+    def _described(self, wire_dtype: str | None) -> list[tuple[str, str, tuple[int, ...], int]]:
+        """(name, dtype on the wire, shape, rows) of every destination."""
+        if self._wire is None or self._wire[0] != wire_dtype:
+            self._wire = wire_dtype, [
+                (name, wire_name(from_torch(tensor.dtype), wire_dtype), tuple(tensor.shape), len(self._matrices[name]))
+                for name, tensor in self._destinations.items()
+            ]
+        return self._wire[1]
 
     def _check_fit(self, published: Mapping[str, Shard], missing: Sequence[str]) -> None:
         unexpected = sorted(published.keys() - self._destinations.keys())

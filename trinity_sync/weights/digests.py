@@ -173,6 +173,8 @@ class RowPlan:
                     for rect in shard.rects
                 )
         self._tensors = [_TensorPlan(name, kind, pieces[name]) for name, kind in kinds.items()]
+        self._whole = [piece for tensor in self._tensors for piece in tensor.whole()]
+        self._whole_bytes = sum(piece.rows * piece.width for piece in self._whole)
 
     def digest(
         self,
@@ -200,17 +202,14 @@ class RowPlan:
 
     def _elsewhere(
         self, views: Sequence[NDArray[np.uint8]], processes: tuple[RowProcesses, Sequence[str]] | None
-    ) -> dict[_Piece, bytes]:
-        """What was digested with the help of processes."""
-        if processes is None:
-            return {}
-        pieces = [piece for tensor in self._tensors for piece in tensor.whole()]
-        if sum(piece.rows * piece.width for piece in pieces) < _PROCESS_BYTES:
+    ) -> dict[tuple[int, int], bytes]:
+        """What was digested with the help of processes, by part and byte."""
+        if processes is None or self._whole_bytes < _PROCESS_BYTES:
             return {}
         helpers, paths = processes
-        spans = [(paths[piece.part], piece.at, piece.rows, piece.width) for piece in pieces]
-        done = helpers.digest(spans, lambda number: rows_digest(pieces[number].data(views)))
-        return dict(zip(pieces, done, strict=True))
+        spans = [(paths[piece.part], piece.at, piece.rows, piece.width) for piece in self._whole]
+        done = helpers.digest(spans, lambda number: rows_digest(self._whole[number].data(views)))
+        return {piece.place: digests for piece, digests in zip(self._whole, done, strict=True)}
 
 
 def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
@@ -242,6 +241,11 @@ class _Piece(NamedTuple):
     width: int
     part: int
     at: int
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which no other piece has."""
+        return self.part, self.at
 
     @property
     def row_stop(self) -> int:
@@ -286,6 +290,8 @@ class _TensorPlan:
                 continue
             for row in range(band[0].row, band[0].row_stop, step):
                 self._batches.append(tuple(piece.cut(row, min(row + step, piece.row_stop)) for piece in band))
+        single = len(self._batches) == 1 == len(self._batches[0]) and not self._fragments
+        self._only = self._batches[0][0] if single and self._row_bytes < _POOL_ROW_BYTES else None
 
     def whole(self) -> Iterator[_Piece]:
         """The pieces of whole rows that threads would not speed up."""
@@ -293,13 +299,17 @@ class _TensorPlan:
             yield from (batch[0] for batch in self._batches if len(batch) == 1)
 
     def digest(
-        self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[_Piece, bytes]
+        self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[tuple[int, int], bytes]
     ) -> TensorRows:
         """The rows' digests, where they are not among those that were made elsewhere."""
+        if self._only is not None:  # a small tensor, of which there may be many
+            only = self._only
+            digests = elsewhere.get((only.part, only.at)) or rows_digest(only.data(views))
+            return TensorRows(*self._kind, ((only.row, digests),), ())
         threads = pool if self._row_bytes >= _POOL_ROW_BYTES else None
         begun: list[tuple[int, bytes | Future[bytes]]] = []
         for batch in self._batches:
-            done = elsewhere.get(batch[0]) if len(batch) == 1 else None
+            done = elsewhere.get(batch[0].place) if len(batch) == 1 else None
             if done is not None:
                 begun.append((batch[0].row, done))
             elif threads is not None:
@@ -372,6 +382,9 @@ def _joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
 
 def _missing(known: TensorRows) -> str:
     """The rows without a digest, as text: ``"0-3, 7"``; empty if there are none."""
+    if len(known.runs) == 1 and known.runs[0][0] == 0:
+        if len(known.runs[0][1]) == matrix_view(known.shape)[0] * DIGEST_BYTES:
+            return ""
     rows = matrix_view(known.shape)[0] if prod(known.shape) else 0
     spans: list[tuple[int, int]] = []
     end = 0

@@ -102,6 +102,14 @@ class PartLayout:
         """The shards in the order of the segment."""
         return tuple(shard for shard, _ in self.entries)
 
+    @cached_property
+    def table(self) -> list[tuple[str, str, int, int, int]]:
+        """(name, dtype, elements held, first byte, last byte + 1) of each shard, worked out once for all versions."""
+        return [
+            (shard.name, shard.dtype, shard.numel_local, offset, offset + shard.nbytes)
+            for shard, offset in self.entries
+        ]
+
     def buckets(self) -> list[tuple[int, int]]:
         """(start, stop) of each bucket in bytes, covering ``[0, nbytes)``. They may cut a shard, never an element."""
         return self._by_bucket
@@ -141,8 +149,12 @@ class PartLayout:
 
     def gaps(self) -> list[tuple[int, int]]:
         """(start, stop) in bytes of what lies between shards for alignment. These bytes are zero."""
-        ends = [0, *(offset + shard.nbytes for shard, offset in self.entries)]
-        return [(end, offset) for end, (_, offset) in zip(ends, self.entries, strict=False) if offset > end]
+        return self._gaps
+
+    @cached_property
+    def _gaps(self) -> list[tuple[int, int]]:
+        ends = [0, *(end for *_, end in self.table)]
+        return [(end, start) for end, (*_, start, _) in zip(ends, self.table, strict=False) if start > end]
 
     def view(self, buffer: Segment) -> memoryview:
         """The segment's bytes, without a copy and without what a larger buffer holds behind them.

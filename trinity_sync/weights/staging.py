@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import RunError
+from trinity_sync.weights.dtypes import itemsize
 from trinity_sync.weights.layout import PartLayout, Segment
-from trinity_sync.weights.shards import Shard, listed
+from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, to_torch
 
 _CHUNK_BYTES = 32 << 20
@@ -43,34 +44,51 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
             written.
         LayoutError: the segment is too small.
     """
-    problems = [text for shard in layout.shards if (text := _problem(shard, sources.get(shard.name)))]
-    if problems:
-        raise StageError(f"part {layout.part} cannot be staged: {listed(problems)}")
+    _check(layout, sources)
     target = byte_tensor(layout.view(segment))
     for start, stop in layout.gaps():
         target[start:stop] = 0
+    typed = {
+        dtype: target[: layout.nbytes // itemsize(dtype) * itemsize(dtype)].view(to_torch(dtype))
+        for dtype in {dtype for _, dtype, *_ in layout.table}
+    }
+    places: list[torch.Tensor] = []
+    here: list[torch.Tensor] = []
     streams: dict[torch.device, torch.cuda.Stream] = {}
     try:
-        for shard, offset in layout.entries:
-            source = sources[shard.name].detach()
-            place = target[offset : offset + shard.nbytes].view(to_torch(shard.dtype))
-            if source.is_cuda:
-                _stage_cuda(source, place, streams)
-            else:
-                place.view(source.shape).copy_(source)
+        with torch.no_grad():
+            for name, dtype, numel, start, _ in layout.table:
+                source, first = sources[name], start // itemsize(dtype)
+                place = typed[dtype][first : first + numel]
+                if source.is_cuda:
+                    _stage_cuda(source, place, streams)
+                else:
+                    places.append(place.view(source.shape))
+                    here.append(source)
+            if here:  # in one call: models of many small tensors would spend their time between the calls
+                torch._foreach_copy_(places, here)
     finally:  # also after an error: the caller may give the slot away
         for stream in streams.values():
             stream.synchronize()
 
 
-def _problem(shard: Shard, source: torch.Tensor | None) -> str | None:
-    if source is None:
-        return f"{shard.name} (no source)"
-    if source.numel() != shard.numel_local:
-        return f"{shard.name} ({source.numel()} elements, the layout has {shard.numel_local})"
-    if not castable(from_torch(source.dtype), shard.dtype):
-        return f"{shard.name} ({source.dtype}, which is not cast to {shard.dtype})"
-    return None
+def _check(layout: PartLayout, sources: Mapping[str, torch.Tensor]) -> None:
+    fine: dict[tuple[torch.dtype, str], bool] = {}
+    problems = []
+    for name, dtype, numel, _, _ in layout.table:
+        source = sources.get(name)
+        if source is None:
+            problems.append(f"{name} (no source)")
+        elif source.numel() != numel:
+            problems.append(f"{name} ({source.numel()} elements, the layout has {numel})")
+        else:
+            kind = source.dtype, dtype
+            if kind not in fine:
+                fine[kind] = castable(from_torch(source.dtype), dtype)
+            if not fine[kind]:
+                problems.append(f"{name} ({source.dtype}, which is not cast to {dtype})")
+    if problems:
+        raise StageError(f"part {layout.part} cannot be staged: {listed(problems)}")
 
 
 def _stage_cuda(source: torch.Tensor, place: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]) -> None:
