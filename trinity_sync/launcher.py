@@ -133,11 +133,13 @@ def _run(
     finally:
         # Whoever was writing is gone by now: what a save had staged when the run ended is of no use to anybody, nor are
         # slots that an agent had no time to give back.
-        store.recover(start.checkpoints)
-        for root in (cfg.sync.shm_dir, folder.slots):
-            remove_stale(root)
-        with contextlib.suppress(OSError):
-            folder.slots.rmdir()
+        try:
+            store.recover(start.checkpoints)
+        finally:  # a disk that refuses keeps no memory
+            for root in (cfg.sync.shm_dir, folder.slots):
+                remove_stale(root)
+            with contextlib.suppress(OSError):
+                folder.slots.rmdir()
 
 
 def _prepare(cfg: DictConfig, model_folder: Path, start: Start) -> None:

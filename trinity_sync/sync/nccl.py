@@ -355,6 +355,8 @@ class _Arriving:
     def _go_on(self) -> None:
         while self._next < len(self._sizes) and len(self._under_way) < _AHEAD:
             place = self._find_room(self._layout, self._next, self._ticket.cut)
+            if place is not None and place.is_cuda and self._ticket.transport == "gloo":
+                place = None  # gloo would take it through memory of its own, piece by piece
             if place is None and not self._free:
                 return
             room = None if place is not None else self._free.pop()

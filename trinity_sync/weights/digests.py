@@ -382,10 +382,9 @@ def _joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
 
 def _missing(known: TensorRows) -> str:
     """The rows without a digest, as text: ``"0-3, 7"``; empty if there are none."""
-    if len(known.runs) == 1 and known.runs[0][0] == 0:
-        if len(known.runs[0][1]) == matrix_view(known.shape)[0] * DIGEST_BYTES:
-            return ""
     rows = matrix_view(known.shape)[0] if prod(known.shape) else 0
+    if len(known.runs) == 1 and known.runs[0][0] == 0 and len(known.runs[0][1]) == rows * DIGEST_BYTES:
+        return ""
     spans: list[tuple[int, int]] = []
     end = 0
     for row, digests in (*known.runs, (rows, b"")):
