@@ -237,10 +237,18 @@ class Receiver:
     def _described(self, wire_dtype: str | None) -> list[tuple[str, str, tuple[int, ...], int]]:
         """(name, dtype on the wire, shape, rows) of every destination."""
         if self._wire is None or self._wire[0] != wire_dtype:
-            self._wire = wire_dtype, [
-                (name, wire_name(from_torch(tensor.dtype), wire_dtype), tuple(tensor.shape), len(self._matrices[name]))
-                for name, tensor in self._destinations.items()
-            ]
+            self._wire = (
+                wire_dtype,
+                [
+                    (
+                        name,
+                        wire_name(from_torch(tensor.dtype), wire_dtype),
+                        tuple(tensor.shape),
+                        len(self._matrices[name]),
+                    )
+                    for name, tensor in self._destinations.items()
+                ],
+            )
         return self._wire[1]
 
     def _check_fit(self, published: Mapping[str, Shard], missing: Sequence[str]) -> None:
