@@ -100,8 +100,7 @@ class Together(RuleBasedStateMachine):
         """Until the monitor has carried out all that it decided."""
 
         async def settled() -> None:
-            monitor = self.monitor
-            while not monitor._queue.empty() or monitor._working or monitor._in_the_background:
+            while not self.monitor._execution.idle:
                 await asyncio.sleep(0)
 
         self.wait(settled())
@@ -282,10 +281,9 @@ class Together(RuleBasedStateMachine):
 
     def _stop(self, monitor: CheckpointMonitor) -> None:
         async def stop() -> None:
-            tasks = [*monitor._forever, *monitor._background]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            monitor._clock_watch.cancel()
+            await asyncio.gather(monitor._clock_watch, return_exceptions=True)
+            await monitor._execution.stop()
 
         self.wait(stop())
 

@@ -1,8 +1,8 @@
 """`CheckpointMonitor`: the named Ray actor that commits checkpoints, moves the trackers, runs retention. One per run.
 
-A shell over `trinity_sync.protocol.commit.CommitBook`, which decides, and `trinity_sync.checkpoint.disk`, which carries
-out in a thread what was decided, one thing after another. Control plane only: it sees paths, sizes and digests, never
-tensors, and loads neither torch nor verl.
+A shell over `trinity_sync.protocol.commit.CommitBook`, which decides, and `trinity_sync.checkpoint.execution`, which
+carries out what was decided. Control plane only: it sees paths, sizes and digests, never tensors, and loads neither
+torch nor verl.
 
 Who calls what, for one checkpoint of a run:
 
@@ -20,12 +20,9 @@ the staging folder, so an actor that was killed goes on where it was.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,15 +30,16 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from trinity_sync.checkpoint.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.event_log import EventLog
+from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.layout import FileEntry
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
-from trinity_sync.checkpoint.prune import Pruned
 from trinity_sync.checkpoint.storage import absolute
-from trinity_sync.checkpoint.uploads import Uploads
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
-from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker
+from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind
 from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
@@ -160,27 +158,20 @@ class CheckpointMonitor:
             fsync=config.fsync,
             clock=clock,
         )
-        self._events: deque[tuple[dict[str, Any], bool]] = deque(maxlen=_MAX_EVENTS)
-        self._results: dict[tuple[int, Kind], dict[str, Any]] = {}
-        self._finishing: set[int] = set()
-        self._working = False
+        self._events = EventLog(config.attempt, clock)
+        self._changes = Changes()
         self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
-        self._changed = asyncio.Event()
-        self._queue: asyncio.Queue[Decision] = asyncio.Queue()
-        self._journal_lock = asyncio.Lock()
-        self._retention_lock = asyncio.Lock()
-        self._unnoted: set[int] = set()
-        self._background: set[asyncio.Task[None]] = set()
-        self._warned: set[str] = set()
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
         self._book = rebuilt.book
         self._held = rebuilt.held
         for problem in rebuilt.problems:
-            self._fault("checkpoint folder", problem)
-        self._uploads = self._make_uploads(default_hdfs_dir, resumed=not restarted and config.attempt > 0)
-        self._apply(rebuilt.decisions)
-        self._forever = [asyncio.ensure_future(self._work()), asyncio.ensure_future(self._watch_clock())]
+            self._events.fault("checkpoint folder", problem)
+        self._execution = Execution(self._disk, self._book, self._events, self._changes, clock)
+        if default_hdfs_dir is not None and self._disk.root is not None:
+            self._execution.start_mirror(default_hdfs_dir, config.mirror, resumed=not restarted and config.attempt > 0)
+        self._execution.apply(rebuilt.decisions)
+        self._clock_watch = asyncio.ensure_future(self._watch_clock())
 
     def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
         return CommitBook(
@@ -190,25 +181,6 @@ class CheckpointMonitor:
             step_timeout_s=self._config.timeout_s,
             committed=committed,
         )
-
-    def _make_uploads(self, place: str | None, *, resumed: bool) -> Uploads | None:
-        if place is None or self._disk.root is None:
-            return None
-        loop = asyncio.get_event_loop()
-        here = self._disk.full_steps()
-        uploads = Uploads(
-            self._disk.root,
-            place,
-            self._config.mirror,
-            policies=self._disk.policies,
-            start=max(here, default=0) if resumed else None,
-            report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),
-            on_idle=lambda: loop.call_soon_threadsafe(self._unmirrored),
-            clock=self._clock,
-        )
-        if here:
-            uploads.catch_up(here)
-        return uploads
 
     # ---- the driver's calls
 
@@ -238,16 +210,16 @@ class CheckpointMonitor:
             RunError: the step has failed before, or all these parts are committed, or there is no checkpoint folder.
         """
         # A commit of the step's weights takes its staging folder away; the new parts get a new one afterwards.
-        await self._wait(
-            lambda: self._book.status(step).state != "committing" and step not in self._finishing,
+        await self._changes.wait(
+            lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
             lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
             self._config.timeout_s,
         )
         meta = dict(meta or {}) | ({} if durable is None else {"durable": durable})
         decisions = self._book.begin(step, kind, parts, weights_parts=weights_parts, meta=meta, attempt=attempt)
-        self._apply(decisions)
+        self._execution.apply(decisions)
         folder = await asyncio.to_thread(self._disk.prepare, step)
-        await self._journal(step)
+        await self._execution.note(step)
         return str(folder)
 
     async def wait_committed(
@@ -269,17 +241,17 @@ class CheckpointMonitor:
         if attempt is not None and attempt != self._book.attempt:
             raise RunError(f"attempt {attempt} was asked for, but attempt {self._book.attempt} is running")
         seconds = self._config.timeout_s if timeout_s is None else timeout_s
-        await self._wait(
-            lambda: self._book.status(step, kind).state in ("committed", "failed") and step not in self._finishing,
+        await self._changes.wait(
+            lambda: self._settled(step, kind),
             lambda: self._missing(step, kind),
             seconds,
         )
         status = self._book.status(step, kind)
         if status.state == "failed":
             raise RunError(f"the checkpoint of step {step} failed: {status.error}")
-        for known in (kind, status.committed, FULL):
-            if known is not None and (step, known) in self._results:
-                return self._results[step, known]
+        result = self._execution.result(step, kind, status.committed, FULL)
+        if result is not None:
+            return result
         return await asyncio.to_thread(self._disk.describe_committed, step)
 
     async def wait_idle(self, timeout_s: float | None = None) -> None:
@@ -288,8 +260,8 @@ class CheckpointMonitor:
         Raises:
             WaitTimeout: it names the steps that are open.
         """
-        await self._wait(
-            lambda: self._queue.empty() and not (self._working or self._book.open_steps() or self._in_the_background),
+        await self._changes.wait(
+            lambda: self._execution.idle and not self._book.open_steps(),
             lambda: ("the checkpoint monitor", f"finish; still open: {self._book.open_steps() or 'background work'}"),
             self._config.timeout_s if timeout_s is None else timeout_s,
         )
@@ -307,10 +279,10 @@ class CheckpointMonitor:
         extra = () if keep_last is None else (KeepLast(keep_last),)
         pruned: list[dict[str, Any]] = [
             {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
-            for gone in await self._retain(extra)
+            for gone in await self._execution.retain(extra)
         ]
         for gone in pruned:
-            self._event("prune", **gone)
+            self._events.add("prune", **gone)
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
@@ -319,12 +291,7 @@ class CheckpointMonitor:
         Returns:
             The steps that are not there, and why. Empty without a mirror.
         """
-        uploads = self._uploads
-        if uploads is None:
-            return {}
-        with contextlib.suppress(WaitTimeout):
-            await self._wait(lambda: not uploads.busy, lambda: ("the mirror", "take all checkpoints"), timeout_s)
-        return uploads.left()
+        return await self._execution.wait_mirrored(timeout_s)
 
     async def drain_events(self, *, untold: bool = False) -> list[dict[str, Any]]:
         """The events ``commit``, ``prune``, ``mirror`` and ``fault`` since the last call, oldest first.
@@ -334,14 +301,12 @@ class CheckpointMonitor:
         Args:
             untold: leave out those that the caller of `wait_committed` gets anyway.
         """
-        drained = [event for event, told in self._events if not (told and untold)]
-        self._events.clear()
-        return drained
+        return self._events.drain(untold=untold)
 
     async def fail_step(self, step: int, error: str, attempt: int | None = None) -> None:
         """Give a step up, whatever its parts say."""
-        self._apply(self._book.failed(step, None, error, attempt=attempt))
-        await self._journal(step)
+        self._execution.apply(self._book.failed(step, None, error, attempt=attempt))
+        await self._execution.note(step)
 
     # ---- the seed's calls, with our additions
 
@@ -354,7 +319,7 @@ class CheckpointMonitor:
         attempt: int | None = None,
     ) -> None:
         """Add to the numbers of parts that the step waits for."""
-        self._apply(
+        self._execution.apply(
             self._book.register(
                 step,
                 weights=state_dict_thread_count,
@@ -363,12 +328,12 @@ class CheckpointMonitor:
                 attempt=attempt,
             )
         )
-        await self._journal(step)
+        await self._execution.note(step)
 
     async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
         """The step is to be committed, as weights only or as a full checkpoint, as soon as its parts are in."""
-        self._apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
-        await self._journal(step)
+        self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
+        await self._execution.note(step)
 
     async def notify_started(
         self,
@@ -395,7 +360,7 @@ class CheckpointMonitor:
             WaitTimeout: its turn did not come.
         """
         name = ticket or _call_id()
-        self._apply(
+        self._execution.apply(
             self._book.started(
                 name,
                 node_id,
@@ -409,18 +374,18 @@ class CheckpointMonitor:
             )
         )
         try:
-            await self._wait(
+            await self._changes.wait(
                 lambda: self._book.turn(name) is not False,
                 lambda: ("the checkpoint monitor", f"give the writer {job_id} its turn ({self._strategy})"),
                 self._config.timeout_s if timeout_s is None else timeout_s,
             )
         except WaitTimeout:
-            self._apply(self._book.cancel(name))
+            self._execution.apply(self._book.cancel(name))
             raise
         if self._book.turn(name) is None:
             raise RunError(f"step {step} failed before the writer {job_id} had its turn: {self._reason(step)}")
         if step is not None:
-            await self._journal(step)
+            await self._execution.note(step)
 
     async def notify_finished(
         self,
@@ -443,7 +408,7 @@ class CheckpointMonitor:
             ticket: of its `notify_started`.
         """
         entries = [entry if isinstance(entry, FileEntry) else FileEntry(*entry) for entry in files or ()]
-        self._apply(
+        self._execution.apply(
             self._book.finished(
                 step,
                 weights=is_state_dict,
@@ -455,23 +420,23 @@ class CheckpointMonitor:
                 attempt=attempt,
             )
         )
-        await self._journal(step)
+        await self._execution.note(step)
 
     async def notify_failed(
         self, step: int, part: str | None, error: str, *, attempt: int | None = None, ticket: str | None = None
     ) -> None:
         """A part could not be written: nothing of the step is committed any more."""
-        self._apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
-        await self._journal(step)
+        self._execution.apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
+        await self._execution.note(step)
 
     async def notify_handed_over(self, ticket: str, step: int) -> None:
         """Another writer answers for the part from now on; it has its turn already."""
-        self._apply(self._book.cancel(ticket))
-        await self._journal(step)
+        self._execution.apply(self._book.cancel(ticket))
+        await self._execution.note(step)
 
     async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
         """A writer's process (without a `job_id`: every one of the node) is gone, says somebody who knows."""
-        self._apply(self._book.writer_lost(node_id, job_id, error=error))
+        self._execution.apply(self._book.writer_lost(node_id, job_id, error=error))
 
     # ---- watching the writers
 
@@ -486,7 +451,7 @@ class CheckpointMonitor:
         try:
             await owned[0]
         except RayError:
-            self._apply(self._book.writer_lost(node_id, job_id, life))
+            self._execution.apply(self._book.writer_lost(node_id, job_id, life))
         finally:
             released.set()
             self._watched.pop(writer, None)
@@ -518,150 +483,23 @@ class CheckpointMonitor:
         """Peak resident bytes."""
         return {"peak_rss": peak_rss()}
 
-    # ---- carrying out
-
-    def _apply(self, decisions: Iterable[Decision]) -> None:
-        for decision in decisions:
-            if not isinstance(decision, Grant):
-                self._queue.put_nowait(decision)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _work(self) -> None:
-        while True:
-            decision = await self._queue.get()
-            self._working = True
-            try:
-                await self._carry_out(decision)
-            except Exception as error:
-                self._fault("checkpoint monitor", f"{type(error).__name__}: {error}")
-            self._working = False
-            self._wake()
-
-    async def _carry_out(self, decision: Decision) -> None:
-        match decision:
-            case Commit():
-                await self._commit(decision)
-            case MoveTracker(kind, step):
-                await asyncio.to_thread(self._disk.move_tracker, kind, step)
-            case Fail(step, _, error):
-                self._fault(f"checkpoint of step {step}", error, told=True)
-                await self._fail(step)
-            case Clean(step, _):
-                await self._clean(step)
-
-    async def _fail(self, step: int) -> None:
-        """Note the failure before what it left goes, for a monitor that starts anew; on a full disk, after it."""
-        try:
-            await asyncio.to_thread(self._disk.write_failed, self._book.failures)
-            await self._clean(step)
-        except OSError:
-            await self._clean(step)
-            await asyncio.to_thread(self._disk.write_failed, self._book.failures)
-
-    async def _clean(self, step: int) -> None:
-        async with self._journal_lock:
-            await asyncio.to_thread(self._disk.clean, step)
-
-    async def _commit(self, commit: Commit) -> None:
-        try:
-            manifest = await asyncio.to_thread(self._disk.commit, commit)
-        except Exception as error:
-            self._apply(self._book.commit_failed(commit.step, commit.kind, str(error) or type(error).__name__))
-            return
-        self._finishing.add(commit.step)
-        try:
-            for decision in self._book.commit_done(commit.step, commit.kind):
-                if not isinstance(decision, MoveTracker):
-                    self._queue.put_nowait(decision)
-                    continue
-                try:
-                    await self._carry_out(decision)
-                except RunError as error:
-                    self._fault("checkpoint trackers", error)
-            await self._journal(commit.step)
-            pruned = await self._retain()
-            total_s = max(0.0, self._clock() - commit.opened)
-            self._record(commit, self._disk.describe(manifest, total_s, pruned))
-            if commit.kind == FULL and self._uploads is not None:
-                self._uploads.add(commit.step)
-        finally:
-            self._finishing.discard(commit.step)
-
-    async def _retain(self, extra: Sequence[Policy] = ()) -> list[Pruned]:
-        """Run retention; it is never a reason for a commit to fail."""
-        try:
-            async with self._retention_lock:
-                pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps(), extra)
-        except Exception as error:
-            self._fault("retention", error)
-            return []
-        for warning in warnings:
-            if warning not in self._warned:
-                self._warned.add(warning)
-                self._fault("retention", warning)
-        for gone in pruned:
-            self._book.forget(gone.step)
-        if pruned:
-            self._in_background(self._purge())
-        return pruned
-
-    async def _purge(self) -> None:
-        for problem in await asyncio.to_thread(self._disk.purge):
-            self._fault("retention", problem)
-
-    def _mirrored(self, event: str, fields: dict[str, Any]) -> None:
-        """Something happened on the way to the mirror."""
-        if event == "fault":
-            self._fault(fields["where"], fields["error"])
-        else:
-            self._event(event, **fields)
-            self._unmirrored()
-        self._wake()
-
-    def _unmirrored(self) -> None:
-        """A lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
-        self._in_background(self._retain_late())
-
-    async def _retain_late(self) -> None:
-        for gone in await self._retain():
-            self._event("prune", step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes)
-
-    @property
-    def _in_the_background(self) -> bool:
-        return bool(self._background) or (self._uploads is not None and self._uploads.busy)
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        task.add_done_callback(lambda _: self._wake())
-
     # ---- waiting
-
-    async def _wait(self, ready: Callable[[], bool], describe: Callable[[], tuple[str, str]], seconds: float) -> None:
-        """Wait for a change after which `ready` is true; `describe` gives who and what for the error."""
-        deadline = time.monotonic() + seconds
-        while not ready():
-            try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                who, what = describe()
-                raise WaitTimeout(who, what, seconds) from None
 
     async def _watch_clock(self) -> None:
         started = time.monotonic()
         restored = self._book.writers()
         while True:
             await asyncio.sleep(_TICK_S)
-            self._apply(self._book.tick())
+            self._execution.apply(self._book.tick())
             if restored and time.monotonic() - started > _REATTACH_S:
                 for writer in restored - self._watched.keys():
-                    self._apply(self._book.writer_lost(*writer, error="it died while the checkpoint monitor was away"))
+                    self._execution.apply(
+                        self._book.writer_lost(*writer, error="it died while the checkpoint monitor was away")
+                    )
                 restored = set()
+
+    def _settled(self, step: int, kind: Kind | None) -> bool:
+        return self._book.status(step, kind).state in ("committed", "failed") and not self._execution.finishing(step)
 
     def _missing(self, step: int, kind: Kind | None) -> tuple[str, str]:
         status = self._book.status(step, kind)
@@ -671,38 +509,6 @@ class CheckpointMonitor:
     def _reason(self, step: int | None) -> str:
         error = self._book.status(step).error if step is not None else None
         return error or "its writer was given up"
-
-    # ---- records
-
-    def _record(self, commit: Commit, result: dict[str, Any]) -> None:
-        self._results[commit.step, commit.kind] = result
-        while len(self._results) > _MAX_EVENTS:
-            del self._results[next(iter(self._results))]
-        told = {key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")}
-        self._event("commit", told=True, **told)
-        for gone in result["pruned"]:
-            self._event("prune", told=True, **gone)
-
-    def _event(self, event: str, *, told: bool = False, **fields: Any) -> None:
-        line = {"event": event, "time": self._clock(), "attempt": self._config.attempt, **fields}
-        self._events.append((line, told))
-
-    def _fault(self, where: str, error: object, *, told: bool = False) -> None:
-        text = str(error) or type(error).__name__
-        print(f"fault: {where}: {text}", file=sys.stderr)
-        self._event("fault", told=told, where=where, error=text)
-
-    async def _journal(self, step: int) -> None:
-        """Note what is known of an open step, or remove the note; a disk that refuses is a fault, not the caller's."""
-        self._unnoted.add(step)
-        async with self._journal_lock:
-            if step not in self._unnoted:
-                return  # one that waited with us has noted our change too
-            self._unnoted.discard(step)
-            try:
-                await asyncio.to_thread(self._disk.write_journal, step, self._book.dump(step))
-            except OSError as error:
-                self._fault(f"journal of step {step}", error)
 
 
 def _call_id() -> str:

@@ -1,0 +1,259 @@
+"""What the monitor's book decides, carried out: commits, trackers, retention, copies to the mirror, journals.
+
+On the actor's event loop; the disk is used in threads, so that the loop never waits for it. Decisions are carried out
+one after another, in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from trinity_sync.checkpoint.changes import Changes
+from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.event_log import EventLog
+from trinity_sync.checkpoint.mirror_process import MirrorSettings
+from trinity_sync.checkpoint.prune import Pruned
+from trinity_sync.checkpoint.uploads import Uploads
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker
+from trinity_sync.protocol.parts import FULL, Kind
+from trinity_sync.protocol.retention import Policy
+
+_MOST_RESULTS = 10_000
+
+
+class Execution:
+    """Carries out decisions.
+
+    Args:
+        disk: the checkpoint folder.
+        book: who decides.
+        events: where what happens is told.
+        changes: announced when something was done.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self, disk: CheckpointDisk, book: CommitBook, events: EventLog, changes: Changes, clock: Callable[[], float]
+    ) -> None:
+        self._disk = disk
+        self._book = book
+        self._events = events
+        self._changes = changes
+        self._clock = clock
+        self._uploads: Uploads | None = None
+        self._queue: asyncio.Queue[Decision] = asyncio.Queue()
+        self._working = False
+        self._finishing: set[int] = set()
+        self._results: dict[tuple[int, Kind], dict[str, Any]] = {}
+        self._unnoted: set[int] = set()
+        self._journal_lock = asyncio.Lock()
+        self._retention_lock = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._warned: set[str] = set()
+        self._forever = asyncio.ensure_future(self._work())
+
+    def start_mirror(self, place: str, settings: MirrorSettings, *, resumed: bool) -> None:
+        """Copy committed full checkpoints there from now on, and before that those that are missing there.
+
+        Args:
+            place: a path, or a URL that fsspec knows.
+            resumed: the run goes on from a checkpoint that is here.
+        """
+        assert self._disk.root is not None, "there is nothing to copy"
+        loop = asyncio.get_event_loop()
+        here = self._disk.full_steps()
+        self._uploads = Uploads(
+            self._disk.root,
+            place,
+            settings,
+            policies=self._disk.policies,
+            start=max(here, default=0) if resumed else None,
+            report=lambda event, fields: loop.call_soon_threadsafe(self._mirrored, event, fields),
+            on_idle=lambda: loop.call_soon_threadsafe(self._unmirrored),
+            clock=self._clock,
+        )
+        if here:
+            self._uploads.catch_up(here)
+
+    def apply(self, decisions: Iterable[Decision]) -> None:
+        """Carry these out after those before."""
+        for decision in decisions:
+            if not isinstance(decision, Grant):
+                self._queue.put_nowait(decision)
+        self._changes.announce()
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is being carried out, deleted or copied."""
+        busy = self._working or self._background or (self._uploads is not None and self._uploads.busy)
+        return self._queue.empty() and not busy
+
+    def finishing(self, step: int) -> bool:
+        """The step is committed, but its trackers have not moved or retention has not run."""
+        return step in self._finishing
+
+    def result(self, step: int, *kinds: Kind | None) -> dict[str, Any] | None:
+        """What came of the step's commit in this life of the monitor, as the first of these kinds; else None."""
+        for kind in kinds:
+            if kind is not None and (step, kind) in self._results:
+                return self._results[step, kind]
+        return None
+
+    async def note(self, step: int) -> None:
+        """Note what is known of an open step, or remove the note; a disk that refuses is a fault, not the caller's."""
+        self._unnoted.add(step)
+        async with self._journal_lock:
+            if step not in self._unnoted:
+                return  # one that waited with us has noted our change too
+            self._unnoted.discard(step)
+            try:
+                await asyncio.to_thread(self._disk.write_journal, step, self._book.dump(step))
+            except OSError as error:
+                self._events.fault(f"journal of step {step}", error)
+
+    async def retain(self, extra: Sequence[Policy] = ()) -> list[Pruned]:
+        """Run retention, with policies for this once beside the configured ones. It is never a reason for a commit to
+        fail.
+        """
+        try:
+            async with self._retention_lock:
+                pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps(), extra)
+        except Exception as error:
+            self._events.fault("retention", error)
+            return []
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self._events.fault("retention", warning)
+        for gone in pruned:
+            self._book.forget(gone.step)
+        if pruned:
+            self._in_background(self._purge())
+        return pruned
+
+    async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
+        """Wait until nothing is on its way to the mirror, or the time is over.
+
+        Returns:
+            The steps that are not there, and why.
+        """
+        uploads = self._uploads
+        if uploads is None:
+            return {}
+        with contextlib.suppress(WaitTimeout):
+            await self._changes.wait(
+                lambda: not uploads.busy, lambda: ("the mirror", "take all checkpoints"), timeout_s
+            )
+        return uploads.left()
+
+    async def stop(self) -> None:
+        """Break off."""
+        tasks = [self._forever, *self._background]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # ---- one decision after another
+
+    async def _work(self) -> None:
+        while True:
+            decision = await self._queue.get()
+            self._working = True
+            try:
+                await self._carry_out(decision)
+            except Exception as error:
+                self._events.fault("checkpoint monitor", f"{type(error).__name__}: {error}")
+            self._working = False
+            self._changes.announce()
+
+    async def _carry_out(self, decision: Decision) -> None:
+        match decision:
+            case Commit():
+                await self._commit(decision)
+            case MoveTracker(kind, step):
+                await asyncio.to_thread(self._disk.move_tracker, kind, step)
+            case Fail(step, _, error):
+                self._events.fault(f"checkpoint of step {step}", error, told=True)
+                await self._fail(step)
+            case Clean(step, _):
+                await self._clean(step)
+
+    async def _fail(self, step: int) -> None:
+        """Note the failure before what it left goes, for a monitor that starts anew; on a full disk, after it."""
+        try:
+            await asyncio.to_thread(self._disk.write_failed, self._book.failures)
+            await self._clean(step)
+        except OSError:
+            await self._clean(step)
+            await asyncio.to_thread(self._disk.write_failed, self._book.failures)
+
+    async def _clean(self, step: int) -> None:
+        async with self._journal_lock:
+            await asyncio.to_thread(self._disk.clean, step)
+
+    async def _commit(self, commit: Commit) -> None:
+        try:
+            manifest = await asyncio.to_thread(self._disk.commit, commit)
+        except Exception as error:
+            self.apply(self._book.commit_failed(commit.step, commit.kind, str(error) or type(error).__name__))
+            return
+        self._finishing.add(commit.step)
+        try:
+            for decision in self._book.commit_done(commit.step, commit.kind):
+                if not isinstance(decision, MoveTracker):
+                    self._queue.put_nowait(decision)
+                    continue
+                try:
+                    await self._carry_out(decision)
+                except RunError as error:
+                    self._events.fault("checkpoint trackers", error)
+            await self.note(commit.step)
+            pruned = await self.retain()
+            total_s = max(0.0, self._clock() - commit.opened)
+            self._record(commit, self._disk.describe(manifest, total_s, pruned))
+            if commit.kind == FULL and self._uploads is not None:
+                self._uploads.add(commit.step)
+        finally:
+            self._finishing.discard(commit.step)
+
+    def _record(self, commit: Commit, result: dict[str, Any]) -> None:
+        self._results[commit.step, commit.kind] = result
+        while len(self._results) > _MOST_RESULTS:
+            del self._results[next(iter(self._results))]
+        told = {key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")}
+        self._events.add("commit", told=True, **told)
+        for gone in result["pruned"]:
+            self._events.add("prune", told=True, **gone)
+
+    # ---- beside them
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        task.add_done_callback(lambda _: self._changes.announce())
+
+    async def _purge(self) -> None:
+        for problem in await asyncio.to_thread(self._disk.purge):
+            self._events.fault("retention", problem)
+
+    def _mirrored(self, event: str, fields: dict[str, Any]) -> None:
+        """Something happened on the way to the mirror."""
+        if event == "fault":
+            self._events.fault(fields["where"], fields["error"])
+        else:
+            self._events.add(event, **fields)
+            self._unmirrored()
+        self._changes.announce()
+
+    def _unmirrored(self) -> None:
+        """A lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
+        self._in_background(self._retain_late())
+
+    async def _retain_late(self) -> None:
+        for gone in await self.retain():
+            self._events.add("prune", step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes)
