@@ -15,9 +15,9 @@ import pytest
 from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import Manifest
-from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.lock import hold_as_writer, holder, locked
 from trinity_sync.config import compose
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.starting import Start
 
 
@@ -175,6 +175,19 @@ def test_a_run_waits_until_the_monitor_of_a_killed_one_has_ended(tmp_path: Path)
         monitor.wait()
         run.join(30)
         assert entered.is_set()
+
+
+def test_a_monitor_that_comes_up_after_another_run_took_over_ends(tmp_path: Path) -> None:
+    with locked(tmp_path, Path("first")):
+        first = holder(tmp_path)
+        hold_as_writer(tmp_path, first).close()
+    with locked(tmp_path, Path("first")):
+        assert holder(tmp_path) != first, "another run of the same process in the same folder is another one"
+        refusal = rf"^{tmp_path} has been taken over by the run in first \(pid \d+ on [^)]*\)$"
+        with pytest.raises(RunError, match=refusal):
+            hold_as_writer(tmp_path, first)
+    with locked(tmp_path, Path("third"), timeout_s=0.0):
+        pass
 
 
 def test_a_folder_that_cannot_be_one_is_named(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.cluster import check_reachable, cluster
 from trinity_sync.config import config_digest, plain
 from trinity_sync.errors import TrinityError
@@ -31,6 +31,9 @@ from trinity_sync.starting import Start
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.weights.slots import remove_stale
+
+_MONITOR_LIMIT_S = 30.0
+"""For the monitor's end. What it leaves after that is cleared by the next run in the folder."""
 
 
 def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] | None = None) -> int:
@@ -131,10 +134,11 @@ def _run(
                     peaks.update(job.peak_memory())
                 job.close()
     finally:
-        # Whoever was writing is gone by now: what a save had staged when the run ended is of no use to anybody, nor are
-        # slots that an agent had no time to give back.
+        # Whoever was writing is gone by now, or about to go in a cluster that goes on: what a save had staged when the
+        # run ended is of no use to anybody, nor are slots that an agent had no time to give back.
         try:
-            store.recover(start.checkpoints)
+            if has_no_monitor(start.checkpoints, _MONITOR_LIMIT_S):
+                store.recover(start.checkpoints)
         finally:  # a disk that refuses keeps no memory
             for root in (cfg.sync.shm_dir, folder.slots):
                 remove_stale(root)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import ray
 from tests.checkpoint.helpers import commit, names
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -378,6 +380,21 @@ def test_a_start_leaves_the_checkpoints_of_another_program_alone(make_monitor: C
     write_tracker(root, FULL, 20)
     call(make_monitor(), "describe")
     assert read_tracker(root, FULL).step == 20
+
+
+def test_a_monitor_that_starts_again_after_another_run_took_over_leaves_the_folder_alone(
+    make_monitor: Callable[..., Any], root: Path
+) -> None:
+    with locked(root, Path("first")):
+        monitor = make_monitor()
+        pid = call(monitor, "describe")["pid"]
+    (root / ".lock").write_text("another run\n1234")  # as `locked` does, which would wait for the monitor's end
+    kept = staging_dir(root, 20, 0)
+    kept.mkdir(parents=True)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(ray.exceptions.RayActorError, match="has been taken over by another run"):
+        call(monitor, "describe")
+    assert kept.is_dir()
 
 
 def test_a_new_attempt_clears_what_the_last_had_staged(make_monitor: Callable[..., Any], root: Path) -> None:

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +17,11 @@ import torch
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, random_weights
 from tests.sync.members import Receiver, Sender
 from trinity_sync.errors import RunError
+from trinity_sync.sync import nccl
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.nccl import NcclMode
 from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shards import whole
 
 
 def ask(actor: Any, method: str, *args: Any) -> Any:
@@ -179,3 +183,65 @@ def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version
         mode.publish(sealed := trainer.seal(random_weights(seed)))
     (report,) = mode.deliver({"explorer-0": explorers["explorer-0"]}, sealed.version).reports
     assert report.digest == sealed.digest
+
+
+# ---- NCCL, which needs a GPU: what is asked of it
+
+
+class Device:
+    """A group of NCCL's as far as a round sees it, in the place of a real one, which needs two GPUs."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.asked = 0
+
+    def broadcast(self, tensors: list[Any], options: Any) -> Any:
+        self.asked += 1
+        number = self.asked
+
+        def wait(timeout: timedelta | None = None) -> None:
+            """Without a limit NCCL's returns at once, whatever has arrived."""
+            if timeout is not None:
+                self.done.append(f"arrived {number}")
+
+        return SimpleNamespace(wait=wait)
+
+    def abort(self) -> None:
+        self.done.append("abort")
+
+    def shutdown(self) -> None:
+        self.done.append("shutdown")
+
+
+def arriving_on(device: Device, index: int, monkeypatch: pytest.MonkeyPatch) -> nccl._Arriving:
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    layout = PartLayout.build("rank-00000", [whole(name, "U8", (64,)) for name in "abcdef"], 64)
+    place = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=index))
+    ticket: Any = SimpleNamespace(transport="nccl", cut="tensor", timeout_s=5.0)
+    return nccl._Arriving(device, ticket, layout, lambda *_: place, [])
+
+
+def test_between_gpus_a_piece_is_taken_for_received_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    arriving = arriving_on(device, 0, monkeypatch)
+    for number, data in arriving:
+        assert data is None
+        assert device.done == [f"arrived {1 + one}" for one in range(number + 1)]
+    assert arriving.close()
+    assert device.done[6:] == ["shutdown"]
+
+
+def test_between_gpus_a_load_that_is_given_up_breaks_off_what_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    arriving = arriving_on(device, 0, monkeypatch)
+    next(iter(arriving))
+    assert device.asked == 5
+    assert not arriving.close()
+    assert device.done == ["arrived 1", "abort", *(f"arrived {number}" for number in range(2, 6)), "shutdown"]
+
+
+def test_a_place_on_another_gpu_than_the_groups_is_not_received_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    with pytest.raises(IndexError):  # no room for it either
+        next(iter(arriving_on(device, 1, monkeypatch)))
+    assert device.asked == 0

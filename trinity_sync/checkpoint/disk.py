@@ -41,6 +41,7 @@ class CheckpointDisk:
         policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
         fsync: whether commits are durable.
         clock: Unix seconds.
+        holder: of the folder, see `lock.hold_as_writer`.
     """
 
     root: Path | None
@@ -49,6 +50,7 @@ class CheckpointDisk:
     keep_state_dicts: int
     fsync: bool
     clock: Callable[[], float]
+    holder: str | None = None
 
     # ---- commits
 
@@ -179,10 +181,13 @@ class CheckpointDisk:
         Args:
             make_book: gets the committed (step, attempt, kind).
             restarted: take up the open steps again; else what is staged is of an earlier run and goes.
+
+        Raises:
+            RunError: another run holds the folder by now.
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
-        held = hold_as_writer(self.root)
+        held = hold_as_writer(self.root, self.holder)
         journals, problems = self._read_journals() if restarted else ([], [])
         failures = self._read_failed() if restarted else {}
         store.recover(self.root, keep=[(dumped["step"], self.attempt) for dumped in journals])

@@ -5,7 +5,8 @@ for the one who is refused.
 
 The monitor is a process of its own, which a killed driver leaves behind for a moment. So it holds a second lock for as
 long as it lives, and a run that takes the folder over waits for it: else the monitor of the run before could commit a
-step, and let a tracker name it, while the resume puts the folder in order.
+step, and let a tracker name it, while the resume puts the folder in order. A monitor that comes up only after that sees
+that the folder has another holder, and ends.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RunError
 
 _LOCK = ".lock"
 _MONITOR = ".monitor.lock"
@@ -51,26 +53,67 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
     try:
         _take(descriptor, root)
         os.truncate(descriptor, 0)
-        os.pwrite(descriptor, f"the run in {run} ({_this_process()})".encode(), 0)
-        _wait_for_monitor(root, timeout_s)
+        # Before the look at the monitor's lock: a monitor looks at the two the other way round, so one sees the other.
+        os.pwrite(descriptor, f"the run in {run} ({_this_process()})\n{secrets.token_hex(8)}".encode(), 0)
+        if not has_no_monitor(root, timeout_s):
+            raise ConfigError(
+                f"checkpoint.dir={root}: the checkpoint monitor of the run before ({_read(root / _MONITOR)}) still "
+                f"writes there after {timeout_s:.0f} s; end that process, or delete {root / _MONITOR} where its "
+                "machine is gone, or name another folder"
+            )
         yield
     finally:
         os.close(descriptor)
 
 
-def hold_as_writer(root: Path) -> IO[bytes]:
+def holder(root: Path) -> str | None:
+    """Tells the run that holds the folder, or the last one that did, from all others; None: there was none."""
+    return _read(root / _LOCK) or None
+
+
+def has_no_monitor(root: Path, timeout_s: float) -> bool:
+    """Wait until no monitor writes in the folder. False: one still does after that time.
+
+    Raises:
+        ConfigError: the folder cannot be written or locked.
+    """
+    if not root.is_dir():
+        return True
+    deadline = time.monotonic() + timeout_s
+    try:
+        with open(root / _MONITOR, "a+b") as file:
+            while not _is_free(file):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(_POLL_S)
+    except OSError as error:
+        raise ConfigError(f"{root / _MONITOR} cannot be locked: {error.strerror}") from error
+    return True
+
+
+def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     """Tell runs to come that this process writes in the folder. For the monitor.
+
+    Args:
+        expected: the `holder` for which it is to write; None: any.
 
     Returns:
         What the process keeps as long as it writes.
+
+    Raises:
+        RunError: another run holds the folder by now.
     """
     root.mkdir(parents=True, exist_ok=True)
     file = open(root / _MONITOR, "a+b", buffering=0)  # noqa: SIM115  the caller keeps it open
     # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.
     with contextlib.suppress(OSError):  # a file system without flock, which `locked` refuses
         fcntl.flock(file, fcntl.LOCK_SH)
-    file.truncate(0)
-    file.write(_this_process().encode())
+    if expected is not None and holder(root) != expected:
+        file.close()
+        raise RunError(f"{root} has been taken over by {_first_line(holder(root) or 'another run')}")
+    with contextlib.suppress(OSError):  # a full disk: it is for a message only
+        file.truncate(0)
+        file.write(_this_process().encode())
     return file
 
 
@@ -78,28 +121,12 @@ def _take(descriptor: int, root: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = os.pread(descriptor, 4096, 0).decode(errors="replace") or "another run"
-        raise ConfigError(
-            f"checkpoint.dir={root} is in use by {holder}; stop that run or name another folder"
-        ) from None
+        name = _first_line(os.pread(descriptor, 4096, 0).decode(errors="replace")) or "another run"
+        raise ConfigError(f"checkpoint.dir={root} is in use by {name}; stop that run or name another folder") from None
     except OSError as error:
         raise ConfigError(
             f"checkpoint.dir={root} cannot be locked ({error.strerror}); name a folder on a file system that has flock"
         ) from error
-
-
-def _wait_for_monitor(root: Path, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    with open(root / _MONITOR, "a+b") as file:
-        while not _is_free(file):
-            if time.monotonic() > deadline:
-                file.seek(0)
-                monitor = file.read().decode(errors="replace")
-                raise ConfigError(
-                    f"checkpoint.dir={root}: the checkpoint monitor of the run before ({monitor}) still writes there "
-                    f"after {timeout_s:.0f} s; end that process or name another folder"
-                )
-            time.sleep(_POLL_S)
 
 
 def _is_free(file: IO[bytes]) -> bool:
@@ -108,6 +135,17 @@ def _is_free(file: IO[bytes]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _this_process() -> str:

@@ -35,6 +35,7 @@ from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.layout import FileEntry
+from trinity_sync.checkpoint.lock import holder
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.storage import absolute
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -69,6 +70,7 @@ class MonitorConfig:
         fsync: whether commits are made durable.
         mirror: how checkpoints are copied to `default_hdfs_dir`.
         log_dir: where the actor's log goes; None: where Ray puts it.
+        holder: of the checkpoint folder, filled in by `get_actor`; the actor does nothing for another one.
     """
 
     attempt: int = 0
@@ -78,6 +80,7 @@ class MonitorConfig:
     fsync: bool = True
     mirror: MirrorSettings = field(default_factory=MirrorSettings)
     log_dir: str | None = None
+    holder: str | None = None
 
 
 class CheckpointMonitor:
@@ -132,6 +135,8 @@ class CheckpointMonitor:
             "max_concurrency": _MAX_CALLS,
         }
         folder = str(default_local_dir) if default_local_dir is not None else None
+        if folder is not None:
+            config = replace(config, holder=holder(Path(folder)))
         remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
 
         body = small_actor(cls, strategy, folder, remote, config)
@@ -157,6 +162,7 @@ class CheckpointMonitor:
             keep_state_dicts=config.keep_state_dicts,
             fsync=config.fsync,
             clock=clock,
+            holder=config.holder,
         )
         self._events = EventLog(config.attempt, clock)
         self._changes = Changes()

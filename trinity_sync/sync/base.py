@@ -4,8 +4,8 @@ A version arrives *sealed* (all ranks staged, digests known). Then
 
 1. driver: `SyncMode.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
 2. driver: `SyncMode.deliver(explorers, version)` has the explorers load it and returns their reports;
-3. explorer: `Transport.buckets(lease, ticket)` yields the buckets of the parts one after another; `sync.loading` checks
-   and applies them.
+3. explorer: `Transport.buckets(lease, ticket, find_room)` yields the buckets of the parts, or other pieces, one after
+   another; `sync.loading` checks and applies them.
 
 Whatever fails raises; the version before stays in force.
 """

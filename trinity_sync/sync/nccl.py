@@ -205,14 +205,27 @@ def _group(invitation: Round, sender: int, rank: int) -> Any:
     return dist.ProcessGroupGloo(store, rank, size, limit)
 
 
-def _close(groups: list[Any], invitation: Round) -> None:
-    """Let go of a group, to which nothing but the list refers. gloo takes 20 ms to close its connections (two turns of
-    its loop): nobody has to wait for that.
+def _wait(work: Any, ticket: Round) -> None:
+    """Until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait; gloo
+    keeps the group's limit, and closes its connections when a wait with another one ends.
     """
-    if invitation.transport == "gloo":
-        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
+    if ticket.transport == "nccl":
+        work.wait(timedelta(seconds=ticket.timeout_s))
     else:
-        groups.clear()
+        work.wait()
+
+
+def _close(groups: list[Any], ticket: Round) -> None:
+    """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
+    connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
+    shutdown before.
+    """
+    if ticket.transport == "gloo":
+        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
+        return
+    with contextlib.suppress(RuntimeError):
+        groups[0].shutdown()
+    groups.clear()
 
 
 def _broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
@@ -251,16 +264,14 @@ def _send(invitation: Round, group: Any, layout: Any, segment: Any) -> int:
     sent = 0
     for start, stop in layout.pieces(invitation.cut):
         if len(under_way) == _AHEAD:
-            under_way.popleft().wait()
+            _wait(under_way.popleft(), invitation)
         piece = staged[start:stop]
         under_way.append(
             _broadcast(group, piece.cuda() if invitation.transport == "nccl" else piece, invitation.timeout_s)
         )
         sent += stop - start
     for work in under_way:
-        work.wait()
-    if invitation.transport == "nccl":
-        torch.cuda.synchronize()
+        _wait(work, invitation)
     return sent
 
 
@@ -291,7 +302,8 @@ class NcclTransport:
                     digest = None if info.buckets is None else info.buckets[number]
                     yield Bucket(layout, number, self._arrived(data), digest, ticket.cut)
             finally:
-                arriving.close()
+                if not arriving.close():
+                    self._rooms = []
 
     def _arrived(self, data: Any) -> Any:
         return data
@@ -338,30 +350,48 @@ class _Arriving:
             if receiving.room is not None:
                 self._free.append(receiving.room)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Wait until nothing arrives any more, in whatever way it ends: no byte is to come in where others are by then.
 
         After an error elsewhere what is under way still comes, or ends with the connections, at the latest in time.
+
+        Returns:
+            Whether nothing was under way.
         """
-        if self._under_way and self._ticket.transport == "nccl":
-            self._group.abort()
-        for receiving in self._under_way:
-            with contextlib.suppress(RuntimeError):
-                receiving.wait()
-        self._under_way.clear()
-        groups, self._group = [self._group], None
-        _close(groups, self._ticket)
+        clean = not self._under_way
+        try:
+            if not clean and self._ticket.transport == "nccl":
+                with contextlib.suppress(RuntimeError):
+                    self._group.abort()
+            for receiving in self._under_way:
+                with contextlib.suppress(RuntimeError):
+                    receiving.wait()
+        finally:
+            self._under_way.clear()
+            groups, self._group = [self._group], None
+            _close(groups, self._ticket)
+        return clean
 
     def _go_on(self) -> None:
         while self._next < len(self._sizes) and len(self._under_way) < _AHEAD:
             place = self._find_room(self._layout, self._next, self._ticket.cut)
-            if place is not None and place.is_cuda and self._ticket.transport == "gloo":
-                place = None  # gloo would take it through memory of its own, piece by piece
+            if place is not None and not self._reaches(place):
+                place = None
             if place is None and not self._free:
                 return
             room = None if place is not None else self._free.pop()
             self._under_way.append(_Receiving(self._group, place, room, self._sizes[self._next], self._ticket))
             self._next += 1
+
+    def _reaches(self, place: Any) -> bool:
+        """The group can write there: gloo to the CPU's memory, NCCL to the one device that it was made for, and through
+        that to the CPU's.
+        """
+        if not place.is_cuda:
+            return True
+        import torch
+
+        return self._ticket.transport == "nccl" and place.device.index == torch.cuda.current_device()
 
 
 class _Receiving:
@@ -385,11 +415,12 @@ class _Receiving:
         there = ticket.transport == "gloo" or target.is_cuda
         self._target = target if there else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         self._copy_to = None if there else target
+        self._ticket = ticket
         self._work = _broadcast(group, self._target, ticket.timeout_s)
 
     def wait(self) -> None:
         """Until all of it is there."""
-        self._work.wait()
+        _wait(self._work, self._ticket)
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 

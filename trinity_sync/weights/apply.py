@@ -318,9 +318,9 @@ def _plan(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mapping[s
     """Cut a layout's shards into copies, none of which crosses the end of a piece."""
     copies: list[list[_Copy]] = [[] for _ in pieces]
     rooms: list[torch.Tensor | None] = [None] * len(pieces)
-    starts = [start for start, _ in pieces]
+    starts, ends = [start for start, _ in pieces], [stop for _, stop in pieces]
     for shard, offset in layout.entries:
-        cutter = _Cutter(shard, offset, matrices[shard.name], [stop for _, stop in pieces])
+        cutter = _Cutter(shard, offset, matrices[shard.name], ends)
         for copy in cutter.copies():
             number = bisect_right(starts, copy.start) - 1
             begin = starts[number]
