@@ -15,6 +15,7 @@ from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 
 _numbers = itertools.count()
+START_LIMIT = 120.0
 
 
 @pytest.fixture(scope="package")
@@ -40,6 +41,7 @@ def make_monitor(cluster: None, root: Path) -> Iterator[Callable[..., Any]]:
         settings = MonitorConfig(**{"timeout_s": 60.0, **config})
         monitor = CheckpointMonitor.get_actor(namespace, save_strategy, folder, default_hdfs_dir, config=settings)
         made.append(monitor)
+        ray.get(monitor.describe.remote(), timeout=START_LIMIT)  # Ray starts a process for it
         return monitor
 
     yield make
