@@ -139,6 +139,12 @@ def _run(
         try:
             if has_no_monitor(start.checkpoints, _MONITOR_LIMIT_S):
                 store.recover(start.checkpoints)
+            else:
+                print(
+                    f"the checkpoint monitor still writes in {start.checkpoints} after {_MONITOR_LIMIT_S:.0f} s; "
+                    "the next run there clears what it leaves",
+                    file=sys.stderr,
+                )
         finally:  # a disk that refuses keeps no memory
             for root in (cfg.sync.shm_dir, folder.slots):
                 remove_stale(root)

@@ -304,7 +304,7 @@ class _TensorPlan:
         """The rows' digests, where they are not among those that were made elsewhere."""
         if self._only is not None:  # a small tensor, of which there may be many
             only = self._only
-            digests = elsewhere.get((only.part, only.at)) or rows_digest(only.data(views))
+            digests = elsewhere.get(only.place) or rows_digest(only.data(views))
             return TensorRows(*self._kind, ((only.row, digests),), ())
         threads = pool if self._row_bytes >= _POOL_ROW_BYTES else None
         begun: list[tuple[int, bytes | Future[bytes]]] = []
