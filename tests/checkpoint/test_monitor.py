@@ -67,7 +67,7 @@ def test_a_save_from_begin_to_commit(monitor: Any, root: Path) -> None:
     assert result.pop("total_s") >= 0
     assert result == {
         **{"step": 20, "attempt": 0, "kind": FULL, "digest": "ab", "bytes": 16},
-        **{"path": str(step_dir(root, 20)), "pruned": []},
+        **{"path": str(step_dir(root, 20)), "beside": False, "pruned": []},
     }
     manifest = read_manifest(step_dir(root, 20))
     assert (manifest.backend, manifest.world_size, manifest.metrics) == ("fsdp", 2, {"reward/mean": 0.5})

@@ -100,6 +100,7 @@ def test_only_a_checkpoint_can_be_pinned(tmp_path: Path) -> None:
 def test_a_pin_does_not_hold_the_same_step_of_another_attempt(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     pin(tmp_path, 10)
+    store.set_start(tmp_path, 0, 1)
     commit(tmp_path, 10, {"new": "1"}, attempt=1)
     commit(tmp_path, 20, attempt=1)
     assert run(tmp_path, KeepLast(1)) == [10]

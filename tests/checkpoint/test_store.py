@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage
-from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import FileEntry, Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
+from trinity_sync.checkpoint.layout import (
+    FileEntry,
+    Manifest,
+    ManifestError,
+    read_manifest,
+    staging_dir,
+    step_dir,
+    versions_dir,
+)
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -257,3 +268,197 @@ def test_a_trash_folder_that_resists_does_not_stop_the_others(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == [".trash-a"]
     assert len(problems) == 1
     assert "busy" in problems[0]
+
+
+# ---- what may take whose place
+
+WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
+
+
+def beside(root: Path, step: int, attempt: int) -> Path:
+    return step_dir(versions_dir(root, attempt), step)
+
+
+def leave(root: Path, step: int, files: dict[str, str], **options: Any) -> str:
+    """What is said of a commit that is refused. The checkpoint that is there has lost nothing by it."""
+    before = read_manifest(step_dir(root, step))
+    with pytest.raises(RunError) as caught:
+        commit(root, step, files, **options)
+    assert read_manifest(step_dir(root, step)) == before
+    assert store.verify(step_dir(root, step)).ok
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_weights_alone_never_take_the_place_of_a_full_checkpoint(tmp_path: Path, attempt: int) -> None:
+    commit(tmp_path, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
+    said = leave(tmp_path, 20, WEIGHTS, kind=STATE_DICT, attempt=attempt)
+    assert f"step 20 cannot be committed as state_dict by attempt {attempt}" in said
+    assert "is a full checkpoint of attempt 0, which weights alone do not replace" in said
+
+
+def test_files_in_a_full_checkpoints_own_folder_do_not_make_it_weights(tmp_path: Path) -> None:
+    commit(tmp_path, 20)
+    before = read_manifest(step_dir(tmp_path, 20))
+    with pytest.raises(RunError, match="which weights alone do not replace"):
+        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT))
+    assert read_manifest(step_dir(tmp_path, 20)) == before
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_somebody_holds_is_not_replaced(
+    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    commit(tmp_path, 20)
+    with lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60):
+        assert "held by explorer-7" in leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
+        assert "held by explorer-7" in leave(tmp_path, 20, {"actor/model.pt": "other"})
+    pin(tmp_path, 20)
+    assert "held by a pin" in leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
+    unpin(tmp_path, 20)
+    commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
+    assert read_manifest(step_dir(tmp_path, 20)).attempt == 1
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
+    tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 20)
+    real, leases = store._exchange, []
+
+    def while_a_reader_comes(first: Path, second: Path) -> bool:
+        if not leases:
+            leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
+        return exchange and real(first, second)
+
+    monkeypatch.setattr(store, "_exchange", while_a_reader_comes)
+    said = leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=attempt)
+    assert "held by explorer-7 since just now" in said
+    assert not list(tmp_path.glob(".replaced-*"))
+
+
+def test_a_reader_of_the_new_one_does_not_bring_the_old_one_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 20)
+    real = store._exchange
+
+    def then_a_reader_comes(first: Path, second: Path) -> bool:
+        done = real(first, second)
+        lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
+        return done
+
+    monkeypatch.setattr(store, "_exchange", then_a_reader_comes)
+    commit(tmp_path, 20, {"actor/model.pt": "other"})
+    assert (step_dir(tmp_path, 20) / "actor/model.pt").read_text() == "other"
+
+
+def test_a_lease_on_what_is_replaced_at_the_same_time_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 20)
+    real = holds.write_atomic
+
+    def replaced_first(path: Path, text: str, **options: bool) -> None:
+        commit(tmp_path, 20, {"actor/model.pt": "other"})
+        real(path, text, **options)
+
+    monkeypatch.setattr(holds, "write_atomic", replaced_first)
+    with pytest.raises(RunError, match="was replaced while explorer-7"):
+        lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
+
+
+def test_the_upgrade_of_weights_under_a_reader_and_a_pin_leaves_both_what_they_hold(tmp_path: Path) -> None:
+    commit(tmp_path, 20, {"actor/model.pt": "w"}, kind=STATE_DICT)
+    pin(tmp_path, 20)
+    with lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60) as lease:
+        before = (lease.path / "actor/model.pt").stat().st_ino
+        commit(tmp_path, 20, {"actor/optim.pt": "o"})
+        assert (lease.path / "actor/model.pt").stat().st_ino == before
+    assert read_manifest(step_dir(tmp_path, 20)).kind == FULL
+    assert pinned(tmp_path) == {(20, 0)}
+
+
+def test_weights_whose_place_is_taken_are_committed_beside_it(tmp_path: Path) -> None:
+    commit(tmp_path, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
+    before = read_manifest(step_dir(tmp_path, 20))
+    files = stage(tmp_path, 20, WEIGHTS, attempt=1)
+    store.commit_folder(
+        tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True
+    )
+    assert read_manifest(step_dir(tmp_path, 20)) == before
+    assert store.verify(beside(tmp_path, 20, 1)).ok
+    assert names(beside(tmp_path, 20, 1)) == {*WEIGHTS, "manifest.json"}
+    assert [info.path for info in store.scan(tmp_path)] == [step_dir(tmp_path, 20)]
+    place = beside(tmp_path, 20, 1).parent
+    with lease_checkpoint(place, 20, holder="explorer-7", seconds=60):
+        store.clear_versions(tmp_path, now=time.time())
+        assert store.verify(beside(tmp_path, 20, 1)).ok
+    store.set_start(tmp_path, 20, 2)
+    assert not (tmp_path / ".versions").exists()
+    assert read_manifest(step_dir(tmp_path, 20)) == before
+
+
+def test_a_full_checkpoint_takes_in_the_weights_of_its_attempt_that_lie_beside(tmp_path: Path) -> None:
+    commit(tmp_path, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
+    files = stage(tmp_path, 20, WEIGHTS, attempt=1)
+    store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
+    commit(tmp_path, 20, {"actor/model.pt": "new", "actor/optim.pt": "new"}, attempt=1)
+    assert names(step_dir(tmp_path, 20)) == {*WEIGHTS, "actor/model.pt", "actor/optim.pt", "manifest.json"}
+    assert store.verify(step_dir(tmp_path, 20)).ok
+
+
+def test_weights_that_nobody_staged_are_not_committed_beside(tmp_path: Path) -> None:
+    commit(tmp_path, 20)
+    with pytest.raises(RunError, match="were not written to"):
+        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT), beside=True)
+    assert not (tmp_path / ".versions").exists()
+
+
+def test_a_manifest_that_cannot_be_read_is_put_aside_and_not_deleted(tmp_path: Path) -> None:
+    commit(tmp_path, 20, {"actor/model.pt": "w"})
+    (step_dir(tmp_path, 20) / "manifest.json").write_text("{}")
+    commit(tmp_path, 20, {"actor/model.pt": "new"}, attempt=1)
+    (aside,) = tmp_path.glob("abandoned-*")
+    assert (aside / "actor/model.pt").read_text() == "w"
+    (step_dir(tmp_path, 20) / "manifest.json").write_text("{}")
+    with pytest.raises(ManifestError, match="is not valid"):
+        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
+    assert (step_dir(tmp_path, 20) / "manifest.json").read_text() == "{}"
+
+
+def test_a_commit_in_place_that_fails_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="is not there"):
+        store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry("a", 1, "00"),)))
+    assert not step_dir(tmp_path, 20).exists()
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_death_before_the_last_look_at_who_holds_the_old_is_made_good(
+    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Death(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Death
+
+    commit(tmp_path, 20, created=1.0)
+    before = read_manifest(step_dir(tmp_path, 20))
+    lease = lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_check_replaces", lambda *_: None)  # the reader had not come yet
+        patch.setattr(store, "_holders_of", die)
+        if not exchange:
+            patch.setattr(store, "_exchange", lambda first, second: False)
+        with pytest.raises(Death):
+            commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1, created=2.0)
+    assert read_manifest(step_dir(tmp_path, 20)).attempt == 1
+    store.recover(tmp_path)
+    assert read_manifest(step_dir(tmp_path, 20)) == before
+    assert store.verify(lease.path).ok
+    assert not [path for path in names(tmp_path) if path.startswith((".staging", ".trash", ".replaced"))]

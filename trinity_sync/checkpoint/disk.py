@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +20,7 @@ from trinity_sync.checkpoint.layout import (
     read_manifest,
     staging_dir,
     step_dir,
+    versions_dir,
     write_atomic,
 )
 from trinity_sync.checkpoint.lock import hold_as_writer
@@ -27,7 +28,7 @@ from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import Commit, CommitBook
-from trinity_sync.protocol.parts import FULL, KINDS, Kind
+from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
 from trinity_sync.protocol.retention import Policy
 
 
@@ -82,10 +83,15 @@ class CheckpointDisk:
         if self.root is None:
             return draft
         durable = bool(meta.get("durable", self.fsync))
-        return store.commit_folder(self.root, draft, partial=commit.partial, durable=durable)
+        return store.commit_folder(
+            self.root, draft, partial=commit.partial, durable=durable, beside=commit.beside, clock=self.clock
+        )
 
-    def describe(self, manifest: Manifest, total_s: float, pruned: Iterable[Pruned]) -> dict[str, Any]:
+    def describe(
+        self, manifest: Manifest, total_s: float, pruned: Iterable[Pruned], *, beside: bool = False
+    ) -> dict[str, Any]:
         """A commit as `CheckpointMonitor.wait_committed` returns it."""
+        place = self._beside if beside else self.root
         return {
             "step": manifest.step,
             "attempt": manifest.attempt,
@@ -93,19 +99,25 @@ class CheckpointDisk:
             "digest": manifest.digest,
             "bytes": manifest.bytes,
             "total_s": total_s,
-            "path": str(step_dir(self.root, manifest.step)) if self.root is not None else None,
+            "path": str(step_dir(place, manifest.step)) if place is not None else None,
+            "beside": beside,
             "pruned": [{"step": p.step, "reason": p.reason, "freed_bytes": p.freed_bytes} for p in pruned],
         }
 
-    def describe_committed(self, step: int) -> dict[str, Any]:
+    def describe_committed(self, step: int, kind: Kind | None = None) -> dict[str, Any]:
         """Of a commit that an earlier life of the monitor, or an earlier attempt, made.
+
+        Args:
+            kind: what was asked for; weights may lie beside the step's folder.
 
         Raises:
             RunError: the step is not on the disk.
         """
         if self.root is None:
             raise RunError(f"step {step} was committed before, but there is no checkpoint folder to read it from")
-        return self.describe(read_manifest(step_dir(self.root, step)), 0.0, ())
+        beside = kind == STATE_DICT and step in self._steps_beside()
+        place = self._beside if beside and self._beside is not None else self.root
+        return self.describe(read_manifest(step_dir(place, step)), 0.0, (), beside=beside)
 
     def move_tracker(self, kind: Kind, step: int) -> None:
         """Let the tracker name the step.
@@ -136,12 +148,26 @@ class CheckpointDisk:
         """
         if self.root is None:
             return [], []
-        now = self.clock()
+        now, saving = self.clock(), set(saving)
         plan = prune_plan(
             self.root, [*self.policies, *extra], now=now, keep_state_dicts=self.keep_state_dicts, saving=saving
         )
         pruned = prune(self.root, plan, now=now, defer=True)
+        store.clear_versions(self.root, keep=self._wanted_beside(saving), now=now)
         return pruned, [warning for row in plan for warning in row.warnings]
+
+    def _wanted_beside(self, saving: Collection[int]) -> Callable[[int, int], bool]:
+        """Which weights beside the step folders stay: as many of the newest as of those that are visible, and those of
+        a step that is being saved, whose full commit will link them.
+        """
+        assert self.root is not None
+        steps = [info.step for info in store.scan(self.root) if info.manifest is not None]
+
+        def wanted(step: int, attempt: int) -> bool:
+            newer = sum(other > step for other in steps)
+            return attempt == self.attempt and (step in saving or newer < max(1, self.keep_state_dicts))
+
+        return wanted
 
     def purge(self) -> list[str]:
         """Free the bytes of what was put out of sight; returns what went wrong."""
@@ -190,23 +216,44 @@ class CheckpointDisk:
         held = hold_as_writer(self.root, self.holder)
         journals, problems = self._read_journals() if restarted else ([], [])
         failures = self._read_failed() if restarted else {}
-        store.recover(self.root, keep=[(dumped["step"], self.attempt) for dumped in journals])
+        journals = [dumped for dumped in journals if dumped["step"] not in failures]
+        kept = [(dumped["step"], self.attempt) for dumped in journals]
+        store.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
         manifests = {info.step: info.manifest for info in store.scan(self.root) if info.manifest is not None}
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
         problems += self._repair_trackers(book)
+        beside = self._steps_beside()
+        for step in beside:
+            book.restore_beside(step)
         for step, error in failures.items():
             book.restore_failure(step, error)
         if failures:
             self.write_failed(failures)
         decisions = []
         for dumped in journals:
-            manifest = manifests.get(dumped["step"])
+            step = dumped["step"]
+            own = manifests.get(step)
+            if own is None or own.attempt != self.attempt:
+                own = beside.get(step)
             try:
-                decisions += book.restore(dumped, {entry.path for entry in manifest.files} if manifest else ())
+                decisions += book.restore(dumped, {entry.path for entry in own.files} if own else ())
             except (KeyError, TypeError, ValueError) as error:
-                problems.append(f"the journal of step {dumped['step']} cannot be used: {error}")
-                self.clean(dumped["step"])
+                problems.append(f"the journal of step {step} cannot be used: {error}")
+                self.clean(step)
+                continue
+            if book.dump(step) is None:
+                # All of it was committed before the death: what is staged is what the commit replaced.
+                self.clean(step)
         return Rebuilt(book, decisions, problems, held)
+
+    @property
+    def _beside(self) -> Path | None:
+        return versions_dir(self.root, self.attempt) if self.root is not None else None
+
+    def _steps_beside(self) -> dict[int, Manifest]:
+        """Manifests of the weights that this attempt has committed beside the step folders, by step."""
+        assert self._beside is not None
+        return {info.step: info.manifest for info in store.scan(self._beside) if info.manifest is not None}
 
     @property
     def _failed_path(self) -> Path:

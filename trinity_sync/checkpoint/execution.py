@@ -214,7 +214,7 @@ class Execution:
             await self.note(commit.step)
             pruned = await self.retain()
             total_s = max(0.0, self._clock() - commit.opened)
-            self._record(commit, self._disk.describe(manifest, total_s, pruned))
+            self._record(commit, self._disk.describe(manifest, total_s, pruned, beside=commit.beside))
             if commit.kind == FULL and self._uploads is not None:
                 self._uploads.add(commit.step)
         finally:
@@ -224,8 +224,9 @@ class Execution:
         self._results[commit.step, commit.kind] = result
         while len(self._results) > _MOST_RESULTS:
             del self._results[next(iter(self._results))]
-        told = {key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")}
-        self._events.add("commit", told=True, **told)
+        if not commit.beside:  # else it is no checkpoint of the run
+            told = {key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")}
+            self._events.add("commit", told=True, **told)
         for gone in result["pruned"]:
             self._events.add("prune", told=True, **gone)
 

@@ -5,6 +5,8 @@ to (step, attempt), so what a resume writes under the same step number later is 
 
 How a reader and a deletion stay out of each other's way: the reader writes its lease and *then* looks whether the
 checkpoint is still there; the deletion renames the folder and *then* looks for leases, and renames it back for one.
+A commit that puts another checkpoint in its place goes the same way; one that only adds to it (`Manifest.extends`)
+takes nothing from a reader and asks nobody.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from trinity_sync.checkpoint.layout import LEASES, PINS, read_manifest, step_dir, write_atomic
+from trinity_sync.checkpoint.layout import LEASES, PINS, Manifest, read_manifest, step_dir, write_atomic
 from trinity_sync.errors import RunError
 
 
@@ -51,11 +53,40 @@ def pinned(root: Path) -> set[tuple[int, int]]:
 
 def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
     """(step, attempt) of all leases that have not expired; expired ones are removed on the way."""
-    holds = set()
+    return {note.held for note in _leases(root, now)}
+
+
+def holders(root: Path, manifest: Manifest, *, now: float, successor: Manifest | None = None) -> list[str]:
+    """Who holds a checkpoint, for people; empty: nobody.
+
+    Args:
+        successor: has taken its place just now; leases that were taken on that one are not counted.
+    """
+    held = (manifest.step, manifest.attempt)
+    readers = {
+        note.holder
+        for note in _leases(root, now)
+        if note.held == held and (successor is None or note.manifest != successor.own_digest)
+    }
+    return [*(["a pin"] if held in pinned(root) else []), *sorted(readers)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What a lease says. `manifest`: the own digest of what it was taken on, None where it does not say."""
+
+    held: tuple[int, int]
+    holder: str
+    manifest: str | None
+
+
+def _leases(root: Path, now: float) -> Iterator[_Note]:
     for path in _files(root / LEASES):
         held = _held(path.stem.rpartition("-")[0])
+        body: dict[str, object] = {}
         try:
-            expires = float(json.loads(path.read_text(encoding="utf-8"))["expires"])
+            body = dict(json.loads(path.read_text(encoding="utf-8")))
+            expires = float(str(body["expires"]))
         except FileNotFoundError:
             continue
         except (OSError, ValueError, KeyError, TypeError):
@@ -64,8 +95,8 @@ def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
         if expires < now:
             path.unlink(missing_ok=True)
         elif held is not None:
-            holds.add(held)
-    return holds
+            manifest = body.get("manifest")
+            yield _Note(held, str(body.get("holder", "a reader")), None if manifest is None else str(manifest))
 
 
 @dataclass(slots=True)
@@ -73,7 +104,7 @@ class CheckpointLease:
     """A reader's hold on one checkpoint; usable as a context manager, which releases it at the end.
 
     Args:
-        path: the checkpoint's folder. It may be replaced by a fuller one of the same step, never by less.
+        path: the checkpoint's folder. It may be replaced by one that extends it, and by no other.
     """
 
     path: Path
@@ -81,11 +112,13 @@ class CheckpointLease:
     attempt: int
     _file: Path
     _holder: str
+    _manifest: str
     _clock: Callable[[], float]
 
     def renew(self, seconds: float) -> None:
         """Hold it for so long from now."""
-        body = {"holder": self._holder, "pid": os.getpid(), "expires": self._clock() + seconds}
+        expires = self._clock() + seconds
+        body = {"holder": self._holder, "pid": os.getpid(), "manifest": self._manifest, "expires": expires}
         write_atomic(self._file, json.dumps(body), durable=False)
 
     def release(self) -> None:
@@ -117,14 +150,14 @@ def lease_checkpoint(
     manifest = read_manifest(target)
     (root / LEASES).mkdir(exist_ok=True)
     file = root / LEASES / f"{step}-{manifest.attempt}-{secrets.token_hex(8)}.json"
-    lease = CheckpointLease(target, step, manifest.attempt, file, holder, clock)
+    lease = CheckpointLease(target, step, manifest.attempt, file, holder, manifest.own_digest, clock)
     lease.renew(seconds)
     try:
         current = read_manifest(target)
     except RunError as error:
         lease.release()
         raise RunError(f"the checkpoint of step {step} was deleted while {holder} was about to read it") from error
-    if current.attempt != manifest.attempt:
+    if not current.extends(manifest):
         lease.release()
         raise RunError(f"the checkpoint of step {step} was replaced while {holder} was about to read it")
     return lease

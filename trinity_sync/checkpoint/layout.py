@@ -7,6 +7,7 @@
       global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
       .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
       .pins/20-0.json, .leases/20-0-<nonce>.json                             see `holds`
+      .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
       .trash-..., .replaced-...                                              on their way out
       .lock, .monitor.lock                                                   who is at work here, see `lock`
@@ -27,13 +28,14 @@ from typing import Any
 import xxhash
 
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import KINDS, FileTuple, Kind
+from trinity_sync.protocol.parts import KINDS, FileTuple, Kind, covers
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 STAGING = ".staging"
 PINS = ".pins"
 LEASES = ".leases"
+VERSIONS = ".versions"
 ABANDONED_PREFIX = "abandoned-"
 TRASH_PREFIX = ".trash-"
 REPLACED_PREFIX = ".replaced-"
@@ -109,6 +111,14 @@ class Manifest:
     def bytes(self) -> int:
         """Size of all files together."""
         return sum(entry.bytes for entry in self.files)
+
+    def extends(self, earlier: Manifest) -> bool:
+        """Whether this one adds to an earlier one and takes nothing away, so that it may take its place under readers
+        and pins: of the same step and attempt, which is what they hold, of no lesser kind, and with all of its files as
+        they are.
+        """
+        same = (self.step, self.attempt) == (earlier.step, earlier.attempt)
+        return same and covers(self.kind, earlier.kind) and set(earlier.files) <= set(self.files)
 
     def to_json(self) -> dict[str, Any]:
         """The object that the file holds, with its digest of itself."""
@@ -281,6 +291,14 @@ def step_of(name: str) -> int | None:
     """The step in the name of a step folder; None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def versions_dir(root: Path, attempt: int) -> Path:
+    """The checkpoint folder for weights of an attempt that must not take the place of what is visible as their step.
+
+    It is laid out as `root` is, with leases of its own, and lasts no longer than its run.
+    """
+    return root / VERSIONS / str(attempt)
 
 
 def staging_dir(root: Path, step: int, attempt: int) -> Path:

@@ -237,8 +237,9 @@ class CheckpointMonitor:
             kind: wait for the commit as this kind; None: as all that was asked for.
 
         Returns:
-            step, kind, attempt, digest, bytes, total_s (since the step was first heard of), path of the folder, and
-            pruned: [{step, reason, freed_bytes}], what retention deleted after it.
+            step, kind, attempt, digest, bytes, total_s (since the step was first heard of), path of the folder, beside
+            (these weights lie beside the step's folder, whose place was taken), and pruned:
+            [{step, reason, freed_bytes}], what retention deleted after it.
 
         Raises:
             RunError: the step failed; the message says why.
@@ -258,7 +259,7 @@ class CheckpointMonitor:
         result = self._execution.result(step, kind, status.committed, FULL)
         if result is not None:
             return result
-        return await asyncio.to_thread(self._disk.describe_committed, step)
+        return await asyncio.to_thread(self._disk.describe_committed, step, kind)
 
     async def wait_idle(self, timeout_s: float | None = None) -> None:
         """Wait until nothing is being saved, committed, copied or deleted; for the end of a run.

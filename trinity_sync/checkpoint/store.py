@@ -9,6 +9,10 @@ The commit of a folder, in this order, so that a crash at any point leaves what 
 
 Trackers move after that, and only then is anything old deleted. Files written straight into the step folder (verl's own
 way) are committed there: then the manifest, replaced in one step, is the commit.
+
+What may take the place of a checkpoint, whoever made it: one that extends it (`Manifest.extends`), always; a full one of
+another save, where nobody holds the old; weights alone, never the place of a full one. Weights that find their place
+taken are committed beside it (`layout.versions_dir`), for the readers of their run.
 """
 
 from __future__ import annotations
@@ -18,17 +22,21 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.layout import (
     ABANDONED_PREFIX,
     MANIFEST,
     REPLACED_PREFIX,
     STAGING,
     TRASH_PREFIX,
+    VERSIONS,
     FileEntry,
     Manifest,
     ManifestError,
@@ -41,11 +49,12 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
     sync_folder,
+    versions_dir,
     write_manifest,
 )
 from trinity_sync.checkpoint.trackers import TRACKERS, write_tracker
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 #: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes
 #: a small common file (a config) again must not change the committed one under its readers.
@@ -198,7 +207,15 @@ def prepare_staging(root: Path, step: int, attempt: int) -> Path:
     return folder
 
 
-def commit_folder(root: Path, draft: Manifest, *, partial: bool = False, durable: bool = True) -> Manifest:
+def commit_folder(
+    root: Path,
+    draft: Manifest,
+    *,
+    partial: bool = False,
+    durable: bool = True,
+    beside: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Manifest:
     """Make a step visible; see the module's text for the order of things. May be called again after a crash.
 
     Args:
@@ -206,26 +223,35 @@ def commit_folder(root: Path, draft: Manifest, *, partial: bool = False, durable
         partial: other parts of the step are still being written. Only the reported files are committed, from a
             folder of links, and the staging folder stays for the rest.
         durable: fsync. Without it a commit survives the death of every process, but not a power cut.
+        beside: the step's place is taken; commit these weights in `layout.versions_dir`.
+        clock: Unix seconds, by which leases end.
 
     Returns:
         The manifest that was written, with all files.
 
     Raises:
-        RunError: a reported file is missing or has another size.
+        RunError: a reported file is missing or has another size; or what is visible must not be replaced by this.
         OSError: the disk refused; nothing became visible.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    target = step_dir(root, draft.step)
+    place = versions_dir(root, draft.attempt) if beside else root
+    target = step_dir(place, draft.step)
     staging = staging_dir(root, draft.step, draft.attempt)
     if not any(_files(staging)):
-        return _commit_in_place(target, draft, partial, durable)
+        if beside:
+            raise RunError(
+                f"weights of step {draft.step} were not written to {staging}, and they must not take the place of the "
+                f"checkpoint in {step_dir(root, draft.step)}"
+            )
+        return _commit_in_place(target, draft, partial, durable, clock)
+    place.mkdir(parents=True, exist_ok=True)
     source = _link_reported(staging, draft) if partial else staging
-    adopted = _adopt(target, source, draft, partial)
+    adopted = _adopt(root, target, source, draft, partial)
     manifest = replace(draft, files=_collect(source, draft.files, adopted, everything=not partial))
+    _check_replaces(place, target, manifest, clock)
     if durable:
         _sync_tree(source)
     write_manifest(source, manifest, durable=durable)
-    _publish(root, source, target)
+    _publish(place, source, target, manifest, clock)
     return manifest
 
 
@@ -259,30 +285,59 @@ def clean_staging(root: Path, step: int, attempt: int) -> None:
     journal_path(root, step, attempt).unlink(missing_ok=True)
 
 
-def recover(root: Path, *, keep: Collection[tuple[int, int]] = ()) -> None:
+def recover(
+    root: Path,
+    *,
+    keep: Collection[tuple[int, int]] = (),
+    attempt: int | None = None,
+    clock: Callable[[], float] = time.time,
+) -> None:
     """Put the folder in order after a crash: finish deletions and replacements, drop what was staged.
 
     Args:
         keep: (step, attempt) whose staging folders are still in use.
+        attempt: whose versions beside the step folders are still in use; None: nobody's.
+        clock: Unix seconds, by which leases end.
     """
     if not root.is_dir():
         return
     for path in root.glob(f"{REPLACED_PREFIX}*"):
-        target = root / path.name.removeprefix(REPLACED_PREFIX)
-        if target.exists():
-            discard(root, path)
-        else:
-            path.rename(target)
+        _finish_replacing(root, path, clock)
     kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
     for path in (root / STAGING).iterdir() if (root / STAGING).is_dir() else ():
+        if path.is_dir():
+            _undo_exchange(root, path, clock)
         if path.is_dir() and path.name not in kept:
             discard(root, path)
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
+    clear_versions(root, keep=lambda step, of: of == attempt, now=clock())
     for name in TRACKERS.values():
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     purge(root)
+
+
+def clear_versions(
+    root: Path, *, keep: Callable[[int, int], bool] = lambda step, attempt: False, now: float
+) -> None:
+    """Remove the weights that were committed beside the step folders; what somebody reads stays until the next time.
+
+    Args:
+        keep: told (step, attempt), whether to leave these alone.
+        now: Unix seconds.
+    """
+    for place in sorted((root / VERSIONS).iterdir()) if (root / VERSIONS).is_dir() else ():
+        for info in scan(place):
+            if info.manifest is None:
+                discard(place, info.path)
+            elif not keep(info.step, info.manifest.attempt):
+                _discard_unless_held(place, info.path, info.manifest, now)
+        purge(place)
+        if not scan(place):
+            discard(root, place)
+    with suppress(OSError):  # not empty, or not there
+        (root / VERSIONS).rmdir()
 
 
 def newest_attempt(root: Path) -> int | None:
@@ -339,9 +394,19 @@ def purge(root: Path) -> list[str]:
     return problems
 
 
-def _commit_in_place(target: Path, draft: Manifest, partial: bool, durable: bool) -> Manifest:
-    target.mkdir(exist_ok=True)
-    manifest = replace(draft, files=_collect(target, draft.files, {}, everything=not partial))
+def _commit_in_place(
+    target: Path, draft: Manifest, partial: bool, durable: bool, clock: Callable[[], float]
+) -> Manifest:
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        manifest = replace(draft, files=_collect(target, draft.files, {}, everything=not partial))
+    except RunError:
+        with suppress(OSError):  # not empty
+            target.rmdir()
+        raise
+    if (target / MANIFEST).exists():
+        read_manifest(target)  # one that cannot be read is not written over
+    _check_replaces(target.parent, target, manifest, clock)
     if durable:
         _sync_tree(target)
         sync_folder(target.parent)
@@ -362,28 +427,38 @@ def _link_reported(staging: Path, draft: Manifest) -> Path:
     return folder
 
 
-def _adopt(target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
-    """Link into `source` what the visible folder of the step holds and the new one does not bring.
+def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
+    """Link into `source` what an earlier commit of the step holds and the new one does not bring.
 
-    Returns the entries of the files that an earlier commit of this attempt had digested. A folder without a manifest
-    was written by parts that use verl's own paths; that of another attempt is given up for the new one.
+    Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. A folder
+    without a manifest was written by parts that use verl's own paths; that of another attempt is given up for the new
+    one.
     """
     earlier: dict[str, FileEntry] = {}
     wanted = {entry.path for entry in draft.files}
-    try:
-        base = read_manifest(target)
-        if base.attempt == draft.attempt:
-            earlier = {entry.path: entry for entry in base.files}
-    except ManifestError:
+    base = target
+    for folder in (target, step_dir(versions_dir(root, draft.attempt), draft.step)):
+        found = _committed(folder)
+        if found is not None and found.attempt == draft.attempt:
+            earlier, base = {entry.path: entry for entry in found.files}, folder
+            break
+    else:
         if not partial and not (target / MANIFEST).exists():
             wanted |= set(_files(target))
     adopted = {}
     for path in earlier.keys() | wanted:
-        if not (source / path).exists() and (target / path).is_file():
-            _link(target / path, source / path, copy=False)
+        if not (source / path).exists() and (base / path).is_file():
+            _link(base / path, source / path, copy=False)
             if path in earlier:
                 adopted[path] = earlier[path]
     return adopted
+
+
+def _committed(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except ManifestError:
+        return None
 
 
 def _link(source: Path, target: Path, *, copy: bool) -> None:
@@ -416,20 +491,102 @@ def _collect(
     return tuple(sorted(entries.values()))
 
 
-def _publish(root: Path, source: Path, target: Path) -> None:
+def _check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
+    """Whether a commit may take the place of what is visible at `target`.
+
+    Raises:
+        RunError: not of this, or not now.
+    """
+    visible = _committed(target)
+    if visible is None or manifest.extends(visible):
+        return
+    if not covers(manifest.kind, visible.kind):
+        raise _refused(target, visible, manifest, "which weights alone do not replace")
+    if names := holds.holders(place, visible, now=clock()):
+        raise _refused(target, visible, manifest, f"held by {', '.join(names)}")
+
+
+def _refused(target: Path, visible: Manifest, manifest: Manifest, reason: str) -> RunError:
+    return RunError(
+        f"step {manifest.step} cannot be committed as {manifest.kind} by attempt {manifest.attempt}: {target} is a "
+        f"{visible.kind} checkpoint of attempt {visible.attempt}, {reason}"
+    )
+
+
+def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
+    """Make `source` visible as `target`. What is there goes, unless somebody came to hold it meanwhile: a reader writes
+    its lease first and looks for the folder afterwards, so leases are looked for after the folders have changed places.
+    """
+    if (target / MANIFEST).exists() and _committed(target) is None:
+        # It cannot be read, or not now: nobody knows what it is worth.
+        target.rename(abandoned_dir(place, manifest.step, None))
     if not target.exists():
         source.rename(target)
-        sync_folder(root)
+        sync_folder(place)
         return
-    if _exchange(source, target):
-        sync_folder(root)
-        discard(root, source)
+    aside = source
+    if not _exchange(source, target):
+        aside = place / f"{REPLACED_PREFIX}{target.name}"
+        target.rename(aside)
+        source.rename(target)
+    replaced = _committed(aside)
+    if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
+        _put_back(source, target, aside)
+        raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
+    sync_folder(place)
+    discard(place, aside)
+
+
+def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
+    """Who holds a checkpoint whose place another one has taken, and loses by it."""
+    extended = manifest.extends(replaced)
+    return [] if extended else holds.holders(place, replaced, now=clock(), successor=manifest)
+
+
+def _put_back(source: Path, target: Path, aside: Path) -> None:
+    """The inverse of what `_publish` does."""
+    if aside == source:
+        _exchange(source, target)
+    else:
+        target.rename(source)
+        aside.rename(target)
+
+
+def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> None:
+    """End a replacement by two renames, or take it back: where the second had not happened, or somebody holds what was
+    to go.
+    """
+    target = root / aside.name.removeprefix(REPLACED_PREFIX)
+    replaced, manifest = _committed(aside), _committed(target)
+    if target.exists() and replaced is not None and manifest is not None:
+        if _holders_of(root, replaced, manifest, clock):
+            discard(root, target)
+    if target.exists():
+        discard(root, aside)
+    else:
+        aside.rename(target)
+
+
+def _undo_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> None:
+    """Take back an exchange that a crash kept from looking once more who holds what was to go."""
+    staged = _committed(staging)
+    if staged is None:
         return
-    replaced = root / f"{REPLACED_PREFIX}{target.name}"
-    target.rename(replaced)
-    source.rename(target)
-    sync_folder(root)
-    discard(root, replaced)
+    for place in (root, *sorted((root / VERSIONS).glob("*"))):
+        target = step_dir(place, staged.step)
+        visible = _committed(target)
+        if visible is None or not staging.name.startswith(staging_dir(root, visible.step, visible.attempt).name):
+            continue
+        exchanged = (staged.attempt, staged.created) < (visible.attempt, visible.created)
+        if exchanged and _holders_of(place, staged, visible, clock):
+            _exchange(staging, target)
+
+
+def _discard_unless_held(root: Path, path: Path, manifest: Manifest, now: float) -> None:
+    trash = root / f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}"
+    path.rename(trash)
+    if holds.holders(root, manifest, now=now):
+        trash.rename(path)
 
 
 def _exchange(first: Path, second: Path) -> bool:

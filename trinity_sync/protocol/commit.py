@@ -57,6 +57,8 @@ class Commit:
         opened: when the step was first heard of, in seconds of the book's clock.
         partial: other parts of the step are still being written: only `files` may go into the commit, and the
             staging folder has to stay.
+        beside: weights whose place is taken by what they must not replace: a full checkpoint, or any of another
+            attempt. They are committed beside it.
     """
 
     step: int
@@ -67,6 +69,7 @@ class Commit:
     meta: Mapping[str, Any]
     opened: float
     partial: bool
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,7 @@ class StepStatus:
 
     Args:
         state: ``open``: parts are missing; ``committed``: as all that was asked for.
-        committed: the kind that is visible now, whatever the state.
+        committed: the kind that there is now, whatever the state: of this attempt, else of an earlier one.
         wanted: the most that was asked for; None: nothing yet.
         error: why it failed.
         missing: what is still waited for, one phrase each.
@@ -127,6 +130,7 @@ class _Step:
     meta: dict[str, Any] = field(default_factory=dict)
     committing: Kind | None = None
     pending_keys: frozenset[str] = frozenset()
+    pending_beside: bool = False
     committed: Kind | None = None
     committed_keys: frozenset[str] = frozenset()
     failed: str | None = None
@@ -180,6 +184,7 @@ class CommitBook:
         self._settled: deque[int] = deque()
         self._turns = TurnQueue(strategy)
         self._disk: dict[int, tuple[int, Kind]] = {step: (by, kind) for step, by, kind in committed}
+        self._beside: set[int] = set()
         self._trackers: dict[Kind, int | None] = {
             FULL: max((step for step, (_, kind) in self._disk.items() if kind == FULL), default=None),
             STATE_DICT: max(self._disk, default=None),
@@ -195,7 +200,7 @@ class CommitBook:
     def status(self, step: int, kind: Kind | None = None) -> StepStatus:
         """Where the step stands in this attempt; with a kind: where its commit as that kind does."""
         entry = self._steps.get(step)
-        visible = self._disk[step][1] if step in self._disk else None
+        visible = self._own(step) or (self._disk[step][1] if step in self._disk else None)
         if entry is None:
             done = visible is not None and covers(visible, kind or STATE_DICT)
             return StepStatus("committed" if done else "unknown", visible)
@@ -413,14 +418,14 @@ class CommitBook:
         """The step is visible as `kind` now."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
-        entry.committing, entry.committed, entry.committed_keys = None, kind, entry.pending_keys
-        self._disk[step] = (self.attempt, kind)
+        entry.committing = None
         decisions: list[Decision] = []
-        for tracked in KINDS if kind == FULL else (STATE_DICT,):
-            named = self._trackers[tracked]
-            if named is None or step > named:
-                self._trackers[tracked] = step
-                decisions.append(MoveTracker(tracked, step))
+        if entry.pending_beside:
+            self._beside.add(step)
+        else:
+            self._disk[step] = (self.attempt, kind)
+            decisions = self._move_trackers(step, kind)
+        entry.committed, entry.committed_keys = self._own(step), entry.committed_keys | entry.pending_keys
         if entry.failed is not None:
             return [*decisions, Clean(step, self.attempt)]
         if kind == FULL:
@@ -481,7 +486,7 @@ class CommitBook:
 
         Args:
             dumped: what `dump` gave.
-            committed_paths: the files that the commit on the disk lists; that commit may be newer than the dump.
+            committed_paths: the files that this attempt's commit on the disk lists, which may be newer than the dump.
 
         Raises:
             ValueError, KeyError, TypeError: `dumped` is not what `dump` gives, or is of another attempt.
@@ -493,8 +498,8 @@ class CommitBook:
         entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}
         entry.digest = dumped["digest"]
         entry.meta = dict(dumped["meta"])
-        by, kind = self._disk.get(entry.step, (None, None))
-        if by == self.attempt and kind is not None:
+        kind = self._own(entry.step)
+        if kind is not None:
             entry.committed = kind
             done = entry.parts.done
             listed = {
@@ -519,6 +524,10 @@ class CommitBook:
             )
         return self._evaluate(entry)
 
+    def restore_beside(self, step: int) -> None:
+        """In an earlier life of this attempt, weights of the step were committed beside what is visible."""
+        self._beside.add(step)
+
     def restore_failure(self, step: int, error: str) -> None:
         """The step failed in an earlier life: it stays failed, and is not reported again."""
         entry = self._open(step, None)
@@ -536,10 +545,16 @@ class CommitBook:
         entry = self._steps.get(step)
         if entry is None:
             entry = self._steps[step] = _Step(step, now, now)
-            by, kind = self._disk.get(step, (None, None))
-            entry.committed = kind if by == self.attempt else None
+            entry.committed = self._own(step)
         entry.touched = now
         return entry
+
+    def _own(self, step: int) -> Kind | None:
+        """What this attempt has committed of a step: visible, or beside what must stay."""
+        by, kind = self._disk.get(step, (None, None))
+        if by == self.attempt:
+            return kind
+        return STATE_DICT if step in self._beside else None
 
     def _is_open(self, entry: _Step) -> bool:
         if entry.committing is not None:
@@ -558,15 +573,25 @@ class CommitBook:
 
     def _commit(self, entry: _Step, kind: Kind) -> list[Decision]:
         keys = entry.parts.keys(kind)
-        # Weights that come after a full commit wait for the rest of it: what is full is never replaced by less.
-        less = entry.committed is not None and entry.committed != kind and covers(entry.committed, kind)
-        if less or (entry.committed == kind and keys <= entry.committed_keys):
+        if entry.committed is not None and covers(entry.committed, kind) and keys <= entry.committed_keys:
             self._note_settled(entry)
             return []
-        entry.committing, entry.pending_keys = kind, keys
+        by, visible = self._disk.get(entry.step, (None, None))
+        # Whatever is visible is never replaced by less, nor by weights that its own readers and pins do not know of.
+        beside = kind == STATE_DICT and visible is not None and (by != self.attempt or visible == FULL)
+        entry.committing, entry.pending_keys, entry.pending_beside = kind, keys, beside
         partial = kind == STATE_DICT and (FULL in entry.marks or entry.parts.more_than_weights)
         files, meta = entry.parts.files(keys), dict(entry.meta)
-        return [Commit(entry.step, self.attempt, kind, files, entry.digest, meta, entry.opened, partial)]
+        return [Commit(entry.step, self.attempt, kind, files, entry.digest, meta, entry.opened, partial, beside)]
+
+    def _move_trackers(self, step: int, kind: Kind) -> list[Decision]:
+        decisions: list[Decision] = []
+        for tracked in KINDS if kind == FULL else (STATE_DICT,):
+            named = self._trackers[tracked]
+            if named is None or step > named:
+                self._trackers[tracked] = step
+                decisions.append(MoveTracker(tracked, step))
+        return decisions
 
     def _fail(self, entry: _Step, error: str) -> list[Decision]:
         if entry.failed is not None:

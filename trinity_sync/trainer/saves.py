@@ -275,16 +275,19 @@ class WeightSaves:
 
 
 def record_commit(log: SaveLog, result: dict[str, Any], blocked_s: float) -> None:
-    """Write the events of a commit and of what retention removed after it."""
-    log.event(
-        "commit",
-        step=result["step"],
-        kind=result["kind"],
-        digest=result["digest"],
-        bytes=result["bytes"],
-        blocked_s=blocked_s,
-        total_s=result["total_s"],
-    )
+    """Write the events of a commit and of what retention removed after it. Weights that lie beside the step's folder
+    are no checkpoint of the run.
+    """
+    if not result["beside"]:
+        log.event(
+            "commit",
+            step=result["step"],
+            kind=result["kind"],
+            digest=result["digest"],
+            bytes=result["bytes"],
+            blocked_s=blocked_s,
+            total_s=result["total_s"],
+        )
     for pruned in result["pruned"]:
         log.event("prune", step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"])
 

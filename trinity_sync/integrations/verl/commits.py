@@ -32,13 +32,14 @@ class Commits:
         """This process has a share in the commit; `wait` waits for it."""
         self._open[step, kind] = None
 
-    def follow(self, step: int, kind: Kind, then: Callable[[], None]) -> None:
-        """Call `then` in the background when the step is committed. What it raises, or the commit, is told later."""
+    def follow(self, step: int, kind: Kind, then: Callable[[str | None], None]) -> None:
+        """Call `then` with the folder, in the background, when the step is committed. What it raises, or the commit, is
+        told later.
+        """
 
         def run() -> None:
             try:
-                self._wait_for(step, kind)
-                then()
+                then(self._wait_for(step, kind))
             except Exception as error:
                 self._errors.append(error)
 
@@ -86,7 +87,8 @@ class Commits:
         self._threads.clear()
         self._errors.clear()
 
-    def _wait_for(self, step: int, kind: Kind) -> None:
+    def _wait_for(self, step: int, kind: Kind) -> str | None:
         call = self._monitor.wait_committed.remote(step, self._attempt, self._timeout_s, kind=kind)
         # The monitor ends the wait itself, and names what is missing.
-        resolve_one(call, "the checkpoint monitor", f"commit step {step}", self._timeout_s + 5)
+        result = resolve_one(call, "the checkpoint monitor", f"commit step {step}", self._timeout_s + 5)
+        return result["path"]

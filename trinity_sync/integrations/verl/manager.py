@@ -30,7 +30,7 @@ from verl.utils.fsdp_utils import fsdp_version
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.holds import lease_checkpoint
-from trinity_sync.checkpoint.layout import ManifestError, read_manifest, step_dir, step_of
+from trinity_sync.checkpoint.layout import step_dir, step_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import files
@@ -146,13 +146,14 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         ]
         self._save(local_path, global_step, FULL, contents)
         if self.rank == 0:
-            self._commits.follow(global_step, FULL, lambda: self.register_checkpoint(local_path, max_ckpt_to_keep))
+            self._commits.follow(global_step, FULL, lambda _: self.register_checkpoint(local_path, max_ckpt_to_keep))
 
     def save_state_dict(self, local_path: str | None, global_step: int = 0) -> None:
         """Save the sharded weights alone, and announce the version when they are committed. Collective.
 
         Nothing is written of weights that are on disk already (those of step 0 that nobody has trained, those that
-        `load_checkpoint` has just read), nor for a second call of the same step.
+        `load_checkpoint` has just read), nor for a second call of the same step. What is a checkpoint of this step
+        already, of whichever run, stays: the weights are then committed beside it, for as long as this run needs them.
 
         Args:
             local_path: as for `save_checkpoint`.
@@ -167,7 +168,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             return
         self._save(local_path, global_step, STATE_DICT, [_MODEL, _METADATA])
         if self.rank == 0 and self._announced != global_step:
-            self._commits.follow(global_step, STATE_DICT, lambda: self._announce(global_step))
+            self._commits.follow(global_step, STATE_DICT, lambda folder: self._announce(global_step, folder))
 
     def _save(self, local_path: str, step: int, kind: Kind, contents: list[str]) -> None:
         self._check_earlier(step)
@@ -218,8 +219,6 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         folder = self._coordinator.staged(local_path, step)
         if self.rank != 0:
             return folder
-        if kind == STATE_DICT:
-            self._refuse_less(step)
         parts = {self._part(name, rank): name for name in todo for rank in self._writers(name)}
         self._ask(
             "begin",
@@ -232,20 +231,6 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             what=f"begin step {step}",
         )
         return folder
-
-    def _refuse_less(self, step: int) -> None:
-        """A full checkpoint that an earlier run of this attempt left is not replaced by weights alone."""
-        if self._root is None or self._step == step:
-            return
-        try:
-            manifest = read_manifest(step_dir(self._root, step))
-        except ManifestError:
-            return
-        if manifest.attempt == self._attempt and manifest.kind == FULL:
-            raise RunError(
-                f"step {step} is a full checkpoint of an earlier run already; start this run with open_run, which "
-                "makes it a new attempt"
-            )
 
     def _snapshot(self, step: int, todo: list[str], folder: Path) -> dict[str, SaveFn]:
         """Copy what this rank is to write; what writes it, by name. Collective."""
@@ -347,10 +332,10 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             self._ask("retain", max_ckpt_to_keep, what=f"keep the newest {max_ckpt_to_keep} checkpoints")
         self.previous_saved_paths = [path for path in self.previous_saved_paths if Path(path).exists()]
 
-    def _announce(self, step: int) -> None:
+    def _announce(self, step: int, location: str | None = None) -> None:
         if self.rank == 0 and self._synchronizer is not None and self._announced != step:
-            folder = step_dir(self._root, step) if self._root is not None else None
-            location = str(folder) if folder is not None and folder.is_dir() else None
+            if location is None and self._root is not None and step_dir(self._root, step).is_dir():
+                location = str(step_dir(self._root, step))
             self._synchronizer.set_model_state_dict(None, step, attempt=self._attempt, location=location)
         self._announced = step
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ class VerlRun:
         resume_path: folder of that step, None for 0.
         monitor: handle of the checkpoint monitor.
         synchronizer: the client.
+        root: the checkpoint folder.
         lock: what keeps other runs out of the checkpoint folder.
     """
 
@@ -38,6 +40,7 @@ class VerlRun:
     resume_path: Path | None
     monitor: Any
     synchronizer: Synchronizer
+    root: Path
     lock: ExitStack = field(repr=False)
 
     def close(self) -> None:
@@ -45,6 +48,7 @@ class VerlRun:
         _open.remove(self)
         for actor in (self.monitor, self.synchronizer.actor):
             ray.kill(actor)
+        store.clear_versions(self.root, now=time.time())
         self.lock.close()
 
 
@@ -96,6 +100,7 @@ def open_run(
             resume_path=step_dir(root, step) if step > 0 else None,
             monitor=monitor,
             synchronizer=synchronizer,
+            root=root,
             lock=lock.pop_all(),
         )
     _open.append(run)
