@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker
+from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker, StepStatus
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
@@ -237,6 +238,54 @@ def test_a_step_of_an_earlier_attempt_counts_as_committed_until_it_is_saved_agai
     assert book.status(10).state == "open"
 
 
+@pytest.mark.parametrize("kind", [FULL, STATE_DICT])
+def test_weights_of_a_step_that_another_attempt_has_committed_go_beside_it(kind: Kind) -> None:
+    book = make_book(attempt=1, committed=[(10, 0, kind)])
+    book.begin(10, STATE_DICT, ["w"])
+    (commit,) = only(book.finished(10, part="w", files=[("w", 1, "x")]), Commit)
+    assert (commit.kind, commit.attempt, commit.beside) == (STATE_DICT, 1, True)
+    assert book.commit_done(10, STATE_DICT) == []
+    assert book.status(10, STATE_DICT).state == "committed"
+    assert book.open_steps() == []
+    assert book.trackers == {FULL: 10 if kind == FULL else None, STATE_DICT: 10}
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_weights_of_a_step_that_is_full_from_an_earlier_life_go_beside_it(attempt: int) -> None:
+    book = make_book(attempt=attempt, committed=[(10, 0, FULL)])
+    book.begin(10, STATE_DICT, ["w"])
+    (commit,) = only(book.finished(10, part="w"), Commit)
+    assert commit.beside
+    book.commit_done(10, STATE_DICT)
+    assert book.status(10, STATE_DICT).state == "committed"
+
+
+def test_a_full_commit_is_never_beside_and_takes_in_the_weights_that_are() -> None:
+    book = make_book(attempt=1, committed=[(10, 0, FULL)])
+    book.begin(10, STATE_DICT, ["w"])
+    commit_all(book, book.finished(10, part="w", files=[("w", 1, "x")]))
+    book.begin(10, FULL, ["o"])
+    (commit,) = only(book.finished(10, part="o", files=[("o", 1, "y")]), Commit)
+    assert (commit.beside, commit.files) == (False, (("o", 1, "y"), ("w", 1, "x")))
+    book.commit_done(10, FULL)
+    assert book.status(10).committed == FULL
+    book.begin(10, STATE_DICT, ["v"])
+    (commit,) = only(book.finished(10, part="v"), Commit)
+    assert commit.kind == FULL, "all of it is in"
+
+
+def test_weights_beside_are_not_committed_again_after_a_restart() -> None:
+    book = make_book(attempt=1, committed=[(10, 0, FULL)])
+    book.begin(10, STATE_DICT, ["w"])
+    book.finished(10, part="w", files=[("w", 1, "x")])
+    dumped = json.loads(json.dumps(book.dump(10)))
+    book = make_book(attempt=1, committed=[(10, 0, FULL)])
+    book.restore_beside(10)
+    assert book.restore(dumped, {"w"}) == []
+    assert book.status(10, STATE_DICT) == StepStatus("committed", STATE_DICT, STATE_DICT)
+    assert book.dump(10) is None
+
+
 def test_reports_of_another_attempt_are_refused() -> None:
     book = make_book(attempt=2)
     with pytest.raises(RunError, match="attempt 1"):
@@ -453,12 +502,16 @@ def test_a_turn_that_never_ends_is_taken_back() -> None:
 # ---- restarts
 
 
-def restart(book: CommitBook, committed: dict[int, tuple[int, Kind]], **options: object) -> tuple[CommitBook, list]:
+def restart(
+    book: CommitBook, committed: dict[int, tuple[int, Kind]], beside: Iterable[int] = (), **options: object
+) -> tuple[CommitBook, list]:
     dumps = [book.dump(step) for step in book.open_steps()]
     failures = book.failures
     disk = [(step, attempt, kind) for step, (attempt, kind) in committed.items()]
     fresh = make_book(committed=disk, attempt=book.attempt, **options)
     decisions: list[Decision] = []
+    for step in beside:
+        fresh.restore_beside(step)
     for step, error in failures.items():
         fresh.restore_failure(step, error)
     for dump in dumps:
@@ -538,17 +591,23 @@ STEPS = st.integers(1, 4)
 PARTS = st.sampled_from(["w0", "w1", "c0", "c1"])
 
 
+#: What the attempt before has left, step -> (attempt, kind).
+LEFT: dict[int, tuple[int, Kind]] = {1: (0, FULL), 2: (0, STATE_DICT)}
+
+
 class BookMachine(RuleBasedStateMachine):
-    """Random interleavings of steps, doubles, failures, deaths, restarts and slow commits."""
+    """Random interleavings of steps, doubles, failures, deaths, restarts and slow commits, in a resumed run."""
 
     @initialize(strategy=st.sampled_from(["single_thread", "single_process", "single_node", "unrestricted"]))
     def start(self, strategy: str) -> None:
         self.options = {"strategy": strategy}
         self.clock = Clock()
-        self.book = make_book(clock=self.clock, **self.options)
+        left = [(step, attempt, kind) for step, (attempt, kind) in LEFT.items()]
+        self.book = make_book(clock=self.clock, attempt=1, committed=left, **self.options)
         self.model = {step: ModelStep() for step in range(1, 5)}
-        self.disk: dict[int, tuple[int, Kind]] = {}
-        self.trackers: dict[Kind, int | None] = {FULL: None, STATE_DICT: None}
+        self.disk = dict(LEFT)
+        self.beside: set[int] = set()
+        self.trackers: dict[Kind, int | None] = {FULL: 1, STATE_DICT: 2}
         self.pending: list[Commit] = []
         self.tickets: dict[str, tuple[int, str]] = {}
         self.count = 0
@@ -634,19 +693,27 @@ class BookMachine(RuleBasedStateMachine):
         if not ok:
             self.take(self.book.commit_failed(commit.step, commit.kind, "disk full"))
             return
-        self.disk[commit.step] = (0, commit.kind)
-        model.visible = commit.kind
+        self.make_visible(commit)
         self.take(self.book.commit_done(commit.step, commit.kind))
+
+    def make_visible(self, commit: Commit) -> None:
+        by, kind = self.disk.get(commit.step, (1, STATE_DICT))
+        if commit.beside:
+            assert commit.kind == STATE_DICT
+            self.beside.add(commit.step)
+        else:
+            assert commit.kind == FULL or (by, kind) == (1, STATE_DICT), "less took the place of more, or of another's"
+            self.disk[commit.step] = (1, commit.kind)
+        model = self.model[commit.step]
+        model.visible = FULL if FULL in (model.visible, commit.kind) else STATE_DICT
 
     @rule(seen=st.booleans())
     def restart_actor(self, seen: bool) -> None:
         if self.pending and seen:
             # The rename had happened, the answer had not.
-            commit = self.pending[0]
-            self.disk[commit.step] = (0, commit.kind)
-            self.model[commit.step].visible = commit.kind
+            self.make_visible(self.pending[0])
         self.pending = []
-        self.book, decisions = restart(self.book, self.disk, clock=self.clock, **self.options)
+        self.book, decisions = restart(self.book, self.disk, self.beside, clock=self.clock, **self.options)
         for kind in (FULL, STATE_DICT):
             named = self.book.trackers[kind]
             assert (named or 0) >= (self.trackers[kind] or 0)
