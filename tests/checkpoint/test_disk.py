@@ -1,0 +1,258 @@
+"""Book and folder together, without the actor around them: resumes, and deaths between two decisions."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.helpers import commit, names, stage
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.holds import lease_checkpoint, pin
+from trinity_sync.checkpoint.layout import read_manifest, staging_dir, step_dir, versions_dir
+from trinity_sync.checkpoint.prune import prune_plan
+from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.retention import KeepLast
+
+FILES = {"actor/model.pt": "w", "actor/optim.pt": "o"}
+WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Death(BaseException):
+    """The process ends here."""
+
+
+class Life:
+    """One life of the monitor, which carries out each decision at once."""
+
+    def __init__(self, root: Path, attempt: int = 0, *, restarted: bool = False, keep_state_dicts: int = 2) -> None:
+        self.clock = Clock()
+        self.root = root
+        self.disk = CheckpointDisk(
+            root=root,
+            attempt=attempt,
+            policies=(KeepLast(10),),
+            keep_state_dicts=keep_state_dicts,
+            fsync=False,
+            clock=self.clock,
+        )
+        rebuilt = self.disk.rebuild(
+            lambda committed: CommitBook(clock=self.clock, attempt=attempt, committed=committed), restarted=restarted
+        )
+        assert rebuilt.problems == []
+        self.book = rebuilt.book
+        self.failures: list[str] = []
+        self.carry_out(rebuilt.decisions)
+
+    def carry_out(self, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Commit(step, _, kind):
+                    self.disk.write_journal(step, self.book.dump(step))
+                    try:
+                        self.disk.commit(decision)
+                    except Exception as error:
+                        self.carry_out(self.book.commit_failed(step, kind, str(error)))
+                        continue
+                    self.carry_out(self.book.commit_done(step, kind))
+                    self.disk.write_journal(step, self.book.dump(step))
+                    for gone in self.disk.retain(self.book.open_steps())[0]:
+                        self.book.forget(gone.step)
+                    self.disk.purge()
+                case MoveTracker(kind, step):
+                    self.disk.move_tracker(kind, step)
+                case Fail(step, _, error):
+                    self.failures.append(error)
+                    self.disk.clean(step)
+                case Clean(step, _):
+                    self.disk.clean(step)
+
+    def save(self, step: int, kind: Kind, files: Mapping[str, str]) -> dict[str, Any]:
+        """Write and report one part; what `CheckpointDisk.describe_committed` then says."""
+        part = f"part-{kind}"
+        self.carry_out(self.book.begin(step, kind, [part]))
+        entries = stage(self.root, step, files, attempt=self.book.attempt)
+        self.carry_out(self.book.finished(step, part=part, files=[entry.as_tuple() for entry in entries]))
+        assert self.failures == []
+        return self.disk.describe_committed(step, kind)
+
+    @property
+    def trackers(self) -> tuple[int | None, int | None]:
+        return read_tracker(self.root, FULL).step, read_tracker(self.root, STATE_DICT).step
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """What an attempt left that has saved step 20 and was resumed from there."""
+    Life(tmp_path).save(20, FULL, FILES)
+    store.set_start(tmp_path, 20, 1)
+    return tmp_path
+
+
+def whole(root: Path, step: int) -> bool:
+    """The full checkpoint of attempt 0 is as it was, and a resume would find it."""
+    manifest, good = read_manifest(step_dir(root, step)), store.newest_good(root)
+    assert good is not None
+    assert {entry.path for entry in manifest.files} == set(FILES)
+    return (manifest.kind, manifest.attempt, good.step) == (FULL, 0, step)
+
+
+def test_a_resume_that_publishes_the_step_it_began_with_takes_nothing_away(left: Path) -> None:
+    life = Life(left, 1)
+    told = life.save(20, STATE_DICT, WEIGHTS)
+    assert whole(left, 20)
+    assert life.trackers == (20, 20)
+    assert (told["kind"], told["attempt"], told["beside"]) == (STATE_DICT, 1, True)
+    assert store.verify(Path(told["path"])).ok
+    assert names(Path(told["path"])) == {*WEIGHTS, "manifest.json"}
+    assert names(left / ".staging") == set()
+
+
+def test_weights_beside_outlive_the_monitor_and_go_with_their_run(left: Path) -> None:
+    told = Life(left, 1).save(20, STATE_DICT, WEIGHTS)
+    life = Life(left, 1, restarted=True)
+    assert life.book.status(20, STATE_DICT).state == "committed"
+    assert life.disk.describe_committed(20, STATE_DICT)["path"] == told["path"]
+    assert store.verify(Path(told["path"])).ok
+    Life(left, 2)
+    assert not (left / ".versions").exists()
+    assert whole(left, 20)
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_death_about_the_commit_of_weights_beside(
+    left: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = store._publish
+
+    def die(*args: Any) -> None:
+        if moment == "after":
+            real(*args)
+        raise Death
+
+    life = Life(left, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_publish", die)
+        with pytest.raises(Death):
+            life.save(20, STATE_DICT, WEIGHTS)
+    life = Life(left, 1, restarted=True)
+    assert life.book.status(20, STATE_DICT).state == "committed"
+    assert store.verify(Path(life.disk.describe_committed(20, STATE_DICT)["path"])).ok
+    assert whole(left, 20)
+    assert names(left / ".staging") == set()
+
+
+def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_are_read(left: Path) -> None:
+    life = Life(left, 1)
+    told = life.save(20, STATE_DICT, WEIGHTS)
+    place = Path(told["path"])
+    life.save(21, STATE_DICT, WEIGHTS)
+    assert store.verify(place).ok
+    with lease_checkpoint(place.parent, 20, holder="explorer-0", seconds=60, clock=life.clock):
+        life.save(22, STATE_DICT, WEIGHTS)
+        assert store.verify(place).ok
+    life.save(23, STATE_DICT, WEIGHTS)
+    assert not (left / ".versions").exists()
+    assert whole(left, 20)
+
+
+def test_weights_are_published_though_somebody_holds_the_step(left: Path) -> None:
+    pin(left, 20)
+    life = Life(left, 1)
+    with lease_checkpoint(left, 20, holder="mirror", seconds=60, clock=life.clock):
+        assert life.save(20, STATE_DICT, WEIGHTS)["beside"]
+    assert whole(left, 20)
+
+
+def test_the_resumed_step_can_be_saved_in_full_again_with_the_weights_that_lie_beside(left: Path) -> None:
+    life = Life(left, 1)
+    life.save(20, STATE_DICT, WEIGHTS)
+    life.save(20, FULL, FILES)
+    assert read_manifest(step_dir(left, 20)).attempt == 1
+    assert names(step_dir(left, 20)) == {*WEIGHTS, *FILES, "manifest.json"}
+    assert store.verify(step_dir(left, 20)).ok
+
+
+def test_a_pinned_step_that_is_saved_in_full_again_fails_the_save_and_stays(left: Path) -> None:
+    pin(left, 20)
+    life = Life(left, 1)
+    with pytest.raises(AssertionError):
+        life.save(20, FULL, FILES)
+    assert "held by a pin" in life.failures[0]
+    assert whole(left, 20)
+    assert names(left / ".staging") == set()
+
+
+def test_versions_of_a_run_that_was_killed_go_with_the_next_though_leases_are_left(left: Path) -> None:
+    told = Life(left, 1).save(20, STATE_DICT, WEIGHTS)
+    life = Life(left, 1, restarted=True)
+    lease_checkpoint(Path(told["path"]).parent, 20, holder="explorer-0", seconds=60, clock=life.clock)
+    life = Life(left, 2)
+    assert store.verify(Path(told["path"])).ok, "somebody still reads it"
+    assert life.save(20, STATE_DICT, WEIGHTS)["path"] == str(step_dir(versions_dir(left, 2), 20))
+    life.clock.now += 61
+    life.save(21, STATE_DICT, WEIGHTS)
+    assert not Path(told["path"]).exists()
+
+
+# ---- deaths
+
+
+def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise Death
+
+    life = Life(tmp_path)
+    life.save(20, STATE_DICT, {"actor/model.pt": "w"})
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "discard", die)
+        with pytest.raises(Death):
+            life.save(20, FULL, {"actor/optim.pt": "o"})
+    assert staging_dir(tmp_path, 20, 0).is_dir(), "the weights that the full checkpoint has replaced"
+    life = Life(tmp_path, restarted=True)
+    assert life.book.status(20, FULL).state == "committed"
+    assert life.trackers == (20, 20)
+    assert names(tmp_path / ".staging") == set()
+    assert os.listdir(tmp_path / ".staging") == []
+    for step in (30, 40):
+        life.save(step, FULL, FILES)
+    (row, *_) = prune_plan(tmp_path, [KeepLast(1)], now=life.clock.now)
+    assert (row.step, row.keep) == (20, False), "it is not being saved any more"
+
+
+def test_a_step_that_had_failed_is_not_taken_up_again_from_its_journal(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    life.carry_out(life.book.begin(20, FULL, ["a"]))
+    entries = stage(tmp_path, 20, FILES)
+    dumped = life.book.dump(20)
+    life.book.failed(20, None, "disk full")
+    life.disk.write_failed(life.book.failures)  # and then it died, before it could clean up
+    life.disk.write_journal(20, dumped)
+    life = Life(tmp_path, restarted=True)
+    life.carry_out(life.book.finished(20, part="a", files=[entry.as_tuple() for entry in entries]))
+    assert life.book.status(20).state == "failed"
+    assert store.scan(tmp_path) == []
+    assert not staging_dir(tmp_path, 20, 0).exists()
+
+
+def test_what_another_attempt_committed_in_full_is_listed_as_such_to_the_end(left: Path) -> None:
+    commit(left, 19, WEIGHTS, kind=STATE_DICT)
+    life = Life(left, 1)
+    assert life.save(19, STATE_DICT, WEIGHTS)["beside"], "of an earlier step than the resumed one"
+    assert read_manifest(step_dir(left, 19)).attempt == 0
+    assert life.trackers == (20, 20)
