@@ -81,6 +81,7 @@ class Job:
         from trinity_sync.checkpoint.monitor import MonitorConfig
         from trinity_sync.checkpoint.relay import EventRelay
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
+        from trinity_sync.trainer.spec import check_whole
 
         cfg, recorder, mirror = self._cfg, self._recorder, self._mirror
         recorder.phase("starting the coordinators")
@@ -113,6 +114,7 @@ class Job:
         if self._pool is not None:
             self._pool.start()
         self._infos = self._trainer.initialise()
+        check_whole(self._infos, cfg.backend.strategy)
         self._check_shared_folder()
         self._agents = start_agents(
             cfg,

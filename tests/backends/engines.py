@@ -22,39 +22,43 @@ PLATFORM = {
     "CUDA_VISIBLE_DEVICES": "",
 }
 
+SIZES = {
+    "vocab_size": 37,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+}
+
 LIMIT_S = 240
 
 
 def make_models(folder: Path) -> None:
-    """A small Qwen3 with and without tied embeddings; sizes that no number of ranks divides."""
+    """A small Qwen3 with and without tied embeddings, sizes that no number of ranks divides; and one with experts."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from trinity_sync.explorer.model_factory import character_tokenizer
 
     for name, tied in (("tied", True), ("untied", False)):
         torch.manual_seed(3)
-        config = Qwen3Config(
-            vocab_size=37,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            tie_word_embeddings=tied,
-            max_position_embeddings=64,
-        )
+        config = Qwen3Config(**SIZES, tie_word_embeddings=tied)
         Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder / name)
         character_tokenizer(37).save_pretrained(folder / name)
+    experts = Qwen3MoeConfig(**SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24)
+    Qwen3MoeForCausalLM(experts).to(torch.bfloat16).save_pretrained(folder / "experts")
+    character_tokenizer(37).save_pretrained(folder / "experts")
 
 
 class Ranks:
     """Processes that go through the cases: `ranks` of them, started here.
 
-    A case has `strategy`, `model` (``"tied"`` or ``"untied"``) and `fsdp_size`. Each start of ranks makes the models
-    anew, and they are the same. `saved` are events by ``strategy-model``: two ranks have saved for one to load.
-    `target` is what each process runs, where it is not the cases of the FSDP engines.
+    A case has `strategy`, `model` (``"tied"``, ``"untied"`` or ``"experts"``) and `fsdp_size`. Each start of ranks
+    makes the models anew, and they are the same. `saved` are events by ``strategy-model``: two ranks have saved for
+    one to load. `target` is what each process runs, where it is not the cases of the FSDP engines.
     """
 
     def __init__(
@@ -155,6 +159,9 @@ def _examine(
     engine = _engine(str(model), case["strategy"], case["fsdp_size"])
     backend = FsdpBackend(engine, "BF16")
     facts: dict[str, Any] = {"device": get_device_name(), "cuda": torch.cuda.is_available()}
+    facts["refused"] = refused(backend, case["strategy"], ranks)
+    if case["model"] == "experts":
+        return facts
 
     facts["file"] = state_digest(load_file(model / "model.safetensors"), "BF16")
     facts["initial"] = _digest(backend, ranks)
@@ -268,6 +275,27 @@ def _step(engine: Any, rank: int, number: int) -> None:
     with engine.train_mode():
         engine.train_batch(data, loss_function=partial(sft_loss, None))
     engine.lr_scheduler_step()
+
+
+def refused(backend: Any, strategy: str, ranks: int) -> str | None:
+    """What the driver says of the ranks' shards; None: they are all that `save_pretrained` would write."""
+    import torch.distributed as dist
+
+    from trinity_sync.errors import ConfigError
+    from trinity_sync.trainer.spec import RankInfo, check_whole
+    from trinity_sync.weights.layout import PartLayout
+
+    rank = dist.get_rank()
+    layout = PartLayout.build(f"rank-{rank}", backend.shards(), 1 << 16)
+    saved = {name: tensor[:2] for name, tensor in backend.saved().items()} if rank == 0 else None
+    info = RankInfo(rank=rank, part=layout.part, layout=layout.to_json(), node="here", pid=0, saved=saved)
+    infos: list[Any] = [None] * ranks
+    dist.all_gather_object(infos, info)
+    try:
+        check_whole(infos, strategy)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _digest(backend: Any, ranks: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
+from tests.backends.engines import refused
 
 VOCABULARY = 37  # no multiple of anything: the engines pad it
 
@@ -207,6 +208,7 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
 
     file = load_file(models / case["model"] / "model.safetensors")
     facts = {"file": state_digest(file, "BF16"), "initial": digest(backend, case["world"])}
+    facts["refused"] = refused(backend, "megatron", case["world"])
     facts |= _log_probs(engine, models / case["model"])
     _train(engine, 0)
     _train(engine, 1)

@@ -25,6 +25,10 @@ TWO = {
     "fsdp-untied": {"strategy": "fsdp", "model": "untied", "fsdp_size": -1},
     "fsdp-tied": {"strategy": "fsdp", "model": "tied", "fsdp_size": -1},
 }
+EXPERTS = {
+    "experts-fsdp2": {"strategy": "fsdp2", "model": "experts", "fsdp_size": -1},
+    "experts-fsdp": {"strategy": "fsdp", "model": "experts", "fsdp_size": -1},
+}
 ONE = {"one-fsdp2": TWO["fsdp2-untied"], "one-fsdp": TWO["fsdp-tied"]}
 FOUR = {
     "hybrid-fsdp2": {"strategy": "fsdp2", "model": "untied", "fsdp_size": 2},
@@ -44,11 +48,11 @@ def facts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     }
     chosen = [
         (ranks, {name: case for name, case in cases.items() if name in wanted})
-        for ranks, cases in ((1, ONE), (2, TWO), (4, FOUR))
+        for ranks, cases in ((1, ONE), (2, TWO | EXPERTS), (4, FOUR))
     ]
     saved = {f"fsdp2-{case['model']}": multiprocessing.get_context("spawn").Event() for case in ONE.values()}
     if wanted & ONE.keys():
-        chosen[1] = (2, TWO)
+        chosen[1] = (2, TWO | chosen[1][1])
     started = [(cases, Ranks(folder, ranks, list(cases.values()), saved)) for ranks, cases in chosen if cases]
     found: Facts = {}
     for cases, ranks in started:
@@ -64,6 +68,18 @@ every_case = pytest.mark.parametrize(
 @every_case
 def test_the_initial_version_is_that_of_the_model_file(facts: Facts, case: str) -> None:
     assert {rank["initial"] for rank in facts[case]} == {facts[case][0]["file"]}
+
+
+@every_case
+def test_the_ranks_publish_what_save_pretrained_would_write(facts: Facts, case: str) -> None:
+    assert {rank["refused"] for rank in facts[case]} == {None}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_a_model_of_which_nobody_maps_the_experts_is_refused(facts: Facts, case: str) -> None:
+    (told,) = {rank["refused"] for rank in facts[case]}
+    assert f"backend={EXPERTS[case]['strategy']} cannot publish this model" in told
+    assert "of 39 tensors 18 missing: model.layers.0.mlp.experts.0.down_proj.weight, " in told
 
 
 @every_case

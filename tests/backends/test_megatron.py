@@ -95,6 +95,11 @@ def test_the_initial_version_is_that_of_the_model_file(case_facts: list[dict[str
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_the_ranks_publish_what_save_pretrained_would_write(case_facts: list[dict[str, Any]]) -> None:
+    assert {rank["refused"] for rank in case_facts} == {None}
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
 def test_after_a_step_the_version_is_what_mbridge_exports(case_facts: list[dict[str, Any]]) -> None:
     assert {rank["after_step"] for rank in case_facts} == {case_facts[0]["exported"]} != {case_facts[0]["initial"]}
 

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.weights.helpers import cut_versions
-from trinity_sync.weights.shards import CoverageError, Rect, Shard, check_cover, flat_range, row_slice, whole
+from trinity_sync.weights.shards import (
+    CoverageError,
+    Rect,
+    Shard,
+    check_complete,
+    check_cover,
+    flat_range,
+    row_slice,
+    whole,
+)
 
 
 def cells(shards: list[Shard]) -> Counter[tuple[int, int]]:
@@ -140,3 +149,39 @@ def test_a_long_list_of_faults_is_cut_and_counted() -> None:
 
 def test_tensors_without_elements_are_covered_by_nothing() -> None:
     check_cover([[whole("e", "BF16", (0, 4))], [whole("z", "BF16", (3, 0))]])
+
+
+SAVED = {"a": ("BF16", (4, 3)), "b": ("BF16", (2,)), "n": ("I64", ())}
+PARTS = [
+    [row_slice("a", "BF16", (4, 3), 0, 2), whole("b", "BF16", (2,))],
+    [row_slice("a", "BF16", (4, 3), 2, 4), whole("n", "I64", ())],
+]
+
+
+@pytest.mark.parametrize(
+    ("part", "shard", "told"),
+    [
+        (0, None, None),
+        (0, 1, "of 3 tensors 1 missing: b"),
+        (1, 0, r"a \(6 of 12 elements are held by no part\)"),
+        (1, whole("c", "BF16", (2,)), "of 3 tensors 1 missing: n; 1 not among them: c"),
+        (1, whole("n", "I64", (2,)), r"of 3 tensors 1 different: n \(I64 2 instead of I64 scalar\)"),
+        (1, whole("n", "F32", ()), r"of 3 tensors 1 different: n \(F32 scalar instead of I64 scalar\)"),
+    ],
+)
+def test_what_is_held_has_to_be_all_that_is_saved(part: int, shard: Shard | int | None, told: str | None) -> None:
+    parts = [list(shards) for shards in PARTS]
+    if isinstance(shard, int):
+        del parts[part][shard]
+    elif shard is not None:
+        parts[part][-1] = shard
+    if told is None:
+        check_complete(parts, SAVED)
+        return
+    with pytest.raises(CoverageError, match=told):
+        check_complete(parts, SAVED)
+
+
+def test_of_many_that_are_missing_a_few_are_named() -> None:
+    with pytest.raises(CoverageError, match=r"of 9 tensors 9 missing: t0, t1, t2, t3 and 5 more$"):
+        check_complete([], {f"t{number}": ("BF16", (2,)) for number in range(9)})

@@ -12,7 +12,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from tests.weights.helpers import random_tensor, reference_digest, without_nan
 from trinity_sync.errors import RunError
 from trinity_sync.weights import tensors as tensors_module
-from trinity_sync.weights.tensors import saved_tensors, state_digest
+from trinity_sync.weights.tensors import saved_list, saved_tensors, state_digest
 
 SIZES = {
     "vocab_size": 24,
@@ -83,6 +83,18 @@ def test_a_model_on_the_meta_device_has_the_same_names_and_shapes(kind: str) -> 
     with torch.device("meta"):
         empty = tiny(kind)
     assert {n: t.shape for n, t in saved_tensors(empty).items()} == {n: t.shape for n, t in saved_tensors(real).items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_list_of_what_would_be_saved_needs_no_weights(kind: str, tmp_path: Path) -> None:
+    tiny(kind).save_pretrained(tmp_path)
+    with torch.device("meta"):
+        listed = saved_list(tiny(kind))
+    theirs = written(tmp_path)
+    assert {name: (saved.dtype, saved.shape) for name, saved in listed.items()} == {
+        name: ("F32", tuple(tensor.shape)) for name, tensor in theirs.items()
+    }
+    assert {name for name, saved in listed.items() if not saved.unchanged} == {n for n in theirs if ".experts." in n}
 
 
 def test_a_tied_tensor_is_kept_under_the_name_that_the_config_expects() -> None:

@@ -3,7 +3,7 @@
 Who calls what, in this order, on every rank:
 
 1. `build_engine(spec)` makes verl's engine; verl's worker initialises it (collective).
-2. `shards()` once: the layout never changes while a run lives.
+2. `shards()` once: the layout never changes while a run lives. The driver compares all ranks' with `saved()` of one.
 3. `sources()` for each version: the live local tensors in the shards' order.
 4. `state()` for each full checkpoint: everything a resume needs, in the files that verl itself would write. Its tensors
    may be live too.
@@ -22,6 +22,7 @@ import torch
 
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
+from trinity_sync.weights.tensors import Saved
 
 Deadline = Literal["optimizer_step", "offload", "now"]
 
@@ -40,6 +41,10 @@ class Backend(Protocol):
         """What this rank contributes to a version, in wire dtype. Replicas contribute nothing, so ranks cover each
         tensor once.
         """
+        ...
+
+    def saved(self) -> Mapping[str, Saved]:
+        """The tensors that a version has to consist of, from the model's architecture and not from `shards`."""
         ...
 
     def sources(self) -> Mapping[str, torch.Tensor]:

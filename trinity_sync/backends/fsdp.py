@@ -9,7 +9,6 @@ the first group contributes.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -30,8 +29,10 @@ from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.backends.base import Deadline, Format
 from trinity_sync.backends.fsdp_state import FsdpState
+from trinity_sync.backends.saved import saved_by
+from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import Shard, flat_range, row_slice, whole
-from trinity_sync.weights.tensors import from_torch, saved_tensors, wire_name
+from trinity_sync.weights.tensors import Saved, from_torch, wire_name
 
 _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -54,6 +55,7 @@ class FsdpBackend:
         offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
         self.deadline: Deadline = "now" if offloads else "optimizer_step"
         self._state = FsdpState(engine)
+        self._saved = saved_by(engine.model_config, wire_dtype)
         self._pieces = self._find_pieces()
 
     # -- versions
@@ -61,11 +63,15 @@ class FsdpBackend:
     def shards(self) -> Sequence[Shard]:
         return [shard for shard, _ in self._pieces]
 
+    def saved(self) -> Mapping[str, Saved]:
+        return self._saved
+
     def sources(self) -> Mapping[str, torch.Tensor]:
         return {shard.name: source() for shard, source in self._pieces}
 
     def _find_pieces(self) -> list[tuple[Shard, Any]]:
-        names = self._saved_names()
+        # What is saved in another form than the model holds it, nobody maps here.
+        names = {name for name, saved in self._saved.items() if saved.unchanged}
         pieces = self._flat_pieces(names) if fsdp_version(self._engine.module) == 1 else self._dtensor_pieces(names)
         buffers = {clean_tensor_name(name): buffer for name, buffer in self._engine.module.named_buffers()}
         for name in sorted(names & buffers.keys()):
@@ -76,17 +82,6 @@ class FsdpBackend:
 
     def _clean_buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(clean_tensor_name(name), buffer) for name, buffer in self._engine.module.named_buffers()]
-
-    def _saved_names(self) -> set[str]:
-        """The names that `save_pretrained` would write for this architecture: found on a model without storage."""
-        config = copy.deepcopy(self._engine.model_config.hf_config)
-        from verl.utils.model import get_hf_auto_model_class
-
-        with torch.device("meta"):
-            model = get_hf_auto_model_class(hf_config=config).from_config(
-                config, trust_remote_code=self._engine.model_config.trust_remote_code
-            )
-        return set(saved_tensors(model))
 
     def _wire(self, dtype: torch.dtype) -> str:
         return wire_name(from_torch(dtype), self._wire_dtype)
@@ -113,7 +108,7 @@ class FsdpBackend:
                 parameter.shape, parameter.device_mesh, parameter.placements
             )
             if not all(size == whole_size for size, whole_size in zip(local[1:], shape[1:], strict=True)):
-                raise NotImplementedError(f"{name}: FSDP2 shards along dimension 0 only, this one is cut elsewhere")
+                raise ConfigError(f"backend: {name} is cut along another dimension than the first, which is not known")
             if 0 in local:
                 continue
             shard = (
@@ -136,10 +131,9 @@ class FsdpBackend:
             flat = handle.flat_param
             infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
             for fqn, shape, info in infos:
-                name = clean_tensor_name(f"{prefix}.{fqn}" if prefix else fqn)
-                if name not in names:
-                    name = self._shared_name(flat, prefix, fqn, names)
-                if not info.in_shard:
+                own = clean_tensor_name(f"{prefix}.{fqn}" if prefix else fqn)
+                name = own if own in names else self._shared_name(flat, prefix, fqn, names)
+                if name is None or not info.in_shard:
                     continue
                 dtype = self._wire(flat.dtype)
                 assert info.intra_param_start_idx is not None
@@ -152,8 +146,10 @@ class FsdpBackend:
         return pieces
 
     @staticmethod
-    def _shared_name(flat: Any, prefix: str, fqn: str, names: set[str]) -> str:
-        """FSDP1 names a tied tensor by its first owner; the name that is saved may be the other one."""
+    def _shared_name(flat: Any, prefix: str, fqn: str, names: set[str]) -> str | None:
+        """FSDP1 names a tied tensor by its first owner; the name that is saved may be the other one. None: it is not
+        saved under any name of the model's own.
+        """
         for info in flat._shared_param_infos:
             prime = f"{info.prim_module_name}.{info.prim_param_name}" if info.prim_module_name else info.prim_param_name
             other = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
@@ -161,7 +157,7 @@ class FsdpBackend:
                 name = clean_tensor_name(f"{prefix}.{other}" if prefix else other)
                 if name in names:
                     return name
-        raise KeyError(f"FSDP holds {prefix}.{fqn}, which the model would not save under any name")
+        return None
 
     # -- full checkpoints
 

@@ -4,12 +4,16 @@ one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from omegaconf import DictConfig
 
 from trinity_sync.config import dtype_name, plain
+from trinity_sync.errors import ConfigError
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shards import CoverageError, check_complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +72,7 @@ class RankInfo:
         rank: its number.
         part: the name of what it stages.
         layout: `PartLayout.to_json()`, or None for a rank that holds nothing of its own.
+        saved: rank 0: name -> (dtype, shape) of each tensor that a version has to hold; see `check_whole`.
         node: Ray node id.
         pid: process id, shown where the process dies.
     """
@@ -77,6 +82,29 @@ class RankInfo:
     layout: dict[str, Any] | None
     node: str
     pid: int
+    saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
+
+
+def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
+    """Check that the ranks together publish what `save_pretrained` of their model would write, all of it.
+
+    Args:
+        infos: of all ranks.
+        backend: its name, for the message.
+
+    Raises:
+        ConfigError: names what would be left out.
+    """
+    saved = next((info.saved for info in infos if info.saved is not None), None)
+    assert saved is not None, "rank 0 tells what is to be published"
+    layouts = [PartLayout.from_json(info.layout) for info in infos if info.layout is not None]
+    try:
+        check_complete([layout.shards for layout in layouts], saved)
+    except CoverageError as error:
+        raise ConfigError(
+            f"backend={backend} cannot publish this model: what its ranks hold is not what save_pretrained would "
+            f"write, {error}; choose another model or backend"
+        ) from error
 
 
 def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:

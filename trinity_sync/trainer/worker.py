@@ -94,6 +94,7 @@ class TrinityWorker(TrainingWorker):
             layout=self._layout.to_json() if shards else None,
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
+            saved={name: saved[:2] for name, saved in self._backend.saved().items()} if self.rank == 0 else None,
         )
 
     def attach(

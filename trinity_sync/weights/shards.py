@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.weights import dtypes
 
 _SHOWN = 20
+_FEW = 4
 
 
 class CoverageError(RunError):
@@ -171,6 +172,31 @@ def check_cover(parts: Iterable[Iterable[Shard]]) -> None:
         raise CoverageError(f"the parts do not hold every tensor exactly once: {listed(lines)}")
 
 
+def check_complete(parts: Sequence[Sequence[Shard]], saved: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Check that the shards of all parts are the given tensors: all of them, no others, and all of each.
+
+    Args:
+        parts: the shards of each part (rank).
+        saved: name -> (dtype, shape).
+
+    Raises:
+        CoverageError: counts what differs, and names some of it.
+    """
+    held = {shard.name: shard for shards in parts for shard in shards}
+    missing = sorted(saved.keys() - held.keys())
+    unknown = sorted(held.keys() - saved.keys())
+    other = [
+        f"{name} ({describe(held[name])} instead of {dtype} {shape_text(shape) or 'scalar'})"
+        for name, (dtype, shape) in sorted(saved.items())
+        if name in held and (held[name].dtype, held[name].shape) != (dtype, tuple(shape))
+    ]
+    kinds = ((missing, "missing"), (unknown, "not among them"), (other, "different"))
+    problems = [f"{len(names)} {kind}: {listed(names, _FEW)}" for names, kind in kinds if names]
+    if problems:
+        raise CoverageError(f"of {len(saved)} tensors {'; '.join(problems)}")
+    check_cover(parts)
+
+
 def _cover_problem(shard: Shard, rects: list[Rect]) -> str | None:
     """What is wrong with the cover of one tensor. Rectangles inside it that do not overlap and add up cover it."""
     open_columns: list[tuple[int, int]] = []
@@ -198,7 +224,7 @@ def shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
-def listed(items: Sequence[str]) -> str:
-    """Up to 20 items for a message, and how many more there are."""
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more
+def listed(items: Sequence[str], shown: int = _SHOWN) -> str:
+    """The first items for a message, and how many more there are."""
+    more = f" and {len(items) - shown} more" if len(items) > shown else ""
+    return ", ".join(items[:shown]) + more

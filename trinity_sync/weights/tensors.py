@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from xxhash import xxh3_128, xxh3_128_digest
@@ -102,13 +102,57 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         RunError: tensors overlap without being declared as tied (``save_pretrained`` refuses them too), or a tensor of
             the saved form is not a view of the model's.
     """
+    live = _kept(model)
+    saved = _saved_form(model, live)
+    storages = {_storage(tensor) for tensor in live.values()}
+    copies = sorted(name for name, tensor in saved.items() if _storage(tensor) not in storages)
+    if copies:
+        raise RunError(
+            f"the saved form of {type(model).__name__} is not made of views of its weights, so they cannot be read or "
+            f"written in place: {listed(copies)}"
+        )
+    return {name: tensor.detach() for name, tensor in saved.items()}
+
+
+class Saved(NamedTuple):
+    """A tensor that ``save_pretrained`` would write.
+
+    Attributes:
+        dtype: safetensors name.
+        shape: as it is written.
+        unchanged: the model has a tensor of that name, which is written as it is.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    unchanged: bool
+
+
+def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
+    """What ``save_pretrained`` would write, by name, whether or not it can be had as views of the model's tensors.
+
+    Args:
+        model: as for `saved_tensors`; no tensor is read, so it is best on the meta device.
+
+    Raises:
+        RunError: tensors overlap without being declared as tied.
+    """
+    live = _kept(model)
+    places = {name: _place(tensor) for name, tensor in live.items()}
+    return {
+        name: Saved(from_torch(tensor.dtype), tuple(tensor.shape), places.get(name) == _place(tensor))
+        for name, tensor in _saved_form(model, live).items()
+    }
+
+
+def _kept(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's own tensors that are saved, under its own names."""
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
     for name in _tied_duplicates(model, state):
         del state[name]
-    live = {name: tensor.detach() for name, tensor in state.items()}
-    return _saved_form(model, live)
+    return {name: tensor.detach() for name, tensor in state.items()}
 
 
 def _tied_duplicates(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
@@ -155,6 +199,11 @@ def _storage(tensor: torch.Tensor) -> Any:
     return tensor.untyped_storage()._cdata  # unlike data_ptr, it also tells storages on the meta device apart
 
 
+def _place(tensor: torch.Tensor) -> Any:
+    """What tells views apart: the storage and the elements of it."""
+    return _storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """(first, last + 1) byte in the storage."""
     start = int(tensor.storage_offset())
@@ -169,14 +218,7 @@ def _saved_form(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[
     from transformers.core_model_loading import revert_weight_conversion
 
     saved: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(state))
-    storages = {_storage(tensor) for tensor in state.values()}
-    copies = sorted(name for name, tensor in saved.items() if _storage(tensor) not in storages)
-    if copies:
-        raise RunError(
-            f"the saved form of {type(model).__name__} is not made of views of its weights, so they cannot be read or "
-            f"written in place: {listed(copies)}"
-        )
-    return {name: tensor.detach() for name, tensor in saved.items()}
+    return saved
 
 
 def state_digest(named: Mapping[str, torch.Tensor], wire_dtype: str | None) -> str:

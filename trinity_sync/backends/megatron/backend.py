@@ -16,9 +16,11 @@ from trinity_sync.backends.base import Deadline
 from trinity_sync.backends.megatron.checkpoint import Checkpoints
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 from trinity_sync.backends.megatron.placement import Geometry, Piece, pieces
+from trinity_sync.backends.saved import saved_by
+from trinity_sync.errors import ConfigError
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
-from trinity_sync.weights.tensors import from_torch, wire_name
+from trinity_sync.weights.tensors import Saved, from_torch, wire_name
 
 _TIED = "output_layer.weight"
 
@@ -54,6 +56,9 @@ class MegatronBackend:
 
     def shards(self) -> Sequence[Shard]:
         return [piece.shard for _, piece in self._pieces]
+
+    def saved(self) -> Mapping[str, Saved]:
+        return saved_by(self._engine.model_config, self._wire_dtype)
 
     def sources(self) -> Mapping[str, torch.Tensor]:
         """Collective with `overlap_param_gather`: what the optimizer wrote last is gathered here, not by the next
@@ -127,10 +132,14 @@ class MegatronBackend:
                 if local == _TIED and config.tie_word_embeddings:
                     continue  # the copy of the embedding on the last stage
                 name = names[local]
-                hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
+                dtype = wire_name(from_torch(parameter.dtype), self._wire_dtype)
+                try:
+                    hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
+                    held = pieces(name, hf_names, parameter.shape, dtype, at)
+                except NotImplementedError as error:
+                    raise ConfigError(f"backend=megatron cannot publish {name} of this model: {error}") from error
                 if mine.take(parameter.numel()):
-                    dtype = wire_name(from_torch(parameter.dtype), self._wire_dtype)
-                    found += [(parameter, piece) for piece in pieces(name, hf_names, parameter.shape, dtype, at)]
+                    found += [(parameter, piece) for piece in held]
         return found
 
 
