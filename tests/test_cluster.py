@@ -26,6 +26,7 @@ from trinity_sync.cluster import Cluster, cluster
 from trinity_sync.errors import ConfigError, RunError
 
 MARK = "TRINITY_TEST_MARK"
+KILLED, LIVING = (f"trinity-ray-{os.geteuid()}-{state}" for state in ("killed", "living"))
 
 
 def settings(**changes: Any) -> Any:
@@ -88,10 +89,10 @@ def seen(root: Path) -> Iterator[Seen]:
     process of its own that takes no notice of its end.
     """
     mark = uuid.uuid4().hex
-    (root / "trinity-ray-killed" / "session").mkdir(parents=True)
-    (root / "trinity-ray-killed" / "owner.lock").touch()
-    (root / "trinity-ray-living").mkdir()
-    with (root / "trinity-ray-living" / "owner.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+    (root / KILLED / "session").mkdir(parents=True)
+    (root / KILLED / "owner.lock").touch()
+    (root / LIVING).mkdir()
+    with (root / LIVING / "owner.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
         patch.setattr(module, "_END_S", 2.0)
@@ -153,7 +154,7 @@ def test_nothing_of_it_is_left_afterwards(seen: Seen, root: Path) -> None:
     assert seen.surviving == []
     assert not ray.is_initialized()
     assert len(seen.folders) == 2
-    assert seen.folders_after == [root / "trinity-ray-living"]
+    assert seen.folders_after == [root / LIVING]
 
 
 def test_the_drivers_environment_is_as_it_was(seen: Seen) -> None:
@@ -161,8 +162,8 @@ def test_the_drivers_environment_is_as_it_was(seen: Seen) -> None:
 
 
 def test_a_folder_that_a_killed_run_left_is_removed_and_that_of_a_living_one_is_not(seen: Seen, root: Path) -> None:
-    assert root / "trinity-ray-killed" not in seen.folders
-    assert root / "trinity-ray-living" in seen.folders
+    assert root / KILLED not in seen.folders
+    assert root / LIVING in seen.folders
 
 
 @pytest.mark.all

@@ -7,7 +7,6 @@ way the run's actors live in a namespace that no other run shares, and end with 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -18,13 +17,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.locks import is_own_folder, open_lock, own_name, try_lock
 
-_FOLDER_PREFIX = "trinity-ray-"
+_FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
 _CONNECT_S = 10.0
 _END_S = 10.0
@@ -203,30 +203,35 @@ def check_reachable(address: str) -> None:
 
 @contextlib.contextmanager
 def _own_folder(parent: str | None) -> Iterator[Path]:
-    """A folder for Ray's session, locked while it is used. Folders that a killed run left behind are removed first."""
-    root = Path(parent or tempfile.gettempdir())
-    for old in root.glob(f"{_FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError), open(old / _LOCK, "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(old, ignore_errors=True)
-    folder, held = _locked_folder(root)
-    with held:
-        try:
-            yield folder
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    """A folder for Ray's session, locked while it is used. Nobody but this user may look into it. Folders that a killed
+    run of theirs left behind are removed first.
+    """
+    root, prefix = Path(parent or tempfile.gettempdir()), own_name(_FOLDER_PREFIX) + "-"
+    for old in filter(is_own_folder, root.glob(f"{prefix}*")):
+        with contextlib.suppress(OSError):
+            lock = open_lock(old / _LOCK)
+            try:
+                if try_lock(lock):
+                    shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(lock)
+    folder, held = _locked_folder(root, prefix)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
 
 
-def _locked_folder(root: Path) -> tuple[Path, IO[str]]:
+def _locked_folder(root: Path, prefix: str) -> tuple[Path, int]:
     """A new folder and its lock, which is held. Until it is, another run may take the folder for one left behind."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_FOLDER_PREFIX, dir=root))
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
         with contextlib.suppress(FileNotFoundError):
-            lock = open(folder / _LOCK, "a")  # noqa: SIM115 - the caller closes it
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if (folder / _LOCK).exists():
+            lock = open_lock(folder / _LOCK)
+            if try_lock(lock) and (folder / _LOCK).exists():
                 return folder, lock
-            lock.close()
+            os.close(lock)
 
 
 @contextlib.contextmanager

@@ -12,20 +12,19 @@ that the folder has another holder, and ends.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.locks import open_lock, try_lock, wait_for_lock
 
 _LOCK = ".lock"
 _MONITOR = ".monitor.lock"
-_POLL_S = 0.05
+_HELD_S = 60.0
 
 
 @contextlib.contextmanager
@@ -43,7 +42,7 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who holds the folder
     except FileExistsError:
         raise ConfigError(f"checkpoint.dir={root} is a file; name a folder") from None
     except NotADirectoryError:
@@ -55,12 +54,15 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
         os.truncate(descriptor, 0)
         # Before the look at the monitor's lock: a monitor looks at the two the other way round, so one sees the other.
         os.pwrite(descriptor, f"the run in {run} ({_this_process()})\n{secrets.token_hex(8)}".encode(), 0)
-        if not has_no_monitor(root, timeout_s):
+        try:
+            _wait_for_monitor(root, timeout_s)
+        except WaitTimeout as late:
+            monitor = _read(root / _MONITOR) or late.who
             raise ConfigError(
-                f"checkpoint.dir={root}: the checkpoint monitor of the run before ({_read(root / _MONITOR)}) still "
-                f"writes there after {timeout_s:.0f} s; end that process, or delete {root / _MONITOR} where its "
+                f"checkpoint.dir={root}: the checkpoint monitor of the run before ({monitor}) "
+                f"still writes there after {timeout_s:.0f} s; end that process, or delete {root / _MONITOR} where its "
                 "machine is gone, or name another folder"
-            )
+            ) from late
         yield
     finally:
         os.close(descriptor)
@@ -77,18 +79,23 @@ def has_no_monitor(root: Path, timeout_s: float) -> bool:
     Raises:
         ConfigError: the folder cannot be written or locked.
     """
-    if not root.is_dir():
-        return True
-    deadline = time.monotonic() + timeout_s
     try:
-        with open(root / _MONITOR, "a+b") as file:
-            while not _is_free(file):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(_POLL_S)
+        if root.is_dir():
+            _wait_for_monitor(root, timeout_s)
+    except WaitTimeout:
+        return False
+    return True
+
+
+def _wait_for_monitor(root: Path, timeout_s: float) -> None:
+    try:
+        descriptor = open_lock(root / _MONITOR)
+        try:
+            wait_for_lock(descriptor, root / _MONITOR, timeout_s)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise ConfigError(f"{root / _MONITOR} cannot be locked: {error.strerror}") from error
-    return True
 
 
 def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
@@ -102,12 +109,18 @@ def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
 
     Raises:
         RunError: another run holds the folder by now.
+        WaitTimeout: somebody keeps the lock to themselves.
     """
     root.mkdir(parents=True, exist_ok=True)
-    file = open(root / _MONITOR, "a+b", buffering=0)  # noqa: SIM115  the caller keeps it open
+    file = os.fdopen(open_lock(root / _MONITOR), "r+b", buffering=0)
     # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.
-    with contextlib.suppress(OSError):  # a file system without flock, which `locked` refuses
-        fcntl.flock(file, fcntl.LOCK_SH)
+    try:
+        wait_for_lock(file.fileno(), root / _MONITOR, _HELD_S, shared=True)
+    except WaitTimeout:
+        file.close()
+        raise
+    except OSError:
+        pass  # a file system without flock, which `locked` refuses
     if expected is not None and holder(root) != expected:
         file.close()
         raise RunError(f"{root} has been taken over by {_first_line(holder(root) or 'another run')}")
@@ -119,29 +132,29 @@ def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
 
 def _take(descriptor: int, root: Path) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        name = _first_line(os.pread(descriptor, 4096, 0).decode(errors="replace")) or "another run"
-        raise ConfigError(f"checkpoint.dir={root} is in use by {name}; stop that run or name another folder") from None
+        if try_lock(descriptor):
+            return
     except OSError as error:
         raise ConfigError(
             f"checkpoint.dir={root} cannot be locked ({error.strerror}); name a folder on a file system that has flock"
         ) from error
-
-
-def _is_free(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+    name = _first_line(_content(descriptor)) or "another run"
+    raise ConfigError(f"checkpoint.dir={root} is in use by {name}; stop that run or name another folder")
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        descriptor = open_lock(path, create=False, writable=False)
     except OSError:
         return ""
+    try:
+        return _content(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _content(descriptor: int) -> str:
+    return os.pread(descriptor, 4096, 0).decode(errors="replace")
 
 
 def _first_line(text: str) -> str:

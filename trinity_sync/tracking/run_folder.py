@@ -7,7 +7,6 @@ stale as a status in a file would.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.locks import open_lock, try_lock
 
 _PROBE_BYTES = 64 * 1024
 
@@ -72,7 +72,7 @@ class RunFolder:
             raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            lock = open_lock(path / ".lock", mode=0o644)  # for all to read who runs here
         except OSError as error:
             raise _unwritable(path, error) from error
         try:
@@ -165,35 +165,31 @@ class RunFolder:
 def lock_holder(path: str | os.PathLike[str]) -> LockHolder | None:
     """Who is running in a folder right now; None if nobody. Looks without disturbing."""
     try:
-        lock = os.open(Path(path) / ".lock", os.O_RDONLY | os.O_CLOEXEC)
+        lock = open_lock(Path(path) / ".lock", create=False, writable=False)
     except OSError:
         return None
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_holder(lock)
+        return None if try_lock(lock, shared=True) else _read_holder(lock)
     except OSError:
         return None
     finally:
         os.close(lock)
-    return None
 
 
 def _take(lock: int, path: Path) -> None:
     for _ in range(5):
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            holder = _read_holder(lock)
-            if holder.pid is not None:
-                break
-            # Nobody signed: a look by `lock_holder`, over in microseconds, or a run about to sign.
-            time.sleep(0.02)
+            if try_lock(lock):
+                return
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be locked ({error.strerror or error}); choose a folder on a file system that has flock"
             ) from error
+        holder = _read_holder(lock)
+        if holder.pid is not None:
+            break
+        # Nobody signed: a look by `lock_holder`, over in microseconds, or a run about to sign.
+        time.sleep(0.02)
     raise RunFolderInUse(f"{path} is in use by {holder}; stop that run or choose another folder")
 
 

@@ -2,12 +2,13 @@
 
 ::
 
-    <root>/trinity-sync/<run key>/owner.lock              flocked by the owner for as long as it lives
-    <root>/trinity-sync/<run key>/slot-0/rank-00000       one segment per slot and part
+    <root>/trinity-sync-<uid>/<run key>/owner.lock              flocked by the owner for as long as it lives
+    <root>/trinity-sync-<uid>/<run key>/slot-0/rank-00000       one segment per slot and part
 
-A folder whose lock is not held was left by a process that died, and anyone may remove it. Whoever looks at a lock to
-decide about a folder, or makes a folder, holds an flock on ``trinity-sync`` meanwhile, so that a folder is never taken
-for stale between its creation and its locking. Trainer ranks and explorers map segments by path with `map_segment`.
+Each user has a folder, which nobody else may look into. A run's folder whose lock is not held was left by a process
+that died, and any process of the user may remove it. Whoever looks at a lock to decide about a folder, or makes a
+folder, holds an flock on the user's folder meanwhile, so that a folder is never taken for stale between its creation
+and its locking. Trainer ranks and explorers map segments by path with `map_segment`.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import mmap
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.locks import NotOursError, open_lock, open_own_folder, own_name, try_lock, wait_for_lock
 
 DEFAULT_ROOT = "/dev/shm"
 _HOME = "trinity-sync"
 _LOCK = "owner.lock"
+_LOCK_S = 60.0
+"""For another process of the user to be done with looking for what is stale."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -79,6 +82,7 @@ class SlotArena:
         Raises:
             ValueError: no slots, or a name that is not a plain file name.
             SegmentError: the run key is in use by a living process, or the fallback has no room either.
+            WaitTimeout: another process of this user keeps the user's folder locked.
         """
         if slots < 1:
             raise ValueError(f"{slots} slots; at least 1 is needed")
@@ -89,6 +93,11 @@ class SlotArena:
         notes: list[str] = []
         try:
             return cls._create_in(Path(root), run_key, slots, parts, needed, notes)
+        except NotOursError as error:
+            notes.append(
+                f"{error.strerror}: the slots are mapped files in {fallback} instead, which is slower; have it "
+                "removed, or name another folder in memory by sync.shm_dir"
+            )
         except OSError as error:
             notes.append(
                 f"{root} cannot hold the {slots} slots, which need {_mib(needed)} ({error.strerror}): they are mapped "
@@ -117,8 +126,8 @@ class SlotArena:
             if folder.exists() and not _remove_if_stale(folder):
                 raise SegmentError(f"{folder} is in use by a process that lives; a run key must be unique on its node")
             folder.mkdir(mode=0o700)
-            lock = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock = open_lock(folder / _LOCK)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of a file that was made just now, and that nobody else can open
         arena = cls(folder, slots, lock, notes)
         try:
             for slot in range(slots):
@@ -155,10 +164,12 @@ class SlotArena:
             with suppress(BufferError):  # a view is still in use: its holder keeps the memory, not the file
                 mapping.close()
         self._maps.clear()
-        with suppress(FileNotFoundError), _home(self.folder.parent.parent, create=False):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
         self._lock = None
+        # The user's folder goes when nothing is in it; who has it locked at the moment sees to that.
+        with suppress(OSError, WaitTimeout), _home(self.folder.parent.parent, create=False, timeout_s=0):
+            pass
 
     def __enter__(self) -> SlotArena:
         return self
@@ -233,29 +244,37 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
-    """Remove the folders under `root` whose owner has died, and return them. Folders of other users are left alone."""
+    """Remove this user's folders under `root` whose owner has died, and return them.
+
+    Raises:
+        WaitTimeout: another process of this user keeps the user's folder locked.
+    """
     try:
         with _home(Path(root), create=False) as home:
             return [folder for folder in sorted(home.iterdir()) if folder.is_dir() and _remove_if_stale(folder)]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotOursError):
         return []
 
 
 @contextmanager
-def _home(root: Path, *, create: bool) -> Iterator[Path]:
-    """The locked ``trinity-sync`` folder of a root; on leaving, it is removed if nothing is in it.
+def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterator[Path]:
+    """The locked folder of this user in a root; on leaving, it is removed if nothing is in it.
 
     Raises:
+        NotOursError: somebody else has a folder of that name, or a link.
         OSError: it cannot be made or opened; FileNotFoundError if it is not there and is not to be made.
+        WaitTimeout: another process keeps it locked.
     """
-    home = root / _HOME
+    home = root / own_name(_HOME)
     while True:
-        if create:
-            _make_home(root, home)
-        descriptor = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        descriptor = open_own_folder(home, create=create)
+        try:
+            wait_for_lock(descriptor, home, _LOCK_S if timeout_s is None else timeout_s)
+        except BaseException:
+            os.close(descriptor)
+            raise
         with suppress(FileNotFoundError):
-            if os.path.samestat(home.stat(), os.fstat(descriptor)):
+            if os.path.samestat(home.lstat(), os.fstat(descriptor)):
                 break
         os.close(descriptor)  # the previous holder removed it while we waited for its lock
     try:
@@ -266,27 +285,18 @@ def _home(root: Path, *, create: bool) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def _make_home(root: Path, home: Path) -> None:
-    with suppress(FileExistsError):
-        home.mkdir()
-        if root.stat().st_mode & stat.S_ISVTX:  # shared by users, as /dev/shm is: so is our folder in it
-            home.chmod(0o1777)
-
-
 def _remove_if_stale(folder: Path) -> bool:
-    """Remove a run's folder unless its owner lives or it is someone else's. The caller holds the lock of its parent."""
+    """Remove a run's folder unless its owner lives. The caller holds the lock of its parent."""
     try:
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        lock = None
+        lock = open_lock(folder / _LOCK, create=False)
+    except (FileNotFoundError, NotOursError):
+        lock = None  # nothing there that an owner could have locked
     except PermissionError:
         return False
     try:
-        if lock is not None:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if lock is not None and not try_lock(lock):
+            return False
         shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        return False
     finally:
         if lock is not None:
             os.close(lock)
