@@ -18,6 +18,7 @@ import ray
 import torch
 import torch.distributed as dist
 
+from trinity_sync.protocol import members
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync import Synchronizer, nccl, stream
 from trinity_sync.sync.base import LoadReport
@@ -205,7 +206,15 @@ class BenchExplorer(Member):
                 "checkpoint": CheckpointTransport,
                 "nccl": lambda: NcclTransport(self._name, layouts),
             }[mode]()
-            arguments = (self._name, self._model, self._synchronizer, transport, layouts, verify, WIRE)
+            arguments = (
+                members.Member.new(self._name),
+                self._model,
+                self._synchronizer,
+                transport,
+                layouts,
+                verify,
+                WIRE,
+            )
             self._loaders[self._how] = WeightLoader(*arguments)
         return self._loaders[self._how]
 

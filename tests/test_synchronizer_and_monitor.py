@@ -28,6 +28,7 @@ from trinity_sync.checkpoint.layout import FileEntry, read_manifest
 from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.protocol.versions import Lease, Version, VersionError
@@ -82,6 +83,8 @@ class Together(RuleBasedStateMachine):
         self.published: list[Version] = []
         self.committed_steps: set[int] = set()
         self.reading: dict[str, Reading] = {}
+        self.members = {reader: Member.new(reader) for reader in READERS}
+        self.dead: list[Member] = []
         self.seen: dict[str, Version] = {}
         self.trackers = (-1, -1)
 
@@ -221,7 +224,7 @@ class Together(RuleBasedStateMachine):
     def lease(self) -> None:
         reader = next(reader for reader in READERS if reader not in self.reading)
         try:
-            lease = self.wait(self.synchronizer.lease(reader))
+            lease = self.wait(self.synchronizer.lease(self.members[reader]))
         except RunError:
             assert not self.published
             return
@@ -253,12 +256,22 @@ class Together(RuleBasedStateMachine):
         reader = data.draw(st.sampled_from(sorted(self.reading)))
         reading = self.reading.pop(reader)
         if dies:
-            self.wait(self.synchronizer.drop_reader(reader))
+            dead, self.members[reader] = self.members[reader], Member.new(reader)
+            self.dead.append(dead)
+            self.wait(self.synchronizer.drop_reader(dead))
             assert not self.wait(self.synchronizer.release(reading.lease.id)), "a lease outlived its holder"
         else:
             self.wait(self.synchronizer.release(reading.lease.id))
             if reading.hold is not None:
                 reading.hold.release()
+
+    @precondition(lambda self: bool(self.dead))
+    @rule(data=st.data())
+    def what_a_dead_one_said_comes_late(self, data: st.DataObject) -> None:
+        dead = data.draw(st.sampled_from(self.dead))
+        with pytest.raises(RunError, match="given up for dead"):
+            self.wait(self.synchronizer.lease(dead))
+        self.wait(self.synchronizer.drop_reader(dead))
 
     # ---- time, restarts
 
@@ -323,8 +336,8 @@ class Together(RuleBasedStateMachine):
         try:
             if self.under_way is not None:
                 self.die()
-            for reader in READERS:
-                self.wait(self.synchronizer.drop_reader(reader))
+            for member in self.members.values():
+                self.wait(self.synchronizer.drop_reader(member))
             # With nobody there, all but the newest's slot are free.
             for step in range(self.step + 1, self.step + SLOTS):
                 self.wait(self.synchronizer.begin(Version(0, step), list(RANKS), 0.0))

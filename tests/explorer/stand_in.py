@@ -10,6 +10,7 @@ from typing import Any
 
 from trinity_sync.explorer.actor import Produced
 from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt, Sample
@@ -29,6 +30,7 @@ class StandIn:
 
     def __init__(self, spec: ExplorerSpec, synchronizer: Synchronizer) -> None:
         self._spec = spec
+        self._synchronizer = synchronizer
         self._order = Path(str(spec.log_dir)) / spec.name
         self._held: Version | None = None
 
@@ -46,6 +48,11 @@ class StandIn:
 
     def attach(self, agents: dict[str, Any]) -> None:
         self._agents = agents
+
+    def lease(self, version: Version) -> Member:
+        """Begin a load that does not end; who it is."""
+        self._synchronizer.call("lease", self._spec.member, version)
+        return self._spec.member
 
     def load(self, version: Version, ticket: Any = None) -> LoadReport:
         self._die_if_told_to("load")

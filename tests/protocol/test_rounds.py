@@ -2,70 +2,265 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
-from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import TRAINER, Meeting, RoundBook, RoundError
+
+_times = itertools.count(1)
+
+
+def member(name: str) -> Member:
+    """A process that begins now."""
+    return Member(name, (next(_times), ""))
+
+
+A, B, C, T = (member(name) for name in ("explorer-0", "explorer-1", "explorer-2", TRAINER))
 
 
 def book(explorers: int = 2) -> RoundBook:
     made = RoundBook()
-    made.open("host", 29500, [["weight", "torch.bfloat16", [2]]], explorers)
+    made.open(T, "host", 29500, [["weight", "torch.bfloat16", [2]]], explorers)
     return made
 
 
 def test_members_get_their_ranks_once() -> None:
     rounds = book()
-    first, second = rounds.join("explorer-0"), rounds.join("explorer-1")
+    first, second = rounds.join(A), rounds.join(B)
     assert [(group.rank, group.world_size, group.port) for group in (first, second)] == [(1, 3, 29500), (2, 3, 29500)]
-    assert rounds.join("explorer-0") == first
+    assert rounds.join(A) == first
     with pytest.raises(RoundError, match=r"explorer-2 cannot join: .* for 2 explorer\(s\), explorer-0, explorer-1"):
-        rounds.join("explorer-2")
+        rounds.join(C)
 
 
 def test_nobody_joins_what_is_not_there() -> None:
     with pytest.raises(RoundError, match="there is no group for explorer-0"):
-        RoundBook().join("explorer-0")
+        RoundBook().join(A)
     with pytest.raises(RoundError, match="at least 1 explorer"):
-        RoundBook().open("host", 1, None, 0)
+        RoundBook().open(T, "host", 1, None, 0)
 
 
 def test_a_round_begins_when_all_are_there() -> None:
     rounds = book()
-    rounds.join("explorer-0")
+    rounds.join(A)
     assert rounds.missing() == "the trainer and 2 of 2 explorer(s) (explorer-0)"
-    assert rounds.arrive("explorer-0", None) == 1
-    assert rounds.arrive(TRAINER, 7) == 1
+    meeting = rounds.arrive(A, None)
+    assert rounds.arrive(T, 7) is meeting
     assert rounds.missing() == "1 of 2 explorer(s)"
-    assert rounds.rounds == 0
-    assert rounds.arrive("explorer-1", None) == 1
-    assert (rounds.rounds, rounds.step) == (1, 7)
-    assert rounds.arrive(TRAINER, 8) == 2
+    assert not meeting.ended
+    assert rounds.arrive(B, None) is meeting
+    assert (meeting.step, meeting.failed) == (7, None)
+    assert rounds.arrive(T, 8) is not meeting
+
+
+def test_programs_with_a_group_of_their_own_meet_without_one() -> None:
+    rounds = RoundBook()
+    rounds.arrive(A, None)
+    assert rounds.arrive(T, 7).step == 7
 
 
 def test_who_withdraws_is_not_counted() -> None:
     rounds = book(1)
-    rounds.arrive("explorer-0", None)
-    rounds.withdraw("explorer-0")
-    rounds.arrive(TRAINER, 7)
-    assert rounds.rounds == 0
-    assert rounds.missing() == "1 of 1 explorer(s)"
+    rounds.withdraw(rounds.arrive(A, None), A)
+    assert not rounds.arrive(T, 7).ended
+    assert rounds.missing() == "1 of 1 explorer(s) (explorer-0)"
 
 
 def test_a_trainer_says_what_it_sends() -> None:
     with pytest.raises(RoundError, match="which step"):
-        book().arrive(TRAINER, None)
+        book().arrive(T, None)
 
 
 def test_a_member_that_died_takes_the_group_with_it() -> None:
     rounds = book()
-    rounds.join("explorer-0")
-    rounds.arrive(TRAINER, 7)
-    rounds.gone("somebody else")
+    rounds.join(A)
+    meeting = rounds.arrive(T, 7)
+    rounds.gone(member("somebody else"))
     assert rounds.failed is None
-    rounds.gone("explorer-0")
+    rounds.gone(A)
+    assert meeting.failed == "explorer-0 died, so its weight sync group is over; set up another one"
     with pytest.raises(RoundError, match="explorer-0 died, so its weight sync group is over"):
-        rounds.arrive("explorer-1", None)
-    rounds.open("host", 29501, None, 1)
-    rounds.arrive(TRAINER, 7)
-    rounds.arrive("explorer-1", None)
-    assert rounds.rounds == 1
+        rounds.arrive(B, None)
+    rounds.open(T, "host", 29501, None, 1)
+    rounds.arrive(T, 7)
+    assert rounds.arrive(B, None).step == 7
+
+
+# ---- members have names, and lives
+
+
+def test_an_explorer_of_the_group_before_does_not_start_a_round_of_the_new_one() -> None:
+    rounds = book(1)
+    rounds.join(A)
+    rounds.open(T, "host", 29501, None, 1)
+    with pytest.raises(RoundError, match="explorer-0 belongs to a weight sync group that is over; join the one of now"):
+        rounds.arrive(A, None)
+    assert not rounds.arrive(T, 7).ended
+    rounds.join(A)
+    assert rounds.arrive(A, None).step == 7
+
+
+def test_who_waits_in_a_group_is_told_that_another_one_took_its_place() -> None:
+    rounds = book(1)
+    meeting = rounds.arrive(A, None)
+    rounds.open(T, "host", 29501, None, 1)
+    assert meeting.failed == "weight sync group 2 took the place of the one before; join that"
+
+
+def test_late_news_of_an_old_death_leaves_the_group_of_the_new_one_alone() -> None:
+    rounds, again = book(1), member("explorer-0")
+    rounds.join(A)
+    rounds.open(T, "host", 29501, None, 1)
+    rounds.join(again)
+    rounds.arrive(again, None)
+    rounds.gone(A)
+    assert rounds.failed is None
+    assert rounds.arrive(T, 7).step == 7
+
+
+def test_an_explorer_that_is_started_again_ends_the_group_of_the_process_before_it() -> None:
+    rounds, again = book(1), member("explorer-0")
+    rounds.join(A)
+    meeting = rounds.arrive(T, 7)
+    with pytest.raises(RoundError, match="explorer-0 was started again, so its weight sync group is over"):
+        rounds.join(again)
+    assert meeting.failed is not None
+    assert not rounds.joinable(0)
+    rounds.open(T, "host", 29501, None, 1)
+    assert rounds.joinable(1)
+    assert rounds.join(again).rank == 1
+    for late in (lambda: rounds.join(A), lambda: rounds.arrive(A, None)):
+        with pytest.raises(RoundError, match=r"was started again since|belongs to a weight sync group that is over"):
+            late()
+    assert rounds.failed is None
+
+
+def test_a_trainer_of_the_group_before_neither_meets_nor_has_sent_anything() -> None:
+    rounds, again = book(1), member(TRAINER)
+    rounds.open(again, "host", 29501, None, 1)
+    rounds.arrive(A, None)
+    with pytest.raises(RoundError, match="trainer belongs to a weight sync group that is over"):
+        rounds.arrive(T, 3)
+    assert (rounds.sends(T), rounds.sends(again)) == (False, True)
+    rounds.gone(T)
+    assert rounds.failed is None
+    with pytest.raises(RoundError, match="this trainer is dead"):
+        rounds.arrive(T, 3)
+    assert rounds.arrive(again, 4).step == 4
+
+
+def test_another_process_than_the_one_that_opened_the_group_may_say_that_the_trainer_is_ready() -> None:
+    rounds, driver = book(1), member(TRAINER)
+    rounds.arrive(A, None)
+    assert rounds.arrive(driver, 7).step == 7
+    rounds.gone(driver)
+    assert rounds.failed is not None
+
+
+NAMES = ("explorer-0", "explorer-1")
+
+
+class Book(RuleBasedStateMachine):
+    """Processes are started again and again under their names, and all that any of them ever says may come late and
+    more than once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds = RoundBook()
+        self.lives = {name: [member(name)] for name in (*NAMES, TRAINER)}
+        self.joined: dict[Member, int] = {}
+        self.open_now: Meeting | None = None
+        self.waiting: list[tuple[Member, Meeting]] = []
+        self.dead: set[Member] = set()
+        self.step = 0
+
+    def any_life(self, data: st.DataObject, name: str) -> Member:
+        return data.draw(st.sampled_from(self.lives[name]))
+
+    @rule(name=st.sampled_from((*NAMES, TRAINER)))
+    def start_again(self, name: str) -> None:
+        """The one before is dead, or hangs; nobody has been told."""
+        self.lives[name].append(member(name))
+
+    @rule(name=st.sampled_from((*NAMES, TRAINER)), data=st.data())
+    def a_death_is_told(self, name: str, data: st.DataObject) -> None:
+        gone, group, failed = self.any_life(data, name), self.rounds.group, self.rounds.failed
+        if gone == self.lives[name][-1]:
+            self.lives[name].append(member(name))
+        self.dead.add(gone)
+        self.rounds.gone(gone)
+        concerned = group is not None and self.joined.get(gone) == group.id
+        assert concerned or self.rounds.failed == failed, "a death that is none of its business failed the group"
+        assert not concerned or self.rounds.failed is not None, "a member's death was overlooked"
+
+    @rule(late=st.booleans(), data=st.data())
+    def open(self, late: bool, data: st.DataObject) -> None:
+        trainer = self.any_life(data, TRAINER) if late else self.lives[TRAINER][-1]
+        try:
+            group = self.rounds.open(trainer, "host", 1, None, len(NAMES))
+        except RoundError:
+            assert trainer in self.dead
+            return
+        assert trainer not in self.dead
+        self.joined[trainer] = group.id
+
+    @precondition(lambda self: self.rounds.group is not None)
+    @rule(name=st.sampled_from(NAMES), data=st.data())
+    def join(self, name: str, data: st.DataObject) -> None:
+        explorer, usable = self.any_life(data, name), self.rounds.joinable(0)
+        try:
+            group = self.rounds.join(explorer)
+        except RoundError:
+            newest = explorer == self.lives[name][-1]
+            assert not (newest and usable and self.rounds.joinable(0)), "the process of now was not let in"
+            return
+        assert explorer not in self.dead
+        self.joined[explorer] = group.id
+
+    @rule(name=st.sampled_from((*NAMES, TRAINER)), data=st.data())
+    def arrive(self, name: str, data: st.DataObject) -> None:
+        one = self.any_life(data, name)
+        before = self.joined.get(one)
+        self.step += 1
+        try:
+            meeting = self.rounds.arrive(one, self.step if name == TRAINER else None)
+        except RoundError:
+            return
+        group = self.rounds.group
+        assert one not in self.dead
+        assert group is None or before in (None, group.id), "one of an earlier group was counted"
+        if group is not None:
+            self.joined[one] = group.id
+        self.waiting.append((one, meeting))
+        if meeting.step is not None:
+            here = list(meeting.arrived)
+            assert self.dead.isdisjoint(here)
+            explorers = [other.name for other in here if other.name != TRAINER]
+            assert len(explorers) == len(set(explorers))
+            assert len(explorers) == len(NAMES) if group is not None else explorers
+            assert group is None or {self.joined[other] for other in here} == {group.id}
+            sender = max(other for other in here if other.name == TRAINER)
+            assert meeting.step == meeting.arrived[sender]
+
+    @rule(data=st.data())
+    @precondition(lambda self: bool(self.waiting))
+    def withdraw(self, data: st.DataObject) -> None:
+        one, meeting = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        if not meeting.ended:
+            self.rounds.withdraw(meeting, one)
+
+    @invariant()
+    def nobody_waits_for_what_cannot_begin(self) -> None:
+        for one, meeting in self.waiting:
+            if not meeting.ended and one not in self.dead and one in meeting.arrived:
+                assert meeting is self.rounds._meeting, f"{one} waits for a round that is over"
+
+
+TestBook = Book.TestCase
+TestBook.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

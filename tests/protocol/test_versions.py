@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import State, Version, VersionBook, VersionError
 
 PARTS = ("rank-00000", "rank-00001")
@@ -77,6 +78,21 @@ def test_a_reader_that_is_gone_holds_nothing(book: VersionBook) -> None:
     assert book.open(Version(0, 3), PARTS) == 0
 
 
+def test_a_lease_that_a_dead_reader_asked_for_comes_too_late_and_its_successor_keeps_its_own(book: VersionBook) -> None:
+    dead, successor = Member("explorer-0", (1, "a")), Member("explorer-0", (2, "b"))
+    committed(book, 1)
+    book.lease(dead, 1e9)
+    held = book.lease(successor, 1e9)
+    assert book.drop_reader(dead) == 1
+    with pytest.raises(VersionError, match="explorer-0 was given up for dead"):
+        book.lease(dead, 1e9)
+    committed(book, 2)
+    assert book.open(Version(0, 3), PARTS) is None
+    assert book.drop_reader(dead) == 0
+    assert book.release(held.id)
+    assert book.open(Version(0, 3), PARTS) == 0
+
+
 def test_a_failed_version_is_never_seen_and_its_slot_comes_back(book: VersionBook) -> None:
     committed(book, 1)
     book.open(Version(0, 2), PARTS)
@@ -122,6 +138,8 @@ class Book(RuleBasedStateMachine):
         self.newest: Version | None = None
         self.slots: dict[Version, int] = {}
         self.held: dict[int, tuple[Version, float]] = {}
+        self.holders: dict[int, Member] = {}
+        self.readers = [Member("reader", (0, ""))]
 
     @rule(target=versions)
     def open(self) -> object:
@@ -168,10 +186,33 @@ class Book(RuleBasedStateMachine):
             self.book.discard(version)
             assert self.book.state(version) is None
 
+    @rule()
+    def the_reader_is_started_again(self) -> None:
+        dead = self.readers[-1]
+        ended = [
+            number
+            for number, (_, until) in self.held.items()
+            if self.holders[number] == dead and until > self.clock.now
+        ]
+        assert self.book.drop_reader(dead) >= len(ended)
+        for lease in ended:
+            assert not self.book.release(lease), "a lease outlived its holder"
+            del self.held[lease]
+        self.readers.append(Member("reader", (len(self.readers), "")))
+
+    @rule(data=st.data())
+    def what_a_dead_one_asked_for_comes_late(self, data: st.DataObject) -> None:
+        dead = data.draw(st.sampled_from(self.readers))
+        if dead != self.readers[-1]:
+            with pytest.raises(VersionError):
+                self.book.lease(dead, 1000)
+            assert self.book.drop_reader(dead) == 0
+
     @precondition(lambda self: self.newest is not None)
     @rule(target=leases, seconds=st.integers(1, 5))
     def lease(self, seconds: int) -> int:
-        lease = self.book.lease("reader", seconds)
+        lease = self.book.lease(self.readers[-1], seconds)
+        self.holders[lease.id] = self.readers[-1]
         assert lease.version == self.newest
         assert lease.parts == dict.fromkeys(PARTS, self.newest), "a lease mixes versions"
         assert lease.digest == str(self.newest)

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.sync.light import PretendNodeAgent
 from tests.weights.helpers import cut, local_elements
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.agent import AgentConfig, NodeAgent
 from trinity_sync.sync.base import TrainerSide
@@ -143,8 +144,9 @@ def make_loader(
     transport: Any = None,
     verify: str = "full",
     name: str = "explorer-0",
+    member: Member | None = None,
 ) -> WeightLoader:
     """An explorer's half in this process; over shared memory unless told otherwise."""
     layouts = LayoutCache(side.agents, LIMIT)
     transport = transport or MemoryTransport(side.agents, layouts, LIMIT)
-    return WeightLoader(name, destinations, side.synchronizer, transport, layouts, verify, WIRE)
+    return WeightLoader(member or Member.new(name), destinations, side.synchronizer, transport, layouts, verify, WIRE)

@@ -76,9 +76,18 @@ class Module:
         assert self._synchronizer is not None
         self._synchronizer.set_model_state_dict(random_weights(step), step)
 
-    def join_group(self, explorer: str) -> None:
+    def join_group(self, explorer: str, after: int = 0) -> int:
+        """The id of the group."""
         assert self._synchronizer is not None
-        self._synchronizer.join_weight_sync_group(explorer)
+        return self._synchronizer.join_weight_sync_group(explorer, after=after).id
+
+    def ready(self, explorer: str) -> int:
+        assert self._synchronizer is not None
+        return self._synchronizer.ready_to_nccl_sync(explorer)
+
+    def is_running(self) -> None:
+        assert self._synchronizer is not None
+        self._synchronizer.set_explorer_status("running")
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

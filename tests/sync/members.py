@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, nccl
 from trinity_sync.sync.base import LoadReport
@@ -54,11 +55,11 @@ class Receiver:
     """An explorer without an engine: it loads into `tensors`."""
 
     def __init__(
-        self, name: str, synchronizer: Synchronizer, agents: dict[str, Any], tensors: dict[str, torch.Tensor]
+        self, member: Member, synchronizer: Synchronizer, agents: dict[str, Any], tensors: dict[str, torch.Tensor]
     ) -> None:
         layouts = LayoutCache(agents, LIMIT)
-        self._transport = Misbehaving(name, layouts)
-        self._loader = WeightLoader(name, tensors, synchronizer, self._transport, layouts, "full", "BF16")
+        self._transport = Misbehaving(member.name, layouts)
+        self._loader = WeightLoader(member, tensors, synchronizer, self._transport, layouts, "full", "BF16")
 
     def pid(self) -> int:
         return os.getpid()

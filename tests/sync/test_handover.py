@@ -186,6 +186,35 @@ def test_a_dead_explorer_ends_the_wait_of_the_others(make_synchronizer: Callable
         synchronizer.ready_to_nccl_sync("trainer", 3, timeout_s=LIMIT)
 
 
+def test_an_explorer_that_is_started_again_meets_the_trainer_and_the_one_before_it_does_not(
+    make_synchronizer: Callable[..., Synchronizer],
+) -> None:
+    """The old one hangs, and nobody knows; then it goes on, and then it dies."""
+    synchronizer = make_synchronizer()
+    old, new = start(synchronizer), start(synchronizer)
+    synchronizer.setup_weight_sync_group("127.0.0.1", 29500, explorers=1)
+    assert ray.get(old.join_group.remote("explorer-0"), timeout=LIMIT) == 1
+    ray.get([old.is_running.remote(), new.is_running.remote()], timeout=LIMIT)
+    again = new.join_group.remote("explorer-0")
+    with pytest.raises(RunError, match="explorer-0 was started again, so its weight sync group is over"):
+        synchronizer.ready_to_nccl_sync("trainer", 3, timeout_s=LIMIT)
+    synchronizer.setup_weight_sync_group("127.0.0.1", 29501, explorers=1)
+    assert ray.get(again, timeout=LIMIT) == 2
+    with pytest.raises(RunError, match="explorer-0 belongs to a weight sync group that is over"):
+        ray.get(old.ready.remote("explorer-0"), timeout=LIMIT)
+    with pytest.raises(RunError, match="this explorer-0 is dead, or was started again since"):
+        ray.get(old.join_group.remote("explorer-0"), timeout=LIMIT)
+    assert synchronizer.get_explorer_status_counts()["running"] == 2
+    os.kill(ray.get(old.pid.remote(), timeout=LIMIT), signal.SIGKILL)
+    deadline = time.monotonic() + LIMIT
+    while synchronizer.get_explorer_status_counts()["running"] != 1:
+        assert time.monotonic() < deadline, "a dead explorer is still counted"
+        time.sleep(0.05)
+    waiting = new.ready.remote("explorer-0")
+    assert synchronizer.ready_to_nccl_sync("trainer", 4, timeout_s=LIMIT) == 4
+    assert ray.get(waiting, timeout=LIMIT) == 4
+
+
 # ---- its end
 
 

@@ -20,6 +20,7 @@ import ray
 
 from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, node_id, random_weights
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import TrainerSide
@@ -38,9 +39,9 @@ class Explorer:
     def __init__(self) -> None:
         self._tensors = empty(random_weights(0, SHAPES))
 
-    def attach(self, agents: dict[str, Any], synchronizer: Synchronizer, name: str) -> int:
+    def attach(self, agents: dict[str, Any], synchronizer: Synchronizer, member: Member) -> int:
         side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks={}, timeout_s=LIMIT)
-        self._loader = make_loader(side, self._tensors, name=name)
+        self._loader = make_loader(side, self._tensors, member=member)
         return os.getpid()
 
     def load(self, version: Version) -> str | None:
@@ -82,8 +83,10 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
     synchronizer = make_synchronizer()
     agent = make_agent(synchronizer, run_key="killed", root=str(tmp_path), fallback=str(tmp_path / "fallback"))
     trainer = PretendTrainer(synchronizer, {node_id(): agent}, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20)
+    members = {name: Member.new(name) for name in explorers}
     attached = {
-        name: explorer.attach.remote(trainer.agents, synchronizer, name) for name, explorer in explorers.items()
+        name: explorer.attach.remote(trainer.agents, synchronizer, members[name])
+        for name, explorer in explorers.items()
     }
     pids = {name: ray.get(call, timeout=LIMIT) for name, call in attached.items()}
     pid = {
@@ -102,7 +105,7 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
 
     # One version takes about this long, so that the instant is anywhere in the second one or the third.
     began = time.monotonic()
-    publish(trainer, contents[0], published, explorers)
+    publish(trainer, contents[0], published, explorers, members)
     usual = time.monotonic() - began
     timer = threading.Timer(draw.uniform(0.0, 2 * usual), kill)
     timer.start()
@@ -111,7 +114,7 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
         began = time.monotonic()
         alive = {name: explorer for name, explorer in explorers.items() if not any(name in one for one in told)}
         try:
-            told += publish(trainer, weights, published, alive)
+            told += publish(trainer, weights, published, alive, members)
         except WaitTimeout:
             raise
         except (RunError, ray.exceptions.RayActorError):
@@ -151,7 +154,11 @@ def files(folder: Path) -> set[Path]:
 
 
 def publish(
-    trainer: PretendTrainer, weights: Any, published: dict[Version, str], explorers: dict[str, Any]
+    trainer: PretendTrainer,
+    weights: Any,
+    published: dict[Version, str],
+    explorers: dict[str, Any],
+    members: dict[str, Member],
 ) -> list[str]:
     """Publish a version and have the explorers load it; the names of those that are dead, whose leases end."""
     sealed = trainer.seal(weights)
@@ -167,5 +174,5 @@ def publish(
                 raise
             dead.append(name)
             with contextlib.suppress(MemberDied):
-                trainer.synchronizer.call("drop_reader", name)
+                trainer.synchronizer.call("drop_reader", members[name])
     return dead

@@ -15,6 +15,7 @@ import torch
 from tests.sync.helpers import BUCKET_BYTES, LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import Bucket, FindRoom, TrainerSide
@@ -181,15 +182,17 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
     weights = random_weights(25)
     sealed = trainer.publish(weights)
 
+    member = Member.new("explorer-0")
+
     class Slow(MemoryTransport):
         def buckets(self, lease: Any, ticket: Any, find_room: FindRoom) -> Iterator[Bucket]:
-            trainer.synchronizer.call("drop_reader", "explorer-0")
+            trainer.synchronizer.call("drop_reader", member)
             for seed in (26, 27):
                 trainer.publish(random_weights(seed))
             yield from super().buckets(lease, ticket, find_room)
 
     slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
-    loader = make_loader(trainer, empty(weights), transport=slow, verify="off")
+    loader = make_loader(trainer, empty(weights), transport=slow, verify="off", member=member)
     with pytest.raises(RunError, match=rf"^explorer-0 .*lease .*version {sealed.version}.*sync\.lease_s"):
         loader.load(sealed.version)
     assert loader.held is None

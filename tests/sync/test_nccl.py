@@ -17,11 +17,14 @@ import torch
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, random_weights
 from tests.sync.members import Receiver, Sender
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.members import Member
 from trinity_sync.sync import nccl
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.nccl import NcclMode
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
+
+MEMBERS = {name: Member.new(name) for name in ("explorer-0", "explorer-1")}
 
 
 def ask(actor: Any, method: str, *args: Any) -> Any:
@@ -45,7 +48,7 @@ def explorers(trainer: PretendTrainer, ranks: dict[str, Any]) -> dict[str, Any]:
 
     def start(name: str, dtype: torch.dtype) -> Any:
         tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in empty(random_weights(0)).items()}
-        arguments = (name, trainer.synchronizer, trainer.agents, tensors)
+        arguments = (MEMBERS[name], trainer.synchronizer, trainer.agents, tensors)
         return ray.remote(Receiver).options(num_cpus=0).remote(*arguments)
 
     found = {"explorer-0": start("explorer-0", torch.float32), "explorer-1": start("explorer-1", torch.bfloat16)}
@@ -179,6 +182,7 @@ def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version
 
     # One that was dead before the round keeps nobody in it: neither the ranks nor the slots.
     assert list(mode.deliver({"explorer-1": explorers["explorer-1"]}, sealed.version).lost) == ["explorer-1"]
+    trainer.synchronizer.call("drop_reader", MEMBERS["explorer-1"])
     for seed in (15, 16):
         mode.publish(sealed := trainer.seal(random_weights(seed)))
     (report,) = mode.deliver({"explorer-0": explorers["explorer-0"]}, sealed.version).reports

@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.remote import MemberDied
 from trinity_sync.sync.synchronizer import STATUSES, Synchronizer, SynchronizerActor, SynchronizerConfig
 
 PARTS = ["rank-00000"]
@@ -288,16 +291,70 @@ def test_the_place_of_the_newest_version_is_none_where_it_has_no_folder() -> Non
 
 def test_explorers_are_counted_by_status() -> None:
     async def story() -> None:
-        actor = body()
-        await actor.set_explorer_status("running")
-        await actor.set_explorer_status("running")
-        await actor.set_explorer_status("requires_sync", old_status="running")
+        actor, process = body(), Member.new("process 1")
+        await actor.set_explorer_status(process, "running")
+        await actor.set_explorer_status(process, "running")
+        await actor.set_explorer_status(process, "requires_sync", old_status="running")
         assert await actor.get_explorer_status_counts() == {"running": 1, "requires_sync": 1, "stopped": 0}
-        with pytest.raises(ValueError, match="no explorer is stopped"):
-            await actor.set_explorer_status("running", old_status="stopped")
+        with pytest.raises(ValueError, match="no explorer of process 1 is stopped"):
+            await actor.set_explorer_status(process, "running", old_status="stopped")
         with pytest.raises(ValueError, match=f"unknown status 'asleep'; one of {', '.join(STATUSES)}"):
-            await actor.set_explorer_status("asleep", old_status="running")
+            await actor.set_explorer_status(process, "asleep", old_status="running")
         assert await actor.get_explorer_status_counts() == {"running": 1, "requires_sync": 1, "stopped": 0}
+
+    run(story())
+
+
+def test_a_dead_explorer_is_not_counted_whatever_it_said_last() -> None:
+    async def story() -> None:
+        actor, dead, successor = body(), Member.new("process 1"), Member.new("process 1")
+        await actor.set_explorer_status(dead, "requires_sync")
+        await actor.set_explorer_status(successor, "running")
+        actor._served.add(Member.new("the driver"))
+        await actor.attach(dead, [gone()])
+        assert await actor.get_explorer_status_counts() == {"running": 1, "requires_sync": 0, "stopped": 0}
+        with pytest.raises(RunError, match="process 1 is dead"):
+            await actor.set_explorer_status(dead, "requires_sync")
+        assert await actor.get_explorer_status_counts() == {"running": 1, "requires_sync": 0, "stopped": 0}
+
+    run(story())
+
+
+# ---- agents and ranks
+
+
+def gone() -> asyncio.Future[None]:
+    """What is left of the call by which a process was watched."""
+    call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    call.set_exception(RayActorError())
+    return call
+
+
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_an_agent_that_is_started_again_is_not_taken_for_the_dead_one(told: str) -> None:
+    async def story() -> None:
+        actor, dead, successor = body(), Member.new("the agent of node 1"), Member.new("the agent of node 1")
+        lives = asyncio.get_running_loop().create_future()
+        first = asyncio.get_running_loop().create_future()
+        watches = [asyncio.ensure_future(actor.watch(dead, [first]))]
+        await turns()
+        if told == "before":
+            first.set_exception(RayActorError())
+            await turns()
+            with pytest.raises(MemberDied, match="the agent of node 1 died while it was to take version 0"):
+                await actor.begin(Version(0, 0), PARTS, LONG)
+        watches.append(asyncio.ensure_future(actor.watch(successor, [lives])))
+        await turns()
+        if told == "after":
+            first.set_exception(RayActorError())
+            await turns()
+        await actor.watch(dead, [gone()])  # once more, and late
+        await commit(actor, 0)
+        lives.set_exception(RayActorError())
+        await turns()
+        with pytest.raises(MemberDied, match="the agent of node 1 died"):
+            await actor.begin(Version(0, 1), PARTS, LONG)
+        await asyncio.gather(*watches)
 
     run(story())
 

@@ -82,7 +82,7 @@ class Explorer:
 
         layouts = LayoutCache(agents, spec.timeout_s)
         self._loader = WeightLoader(
-            spec.name,
+            spec.member,
             self._engine.destinations(),
             self._synchronizer,
             _transport(spec, agents, layouts),

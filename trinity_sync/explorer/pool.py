@@ -17,6 +17,7 @@ import ray
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer, Produced
 from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
@@ -34,7 +35,7 @@ class ExplorerPool:
     """The run's explorers by name.
 
     Args:
-        spec: of each, but for the name.
+        spec: of each, but for who it is.
         replicas: how many.
         synchronizer: the run's synchronizer.
         num_gpus: GPUs reserved for each.
@@ -66,12 +67,14 @@ class ExplorerPool:
         self._on_fault = on_fault
         self._agents: dict[str, Any] = {}
         self._held: Version | None = None
+        self._members: dict[str, Member] = {}
         self.handles: dict[str, Any] = {name: self._create(name) for name in (f"explorer-{i}" for i in range(replicas))}
         self._starting: dict[str, Any] = {}
 
     def _create(self, name: str) -> Any:
         actor = ray.remote(Explorer).options(num_cpus=1, num_gpus=self._num_gpus)
-        handle = actor.remote(replace(self._spec, name=name), self._synchronizer)
+        self._members[name] = Member.new(name)
+        handle = actor.remote(replace(self._spec, member=self._members[name]), self._synchronizer)
         handle.warm_up.remote()
         return handle
 
@@ -187,7 +190,7 @@ class ExplorerPool:
     def _forget(self, name: str) -> None:
         """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""
         ray.kill(self.handles[name])
-        self._synchronizer.call("drop_reader", name)
+        self._synchronizer.call("drop_reader", self._members[name])
 
     def _may_restart(self) -> bool:
         with self._lock:
@@ -206,5 +209,5 @@ class ExplorerPool:
             ) from death
         self._on_fault(death.who, str(death))
         log.warning("%s; starting it again (%d restarts left)", death, self._restarts_left)
-        self._synchronizer.call("drop_reader", death.who)
+        self._synchronizer.call("drop_reader", self._members[death.who])
         self._start_anew(death.who)

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trinity_sync.config import dtype_name, plain
+from trinity_sync.protocol.members import Member
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class ExplorerSpec:
     """What an explorer is built from.
 
     Attributes:
-        name: such as ``"explorer-0"``.
+        member: who it is: such as ``"explorer-0"``, and which of those that bore the name.
         engine: keyword arguments of `HFEngine`.
         task: the `task` node of the config, to be instantiated here for its rewards.
         seed: of the run.
@@ -26,7 +27,7 @@ class ExplorerSpec:
         log_dir: where this process logs.
     """
 
-    name: str
+    member: Member
     engine: dict[str, Any]
     task: dict[str, Any]
     seed: int
@@ -36,9 +37,14 @@ class ExplorerSpec:
     timeout_s: float
     log_dir: str | None
 
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.member.name
+
 
 def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpec:
-    """The spec of all explorers from a checked config, but for their names.
+    """The spec of all explorers from a checked config, but for who they are.
 
     Args:
         cfg: the whole config.
@@ -60,7 +66,7 @@ def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpe
         "trust_remote_code": cfg.model.trust_remote_code,
     }
     return ExplorerSpec(
-        name="",
+        member=Member.new(""),
         engine=engine,
         task=plain(cfg.task),
         seed=cfg.seed,

@@ -4,14 +4,17 @@
 2. Each explorer joins and gets its rank (the trainer's is 0).
 3. For each version the trainer and every explorer arrive; with the last one the round begins.
 
-A member that waits too long withdraws and leaves nothing behind. One that dies takes the group with it, because a
-process group cannot shrink: the trainer opens another one with those that are left.
+A member that waits too long withdraws and leaves nothing behind. One that dies, or is started again, takes the group
+with it, because a process group cannot change its processes: the trainer opens another one with those that there are.
+What a process of an earlier group, or of an earlier life, says or suffers concerns none of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from trinity_sync.protocol.members import Member, Roll
 
 TRAINER = "trainer"
 
@@ -45,84 +48,147 @@ class WeightSyncGroup:
         return 1 + self.explorers
 
 
-@dataclass
-class RoundBook:
-    """The group of now, its members, and who has arrived for the next round."""
+@dataclass(eq=False)
+class Meeting:
+    """Before a round: either it begins, and `step` is going to be sent, or it is over before (`failed` says why)."""
 
-    group: WeightSyncGroup | None = None
-    rounds: int = 0
     step: int | None = None
     failed: str | None = None
-    _ranks: dict[str, int] = field(default_factory=dict)
-    _arrived: dict[str, int | None] = field(default_factory=dict)
+    arrived: dict[Member, int | None] = field(default_factory=dict)
 
-    def open(self, address: str, port: int, meta: list[Any] | None, explorers: int) -> WeightSyncGroup:
-        """A group in place of the one before."""
+    @property
+    def ended(self) -> bool:
+        """Nobody has to wait for it any more."""
+        return self.step is not None or self.failed is not None
+
+
+@dataclass
+class RoundBook:
+    """The group of now, its members, and who has arrived for the next round.
+
+    Programs that bring a group of their own open none; then the trainer and one explorer meet.
+    """
+
+    group: WeightSyncGroup | None = None
+    failed: str | None = None
+    _roll: Roll = field(default_factory=Roll)
+    _meeting: Meeting = field(default_factory=Meeting)
+    # The explorers by rank, and the trainer's processes: the one that opened the group, and those that came to a round.
+    _ranks: dict[Member, int] = field(default_factory=dict)
+    _trainers: set[Member] = field(default_factory=set)
+    # Who had a place in a group before and has none in this one.
+    _former: set[Member] = field(default_factory=set)
+
+    def open(self, trainer: Member, address: str, port: int, meta: list[Any] | None, explorers: int) -> WeightSyncGroup:
+        """A group in place of the one before, whose members need not wait any more.
+
+        Raises:
+            RoundError: it has no explorers, or this trainer is dead.
+        """
         if explorers < 1:
             raise RoundError(f"a group needs at least 1 explorer, not {explorers}")
+        if self._roll.over(trainer):
+            raise RoundError(f"this {trainer} is dead")
         number = self.group.id + 1 if self.group is not None else 1
+        self._meeting.failed = f"weight sync group {number} took the place of the one before; join that"
+        self._former = (self._former | self._ranks.keys() | self._trainers) - {trainer}
         self.group = WeightSyncGroup(id=number, address=address, port=port, explorers=explorers, meta=meta)
-        self.failed = None
-        self._ranks.clear()
-        self._arrived.clear()
+        self.failed, self._meeting = None, Meeting()
+        self._ranks, self._trainers = {}, {trainer}
         return self.group
 
-    def join(self, explorer: str) -> WeightSyncGroup:
+    def joinable(self, after: int) -> bool:
+        """Whether there is a group with an id above `after` that can still be used."""
+        return self.group is not None and self.group.id > after and self.failed is None
+
+    def join(self, explorer: Member) -> WeightSyncGroup:
         """The group as this explorer has to enter it.
 
         Raises:
-            RoundError: there is none, or all places are taken.
+            RoundError: there is none, all places are taken, or this process was taken over by a later one of its name.
         """
         group = self.group
         if group is None:
             raise RoundError(f"there is no group for {explorer} to join")
-        if explorer not in self._ranks:
-            if len(self._ranks) == group.explorers:
-                taken = ", ".join(self._ranks)
-                raise RoundError(f"{explorer} cannot join: the group is for {group.explorers} explorer(s), {taken}")
-            self._ranks[explorer] = 1 + len(self._ranks)
-        return WeightSyncGroup(
-            id=group.id,
-            address=group.address,
-            port=group.port,
-            explorers=group.explorers,
-            rank=self._ranks[explorer],
-            meta=group.meta,
-        )
-
-    def arrive(self, module: str, step: int | None) -> int:
-        """A member is ready; the number of the round that it waits for. The round begins with the last member.
-
-        Raises:
-            RoundError: the trainer came without a step, or a member of the group is gone.
-        """
+        self._present(explorer)
         if self.failed is not None:
             raise RoundError(self.failed)
-        if module == TRAINER and step is None:
-            raise RoundError("the trainer has to say which step it is going to send")
-        self._arrived[module] = step
-        waited = self.rounds + 1
-        if not self.missing():
-            self.step = self._arrived[TRAINER]
-            self.rounds += 1
-            self._arrived.clear()
-        return waited
+        if explorer not in self._ranks:
+            if len(self._ranks) == group.explorers:
+                taken = ", ".join(map(str, self._ranks))
+                raise RoundError(f"{explorer} cannot join: the group is for {group.explorers} explorer(s), {taken}")
+            self._ranks[explorer] = 1 + len(self._ranks)
+            self._former.discard(explorer)
+        return replace(group, rank=self._ranks[explorer])
 
-    def withdraw(self, module: str) -> None:
+    def arrive(self, member: Member, step: int | None) -> Meeting:
+        """A member is ready; the round that it waits for. The round begins with the last member.
+
+        An explorer that never was in a group takes a place in this one.
+
+        Raises:
+            RoundError: the trainer came without a step, a member of the group is gone, or this process belongs to
+                an earlier group or was taken over by a later one of its name.
+        """
+        if member in self._former:
+            raise RoundError(f"{member} belongs to a weight sync group that is over; join the one of now")
+        if member.name == TRAINER:
+            if step is None:
+                raise RoundError("the trainer has to say which step it is going to send")
+            if self._roll.over(member):
+                raise RoundError(f"this {member} is dead")
+        elif self.group is not None:
+            self.join(member)
+        else:
+            self._present(member)
+        if self.failed is not None:
+            raise RoundError(self.failed)
+        if member.name == TRAINER:
+            self._trainers.add(member)
+        meeting = self._meeting
+        meeting.arrived[member] = step
+        if not self.missing():
+            meeting.step = meeting.arrived[max(one for one in meeting.arrived if one.name == TRAINER)]
+            self._meeting = Meeting()
+        return meeting
+
+    def withdraw(self, meeting: Meeting, member: Member) -> None:
         """A member waits no longer."""
-        self._arrived.pop(module, None)
+        meeting.arrived.pop(member, None)
 
     def missing(self) -> str:
         """Who has not arrived, as a phrase; empty: nobody."""
         expected = self.group.explorers if self.group is not None else 1
-        absent = expected - len(self._arrived.keys() - {TRAINER})
-        known = [name for name in self._ranks if name not in self._arrived]
+        arrived = self._meeting.arrived
+        here = [one for one in arrived if one.name != TRAINER]
+        absent = expected - len(here)
+        known = [str(one) for one in self._ranks if one not in arrived]
         names = f" ({', '.join(known)})" if known else ""
-        who = [] if TRAINER in self._arrived else ["the trainer"]
+        who = [] if len(here) < len(arrived) else ["the trainer"]
         return " and ".join(who + ([f"{absent} of {expected} explorer(s){names}"] if absent > 0 else []))
 
-    def gone(self, module: str) -> None:
+    def gone(self, member: Member) -> None:
         """A process is dead. Where it belonged to the group, nobody may wait for the group any more."""
-        self._arrived.pop(module, None)
-        if self.group is not None and (module in self._ranks or module == TRAINER):
-            self.failed = f"{module} died, so its weight sync group is over; set up another one"
+        self._roll.gone(member)
+        self._former.discard(member)
+        self._meeting.arrived.pop(member, None)
+        if self.group is not None and (member in self._ranks or member in self._trainers):
+            self._fail(f"{member} died, so its weight sync group is over; set up another one")
+
+    def sends(self, member: Member) -> bool:
+        """Whether what this trainer says it has sent is to be believed: it is neither dead nor of an earlier group."""
+        return member not in self._former and not self._roll.over(member)
+
+    def _present(self, explorer: Member) -> None:
+        if not self._roll.present(explorer):
+            raise RoundError(f"this {explorer} is dead, or was started again since: it takes part in nothing any more")
+        earlier = {one for one in (*self._ranks, *self._meeting.arrived) if one.name == explorer.name} - {explorer}
+        for one in earlier:
+            self._meeting.arrived.pop(one, None)
+        if earlier & self._ranks.keys():
+            self._fail(f"{explorer} was started again, so its weight sync group is over; set up another one")
+
+    def _fail(self, reason: str) -> None:
+        self.failed = self.failed or reason
+        self._meeting.failed = self.failed
+        self._meeting = Meeting()

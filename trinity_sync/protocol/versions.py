@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,13 +43,13 @@ class State(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """A reader's hold on a version, until `expires` (clock of the book).
+    """A reader's hold on a version, until `expires` (clock of the book). A reader is a process, as a `Member` names it.
 
     `location` is what the mode that published the version said of where it is (a folder, or None for the slot).
     """
 
     id: int
-    reader: str
+    reader: Hashable
     version: Version
     slot: int
     expires: float
@@ -90,6 +90,7 @@ class VersionBook:
         self._records: dict[Version, _Record] = {}
         self._ids = itertools.count(1)
         self._newest: Version | None = None
+        self._dropped: set[Hashable] = set()
 
     @property
     def newest(self) -> Version | None:
@@ -176,12 +177,14 @@ class VersionBook:
         record = self._records.get(version)
         return record.error if record else None
 
-    def lease(self, reader: str, seconds: float, version: Version | None = None) -> Lease:
+    def lease(self, reader: Hashable, seconds: float, version: Version | None = None) -> Lease:
         """Hold a committed version, the newest unless one is named, for `seconds`.
 
         Raises:
-            VersionError: nothing is committed, or the named one is gone.
+            VersionError: nothing is committed, the named one is gone, or the reader was dropped.
         """
+        if reader in self._dropped:
+            raise VersionError(f"{reader} was given up for dead")
         wanted = version if version is not None else self._newest
         if wanted is None:
             raise VersionError("no version is committed yet")
@@ -205,8 +208,9 @@ class VersionBook:
         """End a lease. False where it had ended or expired already."""
         return any(record.leases.pop(lease_id, None) is not None for record in self._records.values())
 
-    def drop_reader(self, reader: str) -> int:
-        """End all leases of a reader that is gone; how many there were."""
+    def drop_reader(self, reader: Hashable) -> int:
+        """End all leases of a reader that is gone; how many there were. What it may still ask for, it does not get."""
+        self._dropped.add(reader)
         ended = [
             lease.id for record in self._records.values() for lease in record.leases.values() if lease.reader == reader
         ]

@@ -25,6 +25,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.process import own_log, peak_rss
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.parts import PartInfo, shard_file
+from trinity_sync.sync.remote import this_process
 from trinity_sync.sync.state import Coordinator, StatePart, StateSlots
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
@@ -123,7 +124,7 @@ class NodeAgent:
         if make_coordinator is not None:
             self._coordinator = await self._run(make_coordinator)
         self._held = self._synchronizer.hold.remote()
-        self._synchronizer.watch.remote(f"the agent of node {self._node}", [self._held])
+        self._synchronizer.watch.remote(this_process(f"the agent of node {self._node}"), [self._held])
         return await self._run(self._create)
 
     def _create(self) -> dict[str, Any]:

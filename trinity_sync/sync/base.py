@@ -63,7 +63,9 @@ class TrainerSide:
 
 @dataclass
 class Delivery:
-    """The outcome of having explorers load a version: reports of those that did, and the error of each that is gone."""
+    """The outcome of having explorers load a version: reports of those that did, and the error of each that is gone,
+    whose leases the caller ends.
+    """
 
     reports: list[LoadReport] = field(default_factory=list)
     lost: dict[str, Exception] = field(default_factory=dict)

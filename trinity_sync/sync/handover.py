@@ -7,6 +7,7 @@ The actor holds references, sizes and digests, never the bytes of a tensor.
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from ray.exceptions import RayError
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.handed import Handed, HandedVersions
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
 from trinity_sync.protocol.versions import Version, VersionError
+from trinity_sync.sync.remote import this_process
 from trinity_sync.sync.waits import Waits
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ class Handover(Waits):
         self._handed = HandedVersions()
         self._rounds = RoundBook()
         self._sent: Version | None = None
-        self._served: dict[str, int] = {}
+        self._served: set[Member] = set()
 
     # -- state dicts
 
@@ -77,82 +80,87 @@ class Handover(Waits):
 
     # -- broadcasts
 
-    async def open_group(self, address: str, port: int, meta: list[Any] | None, explorers: int) -> WeightSyncGroup:
+    async def open_group(
+        self, trainer: Member, address: str, port: int, meta: list[Any] | None, explorers: int
+    ) -> WeightSyncGroup:
         """The trainer set up where a group for broadcasts meets."""
         try:
-            group = self._rounds.open(address, port, meta, explorers)
+            group = self._rounds.open(trainer, address, port, meta, explorers)
         except RoundError as error:
             raise RunError(str(error)) from None
         await self._notify()
         return group
 
-    async def join_group(self, explorer: str, after: int, timeout_s: float) -> WeightSyncGroup:
+    async def join_group(self, explorer: Member, after: int, timeout_s: float) -> WeightSyncGroup:
         """The group that an explorer is to enter: one with an id above `after`, which is waited for."""
-
-        def there() -> bool:
-            return self._rounds.group is not None and self._rounds.group.id > after
-
-        await self._wait_for(there, "the trainer", f"set up a weight sync group for {explorer}", timeout_s)
-        try:
-            return self._rounds.join(explorer)
-        except RoundError as error:
-            raise RunError(str(error)) from None
+        rounds = self._rounds
+        deadline, what = time.monotonic() + timeout_s, f"set up a weight sync group for {explorer}"
+        while True:
+            await self._wait_for(lambda: rounds.joinable(after), "the trainer", what, timeout_s, deadline)
+            try:
+                return rounds.join(explorer)
+            except RoundError as error:
+                if rounds.joinable(after):
+                    raise RunError(str(error)) from None
+                # The group was over with that: it had the process before this one. There will be another one.
+                await self._notify()
 
     async def group_meta(self) -> list[Any] | None:
         """What is sent over the group: (name, dtype, shape) in order."""
         return self._rounds.group.meta if self._rounds.group is not None else None
 
-    async def ready(self, module: str, step: int | None, timeout_s: float) -> int:
+    async def ready(self, member: Member, step: int | None, timeout_s: float) -> int:
         """Wait until the trainer and all explorers of the group are here; the step that is going to be sent."""
-        rounds = self._rounds
         try:
-            waited = rounds.arrive(module, step)
+            meeting = self._rounds.arrive(member, step)
         except RoundError as error:
             raise RunError(str(error)) from None
-        await self._notify()
-        try:
-            await self._wait_for(
-                lambda: rounds.rounds >= waited or rounds.failed is not None, "they", "be ready", timeout_s
-            )
-        except WaitTimeout:
-            missing = rounds.missing()
-            raise WaitTimeout(missing, f"come to the broadcast that {module} is ready for", timeout_s) from None
         finally:
-            if rounds.rounds < waited:
-                rounds.withdraw(module)
-        if rounds.rounds < waited:
-            raise RunError(f"{module} waited in vain: {rounds.failed}")
-        assert rounds.step is not None
-        return rounds.step
+            await self._notify()
+        try:
+            await self._wait_for(lambda: meeting.ended, "they", "be ready", timeout_s)
+        except WaitTimeout:
+            missing = self._rounds.missing()
+            raise WaitTimeout(missing, f"come to the broadcast that {member} is ready for", timeout_s) from None
+        finally:
+            if not meeting.ended:
+                self._rounds.withdraw(meeting, member)
+        if meeting.step is None:
+            raise RunError(f"{member} waited in vain: {meeting.failed}")
+        return meeting.step
 
-    async def sent(self, version: Version) -> None:
+    async def sent(self, trainer: Member, version: Version) -> None:
         """All explorers of the group have a version."""
         version = Version(*version)
+        if not self._rounds.sends(trainer):
+            raise RunError(f"version {version} was sent by a {trainer} of an earlier weight sync group")
         if self._sent is None or version > self._sent:
             self._sent = version
         await self._notify()
 
     # -- whom the actor serves
 
-    async def attach(self, module: str, owned: list[Any]) -> None:
-        """Notice the end of a module: `owned` holds the reference to its `hold` call, which fails with its owner. When
+    async def attach(self, member: Member, owned: list[Any]) -> None:
+        """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
         the last one is gone, so is the actor.
         """
-        self._served[module] = self._served.get(module, 0) + 1
+        self._served.add(member)
         with contextlib.suppress(RayError):
             await owned[0]
-        self._served[module] -= 1
-        if not self._served[module]:
-            del self._served[module]
-        self._rounds.gone(module)
+        self._served.discard(member)
+        self._gone(member)
         await self._notify()
         if not self._served:
             # Not `exit_actor`, which waits for the calls that are under way, and some never return.
             ray.kill(ray.get_runtime_context().current_actor)
 
+    def _gone(self, member: Member) -> None:
+        """A process that the actor served is dead."""
+        self._rounds.gone(member)
+
 
 #: The calls by which actors watch this process; while it lives, so do they.
-_attached: dict[tuple[str, str], tuple[Any, Any]] = {}
+_attached: dict[tuple[str, Member], tuple[Any, Any]] = {}
 
 
 class HandoverClient:
@@ -165,12 +173,14 @@ class HandoverClient:
         """Call a method of the actor and wait for its answer."""
         raise NotImplementedError
 
-    def _attach(self, module: str) -> None:
-        """Let the actor notice the end of this process, under this name."""
-        key = (self.actor._actor_id.hex(), module)
+    def _attach(self, name: str) -> Member:
+        """This process under a name; the actor notices its end from now on."""
+        member = this_process(name)
+        key = (self.actor._actor_id.hex(), member)
         if key not in _attached:
             held = self.actor.hold.remote()
-            _attached[key] = (held, self.actor.attach.remote(module, [held]))
+            _attached[key] = (held, self.actor.attach.remote(member, [held]))
+        return member
 
     # -- whole state dicts
 
@@ -271,11 +281,11 @@ class HandoverClient:
             state_dict_meta: (name, dtype, shape) of what is going to be sent, in order.
             explorers: how many belong to the group. A group of before is over.
         """
-        self._attach(TRAINER)
+        trainer = self._attach(TRAINER)
         meta = (
             None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
         )
-        return self.call("open_group", master_address, int(master_port), meta, explorers)
+        return self.call("open_group", trainer, master_address, int(master_port), meta, explorers)
 
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> WeightSyncGroup:
         """An explorer: wait for a group, and its place in it.
@@ -288,8 +298,8 @@ class HandoverClient:
             RunError: all places are taken.
             WaitTimeout: the trainer set up none.
         """
-        self._attach(explorer)
-        return self.call("join_group", explorer, after, self._timeout_s, timeout_s=self._timeout_s + 5)
+        member = self._attach(explorer)
+        return self.call("join_group", member, after, self._timeout_s, timeout_s=self._timeout_s + 5)
 
     def ready_to_nccl_sync(
         self, module: str, trainer_step: int | None = None, *, timeout_s: float | None = None
@@ -309,10 +319,10 @@ class HandoverClient:
             RunError: a member of the group died.
             WaitTimeout: names who did not come. Whoever waited is not counted as ready any more.
         """
-        self._attach(module)
+        member = self._attach(module)
         limit = self._timeout_s if timeout_s is None else timeout_s
-        return self.call("ready", module, trainer_step, limit, timeout_s=limit + 5)
+        return self.call("ready", member, trainer_step, limit, timeout_s=limit + 5)
 
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> None:
         """The trainer: the version was sent to all explorers of the group."""
-        self.call("sent", Version(attempt, trainer_step))
+        self.call("sent", this_process(TRAINER), Version(attempt, trainer_step))

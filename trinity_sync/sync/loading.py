@@ -17,6 +17,7 @@ import torch
 
 from trinity_sync.errors import RunError
 from trinity_sync.process import peak_rss
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import LoadReport, Transport
 from trinity_sync.sync.layouts import LayoutCache
@@ -33,7 +34,7 @@ class WeightLoader:
     """Holds the explorer's version and the tensors that it names.
 
     Args:
-        name: the explorer's name.
+        member: the explorer.
         destinations: Hugging Face name -> live parameter, overwritten in place.
         synchronizer: the run's synchronizer.
         transport: the sync mode's explorer half.
@@ -44,7 +45,7 @@ class WeightLoader:
 
     def __init__(
         self,
-        name: str,
+        member: Member,
         destinations: Mapping[str, torch.Tensor],
         synchronizer: Synchronizer,
         transport: Transport,
@@ -52,7 +53,8 @@ class WeightLoader:
         verify: str,
         wire_dtype: str,
     ) -> None:
-        self._name = name
+        self._member = member
+        self._name = member.name
         self._receiver = Receiver(destinations)
         self._synchronizer = synchronizer
         self._transport = transport
@@ -70,7 +72,7 @@ class WeightLoader:
                 trainer published.
         """
         started = time.perf_counter()
-        lease = self._synchronizer.call("lease", self._name, version)
+        lease = self._synchronizer.call("lease", self._member, version)
         try:
             self._check(lease)
             paused = time.perf_counter()

@@ -105,7 +105,6 @@ class NcclMode:
                     raise
                 delivery.lost[death.who] = death
                 del alive[death.who]
-                self._side.synchronizer.call("drop_reader", death.who)
         return delivery
 
     def _lead_round(self, sealed: Sealed, explorers: Mapping[str, Any]) -> list[Any]:

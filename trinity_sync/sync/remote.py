@@ -6,6 +6,8 @@ that was under way fails when its process does.
 
 from __future__ import annotations
 
+import functools
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.protocol.members import Member
 
 
 class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
@@ -30,6 +33,17 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
 
     def __str__(self) -> str:
         return f"{self.who} died while it was to {self.what}"
+
+
+def this_process(name: str) -> Member:
+    """The calling process under a name; the same whenever it is asked for."""
+    return Member(name, _life(os.getpid()))
+
+
+@functools.cache
+def _life(pid: int) -> tuple[int, str]:
+    """Of one process: what a fork inherits of it has another number."""
+    return Member.new(str(pid)).life
 
 
 def resolve(calls: Mapping[str, Any], what: str, timeout_s: float) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from ray.exceptions import RayError
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
+from trinity_sync.protocol.members import Member, Roll
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
 from trinity_sync.sync.remote import MemberDied, resolve_one
@@ -93,9 +95,11 @@ class SynchronizerActor(Handover):
         self._config = config
         self._book = VersionBook(config.slots, clock)
         self._trainer_status = "running"
-        self._explorers: Counter[str] = Counter()
+        self._explorers: dict[Member, Counter[str]] = {}
         self._no_new_version = False
-        self._dead_member: str | None = None
+        self._roll = Roll()
+        # Agents and ranks that are dead, by name, and not yet followed by another process of that name.
+        self._dead: dict[str, Member] = {}
 
     # -- trainer's side
 
@@ -103,8 +107,7 @@ class SynchronizerActor(Handover):
         """A slot for the version; waits while every slot is read or still on its way."""
         deadline = time.monotonic() + timeout_s
         while True:
-            if self._dead_member is not None:
-                raise MemberDied(self._dead_member, f"take version {version}")
+            self._check_members(f"take version {version}")
             slot = self._book.open(version, parts)
             if slot is not None:
                 return slot
@@ -118,8 +121,7 @@ class SynchronizerActor(Handover):
 
     async def begin_if_free(self, version: Version, parts: list[str]) -> int | None:
         """A slot for the version, None where none is free now. Does not wait."""
-        if self._dead_member is not None:
-            raise MemberDied(self._dead_member, f"take version {version}")
+        self._check_members(f"take version {version}")
         return self._book.open(version, parts)
 
     async def staged(self, version: Version, parts: dict[str, Any]) -> None:
@@ -141,12 +143,11 @@ class SynchronizerActor(Handover):
         """The version as staged by all ranks."""
 
         def ready() -> bool:
-            return self._dead_member is not None or self._book.state(version) is not State.OPENED
+            return bool(self._dead) or self._book.state(version) is not State.OPENED
 
         await self._wait_for(ready, "the node agents", f"seal version {version}", timeout_s)
         if self._book.state(version) is State.OPENED:
-            assert self._dead_member is not None
-            raise MemberDied(self._dead_member, f"seal version {version}")
+            self._check_members(f"seal version {version}")
         if self._book.state(version) is State.FAILED:
             raise RunError(f"version {version} could not be staged: {self._book.error(version)}")
         slot, parts, digest = self._book.sealed_info(version)
@@ -168,19 +169,27 @@ class SynchronizerActor(Handover):
         """Never returns. What it would return belongs to the caller; see `watch`."""
         await asyncio.Event().wait()
 
-    async def watch(self, who: str, owned: list[Any]) -> None:
+    async def watch(self, member: Member, owned: list[Any]) -> None:
         """Notice the death of a node agent or a rank: `owned` holds the reference to its `hold` call, which fails with
-        its owner.
+        its owner. One that is started again takes the place of the one before, whatever is heard of that.
         """
+        if not self._roll.present(member):
+            return
+        self._dead.pop(member.name, None)
         try:
             await owned[0]
         except RayError:
-            self._dead_member = who
-            await self._notify()
+            if self._roll.gone(member):
+                self._dead[member.name] = member
+                await self._notify()
+
+    def _check_members(self, what: str) -> None:
+        for member in self._dead.values():
+            raise MemberDied(str(member), what)
 
     # -- explorers' side
 
-    async def lease(self, reader: str, version: Version | None = None) -> Lease:
+    async def lease(self, reader: Hashable, version: Version | None = None) -> Lease:
         """Hold a committed version (the newest unless named); version and parts come together."""
         try:
             return self._book.lease(reader, self._config.lease_s, version)
@@ -193,8 +202,8 @@ class SynchronizerActor(Handover):
         await self._notify()
         return in_time
 
-    async def drop_reader(self, reader: str) -> None:
-        """The reader is gone; its leases end."""
+    async def drop_reader(self, reader: Hashable) -> None:
+        """The reader is gone; its leases end, and what it asked for before comes too late."""
         self._book.drop_reader(reader)
         await self._notify()
 
@@ -240,19 +249,27 @@ class SynchronizerActor(Handover):
         """What the trainer said last."""
         return self._trainer_status
 
-    async def set_explorer_status(self, status: str, old_status: str | None = None) -> None:
-        """One explorer goes from `old_status` (None: it is new) to `status`."""
+    async def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> None:
+        """One explorer of a process goes from `old_status` (None: it is new) to `status`."""
         _known(status)
+        if not self._roll.present(member):
+            raise RunError(f"{member} is dead, so no explorer of it is {status}")
+        counts = self._explorers.setdefault(member, Counter())
         if old_status is not None:
-            if self._explorers[_known(old_status)] <= 0:
-                raise ValueError(f"no explorer is {old_status}, so none can go from there to {status}")
-            self._explorers[old_status] -= 1
-        self._explorers[status] += 1
+            if counts[_known(old_status)] <= 0:
+                raise ValueError(f"no explorer of {member} is {old_status}, so none can go from there to {status}")
+            counts[old_status] -= 1
+        counts[status] += 1
         await self._notify()
 
+    def _gone(self, member: Member) -> None:
+        super()._gone(member)
+        self._roll.gone(member)
+        self._explorers.pop(member, None)
+
     async def get_explorer_status_counts(self) -> dict[str, int]:
-        """Explorers per status."""
-        return {status: self._explorers[status] for status in STATUSES}
+        """Explorers per status, of processes that live."""
+        return {status: sum(counts[status] for counts in self._explorers.values()) for status in STATUSES}
 
     async def notify_no_new_model_state_dict(self) -> None:
         """The trainer has ended: whoever waits for a version waits no longer."""
@@ -262,6 +279,10 @@ class SynchronizerActor(Handover):
     async def memory(self) -> dict[str, Any]:
         """Peak resident bytes of this process and whether torch was loaded into it (it must not be)."""
         return {"peak_rss": peak_rss(), "pid": os.getpid(), "torch": "torch" in sys.modules}
+
+
+def _process_name() -> str:
+    return f"process {os.getpid()} of {platform.node()}"
 
 
 def _known(status: str) -> str:
@@ -299,7 +320,7 @@ class Synchronizer(HandoverClient):
                     f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"
                 ) from None
             found = cls(actor, ray.get(actor.timeout_s.remote(), timeout=60))
-            found._attach(f"process {os.getpid()}")
+            found._attach(_process_name())
             return found
         actor = (
             ray.remote(small_actor(_Actor, config))
@@ -314,7 +335,7 @@ class Synchronizer(HandoverClient):
             .remote()
         )
         made = cls(actor, config.timeout_s)
-        made._attach(f"process {os.getpid()}")
+        made._attach(_process_name())
         return made
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
@@ -364,8 +385,8 @@ class Synchronizer(HandoverClient):
         return self.call("get_trainer_status")
 
     def set_explorer_status(self, status: str, old_status: str | None = None) -> None:
-        """One explorer goes from `old_status` (None: it is new) to `status`."""
-        self.call("set_explorer_status", status, old_status)
+        """One explorer of this process goes from `old_status` (None: it is new) to `status`; counted while it lives."""
+        self.call("set_explorer_status", self._attach(_process_name()), status, old_status)
 
     def get_explorer_status_counts(self) -> dict[str, int]:
         """How many explorers are in each status."""

@@ -27,9 +27,13 @@ class Waits:
                 return False
         return True
 
-    async def _wait_for(self, ready: Callable[[], bool], who: str, what: str, timeout_s: float) -> None:
+    async def _wait_for(
+        self, ready: Callable[[], bool], who: str, what: str, timeout_s: float, deadline: float | None = None
+    ) -> None:
+        """Until it is so. A wait that goes on with an earlier one ends at its `deadline` (`time.monotonic`)."""
+        left = timeout_s if deadline is None else deadline - time.monotonic()
         async with self._changed:
             try:
-                await asyncio.wait_for(self._changed.wait_for(ready), timeout_s)
+                await asyncio.wait_for(self._changed.wait_for(ready), left)
             except TimeoutError:
                 raise WaitTimeout(who, what, timeout_s) from None

@@ -42,6 +42,7 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync import nccl
 from trinity_sync.sync.parts import part_name
+from trinity_sync.sync.remote import this_process
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.spec import RankInfo, WorkerSpec
@@ -112,7 +113,7 @@ class TrinityWorker(TrainingWorker):
         """
         # While this process lives, so does the call: in a free run no other may be under way when it dies.
         self._held = synchronizer.hold.remote()
-        synchronizer.watch.remote(f"trainer rank {self.rank}", [self._held])
+        synchronizer.watch.remote(this_process(f"trainer rank {self.rank}"), [self._held])
         self._segments = {
             slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
         }
