@@ -95,6 +95,53 @@ def test_without_a_gpu_pinning_is_no_error() -> None:
     segment.close()
 
 
+class Runtime:
+    """In place of the CUDA runtime, which needs a GPU: refuses to page-lock, as some drivers do mapped files, and keeps
+    each error for the next launch to report.
+    """
+
+    def __init__(self) -> None:
+        self.locked: set[int] = set()
+        self.refuses = False
+        self.kept = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        if self.refuses:
+            self.kept = 801
+            return 801
+        self.locked.add(address)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        if address not in self.locked:
+            self.kept = 713
+            return 713
+        self.locked.remove(address)
+        return 0
+
+    def launch(self, *_: object, **__: object) -> None:
+        code, self.kept = self.kept, 0
+        if code:
+            raise RuntimeError(f"CUDA error {code}")
+
+
+def test_a_segment_whose_page_locking_was_refused_is_not_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "ones", runtime.launch)
+    segment, refused = mmap.mmap(-1, 4096), mmap.mmap(-1, 4096)
+    assert pin_segment(segment)
+    runtime.refuses = True
+    assert not pin_segment(refused)
+    unpin_segment(refused)
+    runtime.launch()
+    unpin_segment(segment)
+    unpin_segment(segment)
+    runtime.launch()
+    assert runtime.locked == set()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("chunk_bytes", [256, 32 << 20])
 def test_cuda_sources_arrive_as_cpu_sources_do(chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:

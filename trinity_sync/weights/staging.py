@@ -118,6 +118,10 @@ def _chunks(source: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
             yield from _chunks(row, numel)
 
 
+# Where what is page-locked begins.
+_pinned: set[int] = set()
+
+
 def pin_segment(segment: Segment) -> bool:
     """Page-lock a mapped segment for fast asynchronous copies to and from GPUs.
 
@@ -129,6 +133,7 @@ def pin_segment(segment: Segment) -> bool:
     view = np.frombuffer(segment, np.uint8)
     flags = _PORTABLE if view.flags.writeable else _PORTABLE | _READ_ONLY
     if int(torch.cuda.cudart().cudaHostRegister(view.ctypes.data, view.nbytes, flags)) == 0:
+        _pinned.add(view.ctypes.data)
         return True
     with suppress(RuntimeError):  # the runtime keeps the refusal for the next launch to report: let it be this one
         torch.ones(1, device="cuda")
@@ -136,6 +141,10 @@ def pin_segment(segment: Segment) -> bool:
 
 
 def unpin_segment(segment: Segment) -> None:
-    """Undo `pin_segment`, before the segment is unmapped. Does nothing without a GPU."""
-    if torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostUnregister(np.frombuffer(segment, np.uint8).ctypes.data)
+    """Undo `pin_segment`, before the segment is unmapped. Does nothing where that did not page-lock it: the runtime
+    would keep the error for the next launch to report.
+    """
+    address = np.frombuffer(segment, np.uint8).ctypes.data
+    if address in _pinned:
+        _pinned.remove(address)
+        torch.cuda.cudart().cudaHostUnregister(address)
