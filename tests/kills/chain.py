@@ -1,0 +1,370 @@
+"""A chain: one run, struck and resumed until it is allowed to end."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tests.e2e.runs import ROOT
+from tests.kills import checks, places
+from tests.kills.checks import Ledger
+from tests.kills.places import Places
+from tests.kills.plan import ALL, Blow, Damage, Instant, Life, Plan
+from tests.kills.processes import Member, own_mark
+from tests.kills.running import SMALL, Launch
+from tests.kills.trial import LOST, REFUSED, RESUMED, SURVIVED, Trial
+from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir
+from trinity_sync.checkpoint.trackers import tracker_path
+from trinity_sync.protocol.parts import FULL
+
+STEPS = 240
+"""Of the undisturbed run, with which digests are compared. A chain is let go to its end before that."""
+_ENOUGH = STEPS - 80
+_LAST_STEPS = 8
+
+_START_S = 300.0
+# A death is noticed at once; what hangs, within the limits of `running.SMALL`, of which two may follow one another.
+_NOTICED_S = 60.0
+_HANG_S = 100.0
+# For the end of whatever is left when the driver has ended.
+_GONE_S = 40.0
+_GOES_ON_S = 180.0
+_END_S = 240.0
+
+_NAMES = {"rank": "trainer rank", "agent": "agent", "explorer": "explorer-", "synchronizer": "synchronizer"}
+"""What the error of a run calls who died."""
+
+
+class Interrupted(Exception):  # noqa: N818 - it says what happened
+    """The campaign is to end."""
+
+
+class Chain:
+    """Does what a plan says.
+
+    Args:
+        plan: see `draw_plan`.
+        home: a folder of its own, which is not there yet. It stays where a trial has failed.
+        reference: digests of the undisturbed run; None where no two runs are the same.
+        stop: set when the campaign is to end.
+    """
+
+    def __init__(self, plan: Plan, home: Path, reference: dict[int, str] | None, stop: threading.Event) -> None:
+        self._plan, self._setup, self._home, self._stop = plan, plan.setup, home, stop
+        self._mark = own_mark(f"{plan.seed}-{plan.chain}")
+        self._ledger = Ledger(plan.setup.keeps, reference)
+        self._places = Places.make(home, small_disk=plan.setup.small_disk)
+        self._trials: list[Trial] = []
+        self._lives = 0
+        # Those whose run has ended, and of which the next resume decides.
+        self._open: list[Trial] = []
+        self._expected: int | None = None  # after which step the resume under way has to begin
+        self._passed_over: int | None = None  # which one it has to name
+
+    def run(self) -> list[Trial]:
+        """The trials; without those that were not decided when it was interrupted."""
+        try:
+            for life in self._plan.lives:
+                if not self._live(life):
+                    break
+                if max(self._ledger.full, default=0) > _ENOUGH:
+                    break
+            if not any(trial.outcome == LOST or trial.outcome == REFUSED for trial in self._trials):
+                self._finish()
+        except Interrupted:
+            pass
+        finally:
+            failed = any(trial.problems for trial in self._trials)
+            if failed:
+                self._places.keep()
+            self._places.close(remove=not failed)
+        return [trial for trial in self._trials if trial.outcome]
+
+    # -- lives
+
+    def _live(self, life: Life) -> bool:
+        """From a start to the blow that ends it. False: the run cannot be resumed any more."""
+        with self._start() as launch:
+            for blow in life.blows:
+                if blow.instant.after not in ("start", "restoring") and not self._comes_up(launch):
+                    return False
+                trial = self._trial(blow.kind, blow.victim, str(blow.instant))
+                began = time.monotonic()
+                goes_on = self._strike(launch, blow, trial)
+                trial.seconds = round(time.monotonic() - began, 1)
+                if trial.outcome != SURVIVED:
+                    self._open.append(trial)
+                if not goes_on:
+                    break
+            else:  # it has survived them all
+                trial = self._trial("kill", ALL, "at once")
+                self._open.append(trial)
+                self._kill_all(launch, trial)
+            last = self._trials[-1]
+            left = launch.wait_gone(_GONE_S)
+            if left:
+                last.problems.append(f"{_GONE_S:.0f} s after the end there were {_names(left)}")
+            ended_in_order = launch.code is not None and launch.code >= 0 and not left
+        self._look(last, launch)
+        if ended_in_order:
+            self._look_for_leftovers(last)
+        if life.damage is not None:
+            self._do_damage(life.damage)
+        return True
+
+    def _start(self, *more: str) -> Launch:
+        if self._stop.is_set():
+            raise Interrupted
+        run = self._places.run
+        if (run / "run.json").exists():
+            command = ["-m", "trinity_sync.cli", "resume", str(run), *more]
+            self._expected = max(self._ledger.good, default=0)
+        else:
+            overrides = [*SMALL, *self._setup.overrides(), *self._places.overrides()]
+            command = [str(ROOT / "launch.py"), *overrides, *(more or [f"trainer.steps={STEPS}"])]
+        self._lives += 1
+        output = self._home / f"output-{self._lives}.txt"
+        return Launch(
+            command, mark=self._mark, output=output, run=run, checkpoints=self._places.checkpoints, stop=self._stop
+        )
+
+    def _comes_up(self, launch: Launch) -> bool:
+        """Wait until the run trains, which decides what befell it before."""
+        if not self._open and self._lives > 1:
+            return True
+        up = launch.wait_steps(1, _START_S)
+        if self._stop.is_set():
+            raise Interrupted
+        self._check_start(launch)
+        if up:
+            for trial in self._open:
+                trial.outcome = RESUMED
+            self._open = []
+            return True
+        said = checks.error_of(launch.text) or launch.text[-300:]
+        refused = launch.code in (1, 2) and bool(self._ledger.damaged) and not self._ledger.good
+        if not self._open:
+            self._open.append(self._trial("none", "", "start"))
+        for trial in self._open:
+            trial.outcome = REFUSED if refused else LOST
+            trial.noticed = trial.noticed or said
+        if not refused:
+            how = f"ended with {launch.code}" if launch.code is not None else f"trained no step in {_START_S:.0f} s"
+            self._open[-1].problems.append(f"the run {how}: {said}")
+        return False
+
+    def _check_start(self, launch: Launch) -> None:
+        """Once an attempt is recorded: has it begun where it should?"""
+        run = self._places.run
+        if self._expected is None or len(recorded := checks.attempts(run)) <= self._attempts_before:
+            return
+        start = recorded[-1][1] or 0
+        trial = self._open[-1] if self._open else self._trials[-1]
+        if start != self._expected:
+            trial.problems.append(f"the resume began after step {start}; the newest that is whole is {self._expected}")
+        if self._passed_over is not None and f"step {self._passed_over} is passed over" not in launch.text:
+            trial.problems.append(f"the resume did not say that it passed over step {self._passed_over}")
+        self._ledger.began = start
+        self._expected = self._passed_over = None
+
+    # -- blows
+
+    def _strike(self, launch: Launch, blow: Blow, trial: Trial) -> bool:
+        """Deal a blow and see what comes of it. False: the run has ended."""
+        if not launch.wait_for(blow.instant, _START_S):
+            if self._stop.is_set():
+                raise Interrupted
+            if launch.code is not None:
+                said = checks.error_of(launch.text) or launch.text[-300:]
+                trial.problems.append(f"the run ended before the blow (exit {launch.code}): {said}")
+                return False
+            trial.instant += " (did not come)"
+        if self._stop.is_set():
+            raise Interrupted
+        if blow.kind == "full disk":
+            self._places.fill()
+            self._stop.wait(blow.seconds)
+            self._places.free()
+            # A version that the explorers cannot be given ends the run.
+            return self._goes_on(launch, trial, may_end=self._setup.sync == "checkpoint", said="No space left")
+        if blow.victim == ALL:
+            return self._kill_all(launch, trial)
+        member = self._victim(launch, blow, trial)
+        if blow.kind == "kill":
+            launch.strike(member, signal.SIGKILL)
+            return self._after_kill(launch, blow.instant, member, trial)
+        launch.strike(member, signal.SIGSTOP)
+        if blow.kind == "hang":
+            return self._after_hang(launch, member, trial)
+        self._stop.wait(blow.seconds)
+        launch.strike(member, signal.SIGCONT)
+        return self._goes_on(launch, trial)
+
+    def _kill_all(self, launch: Launch, trial: Trial) -> bool:
+        """As a machine that goes down."""
+        launch.kill_all()
+        launch.wait_end(_GONE_S)
+        return self._has_ended(launch, trial, -signal.SIGKILL)
+
+    def _victim(self, launch: Launch, blow: Blow, trial: Trial) -> Member:
+        """A process of the role; the driver where there is none yet."""
+        members = launch.members()
+        choices = sorted((one for one in members if one.role == blow.victim), key=lambda one: one.name)
+        if choices:
+            return choices[int(blow.draw * len(choices))]
+        trial.victim = "driver"
+        return Member(launch.pid, "driver", "driver")
+
+    def _after_kill(self, launch: Launch, instant: Instant, member: Member, trial: Trial) -> bool:
+        starting = instant.after in ("start", "restoring")
+        replaced = member.role == "explorer" and (self._setup.restarts or self._setup.free)
+        if member.role == "monitor" or replaced:
+            return self._goes_on(launch, trial, may_end=starting)
+        if not launch.wait_end(_NOTICED_S):
+            trial.problems.append(f"the death of {member.name} did not end the run within {_NOTICED_S:.0f} s")
+            launch.kill_all()
+            return False
+        if member.role == "driver":
+            return self._has_ended(launch, trial, -signal.SIGKILL)
+        return self._has_ended(launch, trial, 1, named="" if starting else _NAMES.get(member.role, ""))
+
+    def _after_hang(self, launch: Launch, member: Member, trial: Trial) -> bool:
+        """It ends the run or is reported as a fault; then what hung goes on, if it is still there."""
+        began = time.monotonic()
+        fault = None
+        while time.monotonic() - began < _HANG_S and launch.code is None and fault is None:
+            if self._stop.wait(0.1):
+                raise Interrupted
+            fault = next((event for event in launch.new_events() if event["event"] == "fault"), None)
+        took = f"after {time.monotonic() - began:.0f} s"
+        if launch.code is not None:
+            trial.noticed = f"{took}: {checks.error_of(launch.text)}"
+            return self._has_ended(launch, trial, 1)
+        launch.strike(member, signal.SIGCONT)
+        if fault is not None:
+            trial.noticed = f"{took}: {fault['where']}: {fault['error']}"
+        else:
+            trial.problems.append(f"{member.name} hung for {_HANG_S:.0f} s, and nobody noticed")
+        return self._goes_on(launch, trial, may_end=True)
+
+    def _goes_on(self, launch: Launch, trial: Trial, *, may_end: bool = False, said: str = "") -> bool:
+        """The run is expected to train on, or to end in order where it may."""
+        if launch.wait_steps(2, _GOES_ON_S):
+            trial.outcome = SURVIVED
+            return launch.code is None
+        if self._stop.is_set():
+            raise Interrupted
+        if launch.code is None:
+            trial.problems.append(f"the run does not go on: no step in {_GOES_ON_S:.0f} s")
+            launch.kill_all()
+            return False
+        if not may_end:
+            trial.problems.append("it should have survived this")
+        return self._has_ended(launch, trial, 1, named=said)
+
+    def _has_ended(self, launch: Launch, trial: Trial, expected: int, *, named: str = "") -> bool:
+        """The run has ended: look at how."""
+        code, text = launch.code, launch.text
+        error = checks.error_of(text)
+        trial.noticed = trial.noticed or error
+        if code != expected:
+            trial.problems.append(f"exit code {code} instead of {expected}: {error or text[-300:]}")
+        if code is not None and code >= 0:
+            if not error:
+                trial.problems.append(f"the run ended without an error that says why: {text[-300:]}")
+            elif named not in error:
+                trial.problems.append(f"the error does not name {named.strip('-')}: {error}")
+            if "Traceback" in text:
+                trial.problems.append("the run printed a traceback")
+        return False
+
+    # -- between two lives
+
+    def _look(self, trial: Trial, launch: Launch) -> None:
+        run, root = self._places.run, self._places.checkpoints
+        if not (run / "run.json").exists():
+            return
+        self._check_start(launch)
+        self._attempts_before = len(checks.attempts(run))
+        trial.problems += self._ledger.look(run, root)
+        trial.problems += checks.metrics_problems(run)
+        if self._setup.pinned and self._ledger.pinned is None and self._ledger.good:
+            self._ledger.pinned = self._ledger.good[0]
+            holds.pin(root, self._ledger.pinned, note="campaign")
+
+    _attempts_before = 0
+
+    def _look_for_leftovers(self, trial: Trial) -> None:
+        trial.problems += [f"{name} was left behind" for name in self._places.left_in_memory()]
+        trial.problems += checks.left_behind(self._places.checkpoints)
+
+    def _do_damage(self, damage: Damage) -> None:
+        """To one of several checkpoints, so that something is left to go on with."""
+        root, ledger = self._places.checkpoints, self._ledger
+        good = ledger.good
+        if len(good) < 2:
+            return
+        if damage.target == "tracker":
+            step, path = None, tracker_path(root, FULL)
+        else:
+            step = good[-1] if damage.target == "newest" else random.Random(damage.draw).choice(good[:-1])
+            files = [MANIFEST, *(entry.path for entry in read_manifest(step_dir(root, step)).files if entry.bytes)]
+            path = step_dir(root, step) / files[int(damage.draw * len(files))]
+        if not path.exists():
+            return
+        places.damage(path, damage.how, damage.draw)
+        kind = path.name.partition(".")[0].partition("_world")[0].partition("_iteration")[0]
+        trial = self._trial("damage", kind, f"{damage.how} {path.relative_to(root)}")
+        self._open.append(trial)
+        if step is not None:
+            assert not store.verify(step_dir(root, step)).ok, f"{path} was damaged and verifies"
+            ledger.damage(step)
+            if step == good[-1]:
+                self._passed_over = step
+
+    # -- the end
+
+    def _finish(self) -> None:
+        """The last resume runs to its end, and everything is compared."""
+        until = max(self._ledger.full, default=0) + _LAST_STEPS
+        trial = self._trials[-1]
+        with self._start(f"trainer.steps={until}") as launch:
+            if not self._comes_up(launch):
+                return
+            if not launch.wait_end(_END_S):
+                trial.problems.append(f"the last resume did not end within {_END_S:.0f} s")
+            elif launch.code != 0:
+                trial.problems.append(f"the last resume ended with {launch.code}: {checks.error_of(launch.text)}")
+            if left := launch.wait_gone(_GONE_S):
+                trial.problems.append(f"{_GONE_S:.0f} s after the end there were {_names(left)}")
+        self._look(trial, launch)
+        self._look_for_leftovers(trial)
+        if max(self._ledger.good, default=0) != until:
+            trial.problems.append(f"the newest checkpoint is not {until}: {self._ledger.good}")
+        if not self._ledger.damaged:
+            trial.problems += self._verified()
+
+    def _verified(self) -> list[str]:
+        """What the command line says of all that is listed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "trinity_sync.cli", "ckpt", "verify", str(self._places.checkpoints)],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+        )
+        return [f"ckpt verify: {done.stdout[-200:]}{done.stderr[-200:]}"] if done.returncode else []
+
+    def _trial(self, kind: str, victim: str, instant: str) -> Trial:
+        trial = Trial.of(self._plan, self._lives, kind, victim, instant, str(self._home))
+        self._trials.append(trial)
+        return trial
+
+
+def _names(members: list[Member]) -> str:
+    return ", ".join(f"{member.name} (pid {member.pid})" for member in members)

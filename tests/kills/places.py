@@ -1,0 +1,123 @@
+"""The folders of a chain, its small disk, and what is done to files."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+DISK_MB = 96
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a chain's runs put things; each is its own, so that whatever is in them was left by this chain.
+
+    Attributes:
+        run: the run's folder.
+        checkpoints: `checkpoint.dir`.
+        shm: `sync.shm_dir`.
+        ray: `cluster.temp_dir`, short because paths of sockets are.
+    """
+
+    home: Path
+    run: Path
+    checkpoints: Path
+    shm: Path
+    ray: Path
+    small_disk: bool
+
+    @classmethod
+    def make(cls, home: Path, *, small_disk: bool) -> Places:
+        """Fresh ones.
+
+        Raises:
+            OSError: a small file system cannot be mounted (not root).
+        """
+        home.mkdir(parents=True)
+        run = home / "run"
+        checkpoints = home / "disk" if small_disk else run / "checkpoints"
+        if small_disk:
+            checkpoints.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "trinity-kills", str(checkpoints)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise OSError(errno.EPERM, done.stderr.strip(), str(checkpoints))
+        shm, ray = (Path(tempfile.mkdtemp(prefix="k", dir=root)) for root in ("/dev/shm", "/tmp"))
+        return cls(home, run, checkpoints, shm, ray, small_disk)
+
+    def overrides(self) -> list[str]:
+        """For `launch.py`."""
+        return [
+            f"hydra.run.dir={self.run}",
+            f"checkpoint.dir={self.checkpoints}",
+            f"sync.shm_dir={self.shm}",
+            f"cluster.temp_dir={self.ray}",
+        ]
+
+    def left_in_memory(self) -> list[str]:
+        """Slots and Ray folders that are still there; the empty homes that runs share do not count."""
+        slots = [str(path) for path in self.shm.rglob("*") if path.is_file() and path.name != ".lock"]
+        return slots + [str(path) for path in self.ray.iterdir()]
+
+    def fill(self) -> None:
+        """Leave no byte free on the small disk."""
+        with contextlib.suppress(OSError), open(self._filler, "ab", buffering=0) as file:
+            for size in (1 << 20, 1 << 12, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+
+    def free(self) -> None:
+        """Give the space back."""
+        self._filler.unlink(missing_ok=True)
+
+    @property
+    def _filler(self) -> Path:
+        return self.checkpoints / ".filler"
+
+    def keep(self) -> None:
+        """Bring the checkpoints from the small disk into the folder that is kept."""
+        if self.small_disk and self.checkpoints.is_mount():
+            self.free()
+            shutil.copytree(self.checkpoints, self.home / "checkpoints", dirs_exist_ok=True, symlinks=True)
+
+    def close(self, *, remove: bool) -> None:
+        """Unmount and remove; the run's folder stays unless `remove`."""
+        if self.small_disk and self.checkpoints.is_mount():
+            subprocess.run(["umount", "-l", str(self.checkpoints)], check=False, capture_output=True)
+        for folder in (self.shm, self.ray, *([self.home] if remove else [])):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def unmount_orphans(folder: Path) -> None:
+    """Unmount small disks below a folder that a campaign which was killed left."""
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        device, place = line.split()[:2]
+        if device == "trinity-kills" and Path(place).is_relative_to(folder):
+            subprocess.run(["umount", "-l", place], check=False, capture_output=True)
+
+
+def damage(path: Path, how: str, draw: float) -> None:
+    """Do something to a file that an honest program would not."""
+    if how == "delete":
+        path.unlink()
+        return
+    size = path.stat().st_size
+    # A folder of links may share the file with another one: what a disk damages is one copy.
+    copy = path.with_name(path.name + ".copy")
+    shutil.copyfile(path, copy)
+    with open(copy, "r+b") as file:
+        if how == "flip":
+            at = min(int(draw * size), size - 1)
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 0x40]))
+        else:
+            file.truncate(size // 2 if how == "cut" else 0)
+    copy.replace(path)
