@@ -1,0 +1,284 @@
+"""The campaign's own guards: that each of its checks fires, and that it touches no process but its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kills import checks, places, processes
+from tests.kills.checks import Ledger
+from tests.kills.places import Places
+from tests.kills.plan import CONFIGS, draw_plan
+from tests.kills.processes import MARK, Member, own_mark
+from tests.kills.running import Launch
+from tests.kills.table import render
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.layout import Manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+
+LIMIT_S = 30.0
+
+
+class PretendRun:
+    """What a run leaves: a record, events and committed checkpoints of one small file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.root = folder, folder / "checkpoints"
+        self._events: list[dict[str, object]] = []
+        self._attempts: list[int | None] = []
+
+    def begin(self, start: int | None = None) -> None:
+        self._attempts.append(start)
+        self.root.mkdir(parents=True, exist_ok=True)
+        record = {"attempts": [{"attempt": index, "resumed_from": at} for index, at in enumerate(self._attempts)]}
+        (self.folder / "run.json").write_text(json.dumps(record))
+        if start is not None:
+            store.set_start(self.root, start, self.attempt)
+
+    @property
+    def attempt(self) -> int:
+        return len(self._attempts) - 1
+
+    def commit(self, step: int, kind: str = FULL, *, digest: str | None = None) -> None:
+        folder = staging_dir(self.root, step, self.attempt)
+        folder.mkdir(parents=True)
+        (folder / "weights").write_text(f"{step} {self.attempt} {kind}")
+        label = digest or f"digest of {step}"
+        store.commit_folder(self.root, Manifest(step=step, attempt=self.attempt, kind=kind, digest=label))
+        write_tracker(self.root, kind, step)
+        self.event("commit", step=step, kind=kind)
+
+    def event(self, name: str, **fields: object) -> None:
+        self._events.append({"event": name, "attempt": self.attempt, **fields})
+        text = "".join(json.dumps(event) + "\n" for event in self._events)
+        (self.folder / "events.jsonl").write_text(text)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> PretendRun:
+    made = PretendRun(tmp_path / "run")
+    made.begin()
+    for step in (2, 4, 6):
+        made.event("publish", version=step, digest=f"digest of {step}")
+        made.commit(step)
+    return made
+
+
+def pruned_in_silence(run: PretendRun) -> None:
+    shutil.rmtree(step_dir(run.root, 2))
+
+
+def replaced_by_weights(run: PretendRun) -> None:
+    run.begin(6)
+    shutil.rmtree(step_dir(run.root, 6))
+    run.commit(6, STATE_DICT)
+
+
+def committed_again(run: PretendRun) -> None:
+    run.begin(6)
+    shutil.rmtree(step_dir(run.root, 4))
+    run.commit(4)
+
+
+def changed(run: PretendRun) -> None:
+    places.damage(step_dir(run.root, 4) / "weights", "flip", 0.5)
+
+
+def tracker_of_nothing(run: PretendRun) -> None:
+    write_tracker(run.root, FULL, 7)
+
+
+def told_and_not_there(run: PretendRun) -> None:
+    run.event("commit", step=8, kind=FULL)
+
+
+def torn_label(run: PretendRun) -> None:
+    run.event("publish", version=8, digest="digest of 7")
+
+
+def torn_load(run: PretendRun) -> None:
+    run.event("load", version=6, explorer="explorer-0", digest="digest of 5")
+
+
+def torn_manifest(run: PretendRun) -> None:
+    run.commit(8, digest="digest of 7")
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (pruned_in_silence, "full checkpoint of step 2 (attempt 0) is gone"),
+        (replaced_by_weights, "full checkpoint of step 6 (attempt 0) is a state_dict"),
+        (committed_again, "checkpoint of step 4 is another one"),
+        (changed, "was changed"),
+        (tracker_of_nothing, "names step 7, which is not there"),
+        (told_and_not_there, "full checkpoint of step 8 (attempt 0) is gone"),
+        (torn_label, "version (0, 8) has the digest digest of 7"),
+        (torn_load, "explorer-0 holds digest of 5"),
+        (torn_manifest, "the manifest of step 8 has the digest digest of 7"),
+    ],
+)
+def test_every_check_fires(run: PretendRun, harm: Callable[[PretendRun], None], told: str) -> None:
+    ledger = Ledger(None, {step: f"digest of {step}" for step in range(10)})
+    assert ledger.look(run.folder, run.root) == []
+    harm(run)
+    if len(checks.attempts(run.folder)) > 1:
+        ledger.began = 6
+    assert [problem for problem in ledger.look(run.folder, run.root) if told in problem]
+
+
+def test_what_is_allowed_to_go_is_no_loss(run: PretendRun) -> None:
+    ledger = Ledger(2, None)
+    assert ledger.look(run.folder, run.root) == []
+    pruned_in_silence(run)  # by the retention; its driver was killed before it could say so
+    assert ledger.look(run.folder, run.root) == []
+    ledger.damage(6)
+    changed_again = step_dir(run.root, 6) / "weights"
+    places.damage(changed_again, "cut", 0.0)
+    assert ledger.good == [4]
+    run.begin(4)  # passes over 6
+    ledger.began = 4
+    assert ledger.look(run.folder, run.root) == []
+    run.commit(6)
+    assert ledger.look(run.folder, run.root) == []
+    assert ledger.good == [4, 6]
+
+
+def test_a_pinned_checkpoint_may_not_go(run: PretendRun) -> None:
+    ledger = Ledger(2, None)
+    ledger.look(run.folder, run.root)
+    ledger.pinned = 2
+    pruned_in_silence(run)
+    assert ledger.look(run.folder, run.root) == ["the full checkpoint of step 2 (attempt 0) is gone"]
+
+
+@pytest.mark.parametrize("name", [".staging/4-0", ".trash-x", ".leases/4-0-aa.json"])
+def test_leftovers_are_found(run: PretendRun, name: str) -> None:
+    assert checks.left_behind(run.root) == []
+    (run.root / name).mkdir(parents=True)
+    assert len(checks.left_behind(run.root)) == 1
+
+
+@pytest.mark.parametrize(("steps", "fine"), [([1, 2, 3], True), ([1, 3], False), ([1, 2, 2], False), ([2], False)])
+def test_metrics_have_each_step_once(tmp_path: Path, steps: list[int], fine: bool) -> None:
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+    assert (checks.metrics_problems(tmp_path) == []) == fine
+
+
+# processes
+
+
+@pytest.fixture
+def sleeper() -> Iterator[Callable[[str | None], subprocess.Popen[bytes]]]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(mark: str | None) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, **({MARK: mark} if mark is not None else {})}
+        started.append(subprocess.Popen(["sleep", "600"], env=environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def test_only_processes_with_the_mark_are_found_and_struck(
+    sleeper: Callable[[str | None], subprocess.Popen[bytes]],
+) -> None:
+    mark = own_mark("test")
+    mine, other, foreign = sleeper(mark), sleeper(own_mark("other")), sleeper(None)
+    assert [member.pid for member in processes.members(mark, 0)] == [mine.pid]
+    for stranger in (other, foreign):
+        assert not processes.send(Member(stranger.pid, "", ""), mark, signal.SIGKILL)
+    processes.end_orphans()  # none of them is one: this process lives
+    processes.end_all(mark)
+    assert mine.wait(LIMIT_S) == -signal.SIGKILL
+    assert other.poll() is None
+    assert foreign.poll() is None
+
+
+def test_what_a_dead_campaign_left_is_ended(sleeper: Callable[[str | None], subprocess.Popen[bytes]]) -> None:
+    pid, _, _ = own_mark("x").split(".")
+    left = sleeper(f"{pid}.1.chain")  # a campaign of this number that was started at another time
+    processes.end_orphans()
+    assert left.wait(LIMIT_S) == -signal.SIGKILL
+
+
+def test_nothing_of_a_launch_outlives_it(tmp_path: Path) -> None:
+    script = "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
+    mark = own_mark("launch")
+    with Launch(
+        ["-c", script],
+        mark=mark,
+        output=tmp_path / "output.txt",
+        run=tmp_path,
+        checkpoints=tmp_path,
+        stop=threading.Event(),
+    ) as launch:
+        while len(launch.members()) < 2:
+            assert launch.code is None
+        roles = [member.role for member in launch.members()]
+        assert roles.count("driver") == 1
+        launch.strike(next(one for one in launch.members() if one.role != "driver"), signal.SIGSTOP)
+    assert processes.members(mark, 0) == []
+
+
+# plans and places
+
+
+def test_a_seed_gives_the_same_plan_and_goes_through_all_configurations() -> None:
+    assert draw_plan(3, 1) == draw_plan(3, 1) != draw_plan(3, 2)
+    plans = [draw_plan(3, chain) for chain in range(len(CONFIGS))]
+    assert {(plan.setup.backend, plan.setup.sync, plan.setup.schedule) for plan in plans} == set(CONFIGS)
+
+
+def test_every_run_of_the_campaign_is_one_that_the_config_allows() -> None:
+    from tests.kills.running import SMALL
+    from trinity_sync import config
+
+    for chain in range(len(CONFIGS)):
+        config.check(config.compose([*SMALL, *draw_plan(3, chain).setup.overrides()]))
+
+
+def test_a_small_disk_is_full_and_free_again(tmp_path: Path) -> None:
+    try:
+        spots = Places.make(tmp_path / "chain", small_disk=True)
+    except OSError:
+        pytest.skip("a small file system can only be mounted by root")
+    try:
+        spots.fill()
+        with pytest.raises(OSError, match="No space left"):
+            (spots.checkpoints / "file").write_bytes(b"x")
+        spots.free()
+        (spots.checkpoints / "file").write_bytes(b"x" * 100)
+    finally:
+        spots.close(remove=True)
+    assert not spots.home.exists()
+
+
+@pytest.mark.parametrize(("how", "left"), [("flip", 10), ("cut", 5), ("empty", 0), ("delete", None)])
+def test_damage_changes_one_copy_of_a_file(tmp_path: Path, how: str, left: int | None) -> None:
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_bytes(b"0123456789")
+    os.link(path, link)
+    places.damage(path, how, 0.99)
+    assert (path.stat().st_size if path.exists() else None) == left
+    assert link.read_bytes() == b"0123456789"
+    assert how != "flip" or path.read_bytes() != link.read_bytes()
+
+
+def test_the_table_counts_by_kind_and_victim() -> None:
+    line = {"kind": "kill", "victim": "rank", "outcome": "resumed", "problems": []}
+    table = render([line, {**line, "problems": ["x"]}, {**line, "kind": "damage", "victim": "optim"}])
+    assert "| kill | rank | 2 | 0 | 2 | 0 | 0 | 1 |" in table
+    assert "| all |  | 3 | 0 | 3 | 0 | 0 | 1 |" in table
