@@ -1,10 +1,13 @@
-# make install | run | test | test-all | lint | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
+# make install | run | test | test-all | campaign | lint | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
+#   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
 #   make install TORCH_BACKEND=cpu                fetch torch's CPU build from its own index (where pip finds none)
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 TORCH_BACKEND ?=
+N ?= 20
+SEED ?= 0
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -20,7 +23,7 @@ BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install run test test-all lint clean
+.PHONY: install run test test-all campaign lint clean
 
 install: $(STAMP)
 
@@ -44,6 +47,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest $(BESIDE)
+
+campaign: $(STAMP)
+	$(BIN)/python -m tests.kills --trials $(N) --seed $(SEED) --parallel 2
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun

@@ -177,7 +177,7 @@ def _draw_life(rng: random.Random, setup: Setup, number: int) -> Life:
     if early := rng.random() < 0.15:
         blows.append(_draw_end(rng, setup, Instant("start", 1, rng.uniform(0.0, START_S))))
     else:
-        for index in range(rng.choice((0, 1, 1, 2))):
+        for index in range(rng.choice((0, 1, 1, 2, 3))):
             blows.append(_draw_survivable(rng, setup, _draw_instant(rng, resumed=number > 0 and index == 0)))
         blows.append(_draw_end(rng, setup, _draw_instant(rng, resumed=number > 0 and not blows)))
     damage = None
