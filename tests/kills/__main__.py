@@ -40,12 +40,14 @@ class Campaign:
         done = [line for line in jsonl.read(out) if line["seed"] == seed]
         self._next = 1 + max((line["chain"] for line in done), default=-1) if only is None else only
         self._made: list[Trial] = []
+        self._mounts = False
 
     def run(self, parallel: int) -> int:
         """Exit code: 0 where every trial passed, 1 where one has not, 130 where it was interrupted."""
         self._home.mkdir(parents=True, exist_ok=True)
         processes.end_orphans()
         places.unmount_orphans(self._home)
+        self._mounts = places.can_mount(self._home / "mount")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._stop.set())
         threads = [threading.Thread(target=self._work, name=f"chains-{index}") for index in range(parallel)]
@@ -75,7 +77,7 @@ class Campaign:
                 return
 
     def _one(self, number: int) -> None:
-        plan = draw_plan(self._seed, number)
+        plan = draw_plan(self._seed, number, mounts=self._mounts)
         home = self._home / f"{self._seed}-{number}"
         shutil.rmtree(home, ignore_errors=True)
         reference = None if plan.setup.free else self._reference(plan.setup)

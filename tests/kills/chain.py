@@ -32,6 +32,8 @@ _START_S = 300.0
 # A death is noticed at once; what hangs, within the limits of `running.SMALL`, of which two may follow one another.
 _NOTICED_S = 60.0
 _HANG_S = 100.0
+# So many steps without somebody who hangs, and the run does not need it.
+_NOT_NEEDED = 40
 # For the end of whatever is left when the driver has ended.
 _GONE_S = 40.0
 _GOES_ON_S = 180.0
@@ -79,6 +81,11 @@ class Chain:
                 self._finish()
         except Interrupted:
             pass
+        except Exception as error:  # what nobody foresaw is a finding, and the other chains go on
+            if not self._trials:
+                raise
+            self._trials[-1].outcome = self._trials[-1].outcome or LOST
+            self._trials[-1].problems.append(f"{type(error).__name__}: {error}")
         finally:
             failed = any(trial.problems for trial in self._trials)
             if failed:
@@ -143,12 +150,14 @@ class Chain:
             raise Interrupted
         self._check_start(launch)
         if up:
+            if self._ledger.nothing_left:
+                self._open[-1].problems.append(f"the run begins anew, though {list(self._ledger.damaged)} are damaged")
             for trial in self._open:
                 trial.outcome = RESUMED
             self._open = []
             return True
         said = checks.error_of(launch.text) or launch.text[-300:]
-        refused = launch.code in (1, 2) and bool(self._ledger.damaged) and not self._ledger.good
+        refused = launch.code in (1, 2) and self._ledger.nothing_left
         if not self._open:
             self._open.append(self._trial("none", "", "start"))
         for trial in self._open:
@@ -224,7 +233,8 @@ class Chain:
     def _after_kill(self, launch: Launch, instant: Instant, member: Member, trial: Trial) -> bool:
         starting = instant.after in ("start", "restoring")
         replaced = member.role == "explorer" and (self._setup.restarts or self._setup.free)
-        if member.role == "monitor" or replaced:
+        if member.role != "driver" and (starting or replaced or member.role == "monitor"):
+            # Ray's processes are started again while it starts.
             return self._goes_on(launch, trial, may_end=starting)
         if not launch.wait_end(_NOTICED_S):
             trial.problems.append(f"the death of {member.name} did not end the run within {_NOTICED_S:.0f} s")
@@ -232,16 +242,18 @@ class Chain:
             return False
         if member.role == "driver":
             return self._has_ended(launch, trial, -signal.SIGKILL)
-        return self._has_ended(launch, trial, 1, named="" if starting else _NAMES.get(member.role, ""))
+        return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
 
     def _after_hang(self, launch: Launch, member: Member, trial: Trial) -> bool:
         """It ends the run or is reported as a fault; then what hung goes on, if it is still there."""
         began = time.monotonic()
-        fault = None
-        while time.monotonic() - began < _HANG_S and launch.code is None and fault is None:
+        launch.new_steps()
+        fault, steps = None, 0
+        while time.monotonic() - began < _HANG_S and launch.code is None and fault is None and steps < _NOT_NEEDED:
             if self._stop.wait(0.1):
                 raise Interrupted
             fault = next((event for event in launch.new_events() if event["event"] == "fault"), None)
+            steps += launch.new_steps()
         took = f"after {time.monotonic() - began:.0f} s"
         if launch.code is not None:
             trial.noticed = f"{took}: {checks.error_of(launch.text)}"
@@ -249,13 +261,15 @@ class Chain:
         launch.strike(member, signal.SIGCONT)
         if fault is not None:
             trial.noticed = f"{took}: {fault['where']}: {fault['error']}"
+        elif steps >= _NOT_NEEDED:
+            trial.noticed = f"the run trained {steps} steps meanwhile"
         else:
             trial.problems.append(f"{member.name} hung for {_HANG_S:.0f} s, and nobody noticed")
         return self._goes_on(launch, trial, may_end=True)
 
     def _goes_on(self, launch: Launch, trial: Trial, *, may_end: bool = False, said: str = "") -> bool:
         """The run is expected to train on, or to end in order where it may."""
-        if launch.wait_steps(2, _GOES_ON_S):
+        if launch.wait_steps(2, _START_S if launch.is_starting else _GOES_ON_S):
             trial.outcome = SURVIVED
             return launch.code is None
         if self._stop.is_set():
@@ -310,10 +324,14 @@ class Chain:
         good = ledger.good
         if len(good) < 2:
             return
+        if damage.target == "every":
+            for one in good[:-1]:
+                places.damage(step_dir(root, one) / MANIFEST, damage.how, damage.draw)
+                ledger.damage(one)
         if damage.target == "tracker":
             step, path = None, tracker_path(root, FULL)
         else:
-            step = good[-1] if damage.target == "newest" else random.Random(damage.draw).choice(good[:-1])
+            step = good[-1] if damage.target in ("newest", "every") else random.Random(damage.draw).choice(good[:-1])
             files = [MANIFEST, *(entry.path for entry in read_manifest(step_dir(root, step)).files if entry.bytes)]
             path = step_dir(root, step) / files[int(damage.draw * len(files))]
         if not path.exists():
@@ -325,7 +343,7 @@ class Chain:
         if step is not None:
             assert not store.verify(step_dir(root, step)).ok, f"{path} was damaged and verifies"
             ledger.damage(step)
-            if step == good[-1]:
+            if step == good[-1] and ledger.good:
                 self._passed_over = step
 
     # -- the end

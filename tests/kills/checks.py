@@ -36,7 +36,7 @@ class Ledger:
         damaged: steps that were damaged on purpose, and the attempt that had saved them.
         pinned: a step that is pinned.
         published: digest by (attempt, step), from all lives.
-        began: the step that the newest attempt began after.
+        attempt, began: the newest attempt, and the step it began after.
     """
 
     keeps: int | None
@@ -46,11 +46,17 @@ class Ledger:
     pinned: int | None = None
     published: dict[tuple[int, int], str] = field(default_factory=dict)
     began: int = 0
+    attempt: int = 0
 
     @property
     def good(self) -> list[int]:
         """Steps that a resume can begin with, oldest first."""
         return sorted(set(self.full) - set(self.damaged))
+
+    @property
+    def nothing_left(self) -> bool:
+        """All that was saved is damaged: a resume has to refuse."""
+        return bool(self.damaged) and not self.good
 
     def damage(self, step: int) -> None:
         """A checkpoint was damaged on purpose."""
@@ -59,7 +65,7 @@ class Ledger:
     def look(self, run: Path, root: Path) -> list[str]:
         """Compare the checkpoint folder and the events with what is known, and learn what is new. No process writes."""
         events = jsonl.read(run / "events.jsonl")
-        attempt, _ = attempts(run)[-1]
+        attempt = self.attempt = attempts(run)[-1][0]
         found = {info.step: info for info in store.scan(root)}
         for step, by in list(self.damaged.items()):
             manifest = found[step].manifest if step in found else None
@@ -95,7 +101,7 @@ class Ledger:
             if info.step not in self.damaged:
                 problems += [f"step {info.step}: {problem}" for problem in store.verify(info.path).problems]
         problems += self._trackers(root)
-        problems += self._labels(events, found.values())
+        problems += self._labels(events, list(found.values()))
         return problems
 
     def _trackers(self, root: Path) -> Iterable[str]:
@@ -108,7 +114,8 @@ class Ledger:
                 if there is None or (kind == FULL and there != FULL):
                     yield f"the {kind} tracker names step {tracker.step}, which is {there or 'not there'}"
 
-    def _labels(self, events: list[dict[str, Any]], found: Iterable[store.CheckpointInfo]) -> Iterable[str]:
+    def _labels(self, events: list[dict[str, Any]], found: list[store.CheckpointInfo]) -> Iterable[str]:
+        manifests = {info.step: info.manifest for info in found if info.manifest is not None}
         for event in events:
             if event["event"] == "publish":
                 key = (event["attempt"], event["version"])
@@ -121,15 +128,14 @@ class Ledger:
                 if label is not None and event["digest"] != label:
                     yield f"{event['explorer']} holds {event['digest']} as version {event['version']}, which is {label}"
                 yield from self._compared(f"load of version {event['version']}", event["version"], event["digest"])
-        for info in found:
-            if info.manifest is None or info.step in self.damaged:
+        for step, manifest in manifests.items():
+            if step in self.damaged or manifest.digest is None:
                 continue
-            digest = info.manifest.digest
-            label = self.published.get((info.manifest.attempt, info.step))
-            if label is not None and digest is not None and digest != label:
-                yield f"the manifest of step {info.step} says {digest}, what was published {label}"
-            if digest is not None:
-                yield from self._compared(f"the manifest of step {info.step}", info.step, digest)
+            for attempt in {manifest.attempt, *({self.attempt} if step == self.began else ())}:
+                label = self.published.get((attempt, step), manifest.digest)
+                if manifest.digest != label:
+                    yield f"the manifest of step {step} says {manifest.digest}, attempt {attempt} published {label}"
+            yield from self._compared(f"the manifest of step {step}", step, manifest.digest)
 
     def _compared(self, what: str, step: int, digest: str) -> Iterable[str]:
         if self.reference is not None and self.reference.get(step, digest) != digest:

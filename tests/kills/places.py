@@ -61,8 +61,8 @@ class Places:
 
     def left_in_memory(self) -> list[str]:
         """Slots and Ray folders that are still there; the empty homes that runs share do not count."""
-        slots = [str(path) for path in self.shm.rglob("*") if path.is_file() and path.name != ".lock"]
-        return slots + [str(path) for path in self.ray.iterdir()]
+        found = [*self.shm.rglob("*"), *self.ray.rglob("*")]
+        return [str(path) for path in found if not path.is_dir() and path.name != ".lock"][:5]
 
     def fill(self) -> None:
         """Leave no byte free on the small disk."""
@@ -92,6 +92,16 @@ class Places:
             subprocess.run(["umount", "-l", str(self.checkpoints)], check=False, capture_output=True)
         for folder in (self.shm, self.ray, *([self.home] if remove else [])):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def can_mount(folder: Path) -> bool:
+    """Whether this process may mount a small disk."""
+    try:
+        Places.make(folder, small_disk=True).close(remove=True)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        return False
+    return True
 
 
 def unmount_orphans(folder: Path) -> None:

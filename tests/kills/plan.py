@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SYNCS = ("memory", "checkpoint", "nccl")
 BACKENDS = ("fsdp", "fsdp2", "megatron")
@@ -121,7 +121,7 @@ class Damage:
 
     Attributes:
         how: ``flip`` a byte, ``cut`` in half, ``delete``, ``empty``.
-        target: ``newest`` committed full checkpoint, an ``older`` one, or the ``tracker``.
+        target: ``newest`` committed full checkpoint, an ``older`` one, ``every`` one, or the ``tracker``.
         draw: 0 to 1, which file.
     """
 
@@ -148,12 +148,20 @@ class Plan:
     lives: tuple[Life, ...]
 
 
-def draw_plan(seed: int, chain: int) -> Plan:
-    """The chain of this number. Consecutive numbers go through all configurations."""
+def draw_plan(seed: int, chain: int, *, mounts: bool = True) -> Plan:
+    """The chain of this number. Consecutive numbers go through all configurations.
+
+    Args:
+        mounts: a small disk can be mounted.
+    """
     rng = random.Random(f"{seed}/{chain}")
     order = random.Random(seed).sample(CONFIGS, len(CONFIGS))
     setup = _draw_setup(rng, *order[chain % len(order)])
-    return Plan(seed, chain, setup, tuple(_draw_life(rng, setup, number) for number in range(rng.randint(3, 5))))
+    setup = replace(setup, small_disk=setup.small_disk and mounts)
+    lives = [_draw_life(rng, setup, number) for number in range(rng.randint(3, 5))]
+    if rng.random() < 0.15:
+        lives[-1] = replace(lives[-1], damage=Damage(rng.choice(DAMAGES), "every", rng.random()))
+    return Plan(seed, chain, setup, tuple(lives))
 
 
 def _draw_setup(rng: random.Random, backend: str, sync: str, schedule: str) -> Setup:

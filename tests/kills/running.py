@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -30,15 +31,16 @@ SMALL = [
     "sync.lease_s=8",
     "explorer.timeout_s=25",
     "backend.timeout_s=25",
+    "cluster.start_timeout_s=200",
 ]
 
 
 class Tail:
     """The lines of a log as they come."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
         self._path = path
-        self._read = path.stat().st_size if path.exists() else 0
+        self._read = path.stat().st_size if path.exists() and not whole else 0
         self._rest = b""
 
     def new(self) -> list[str]:
@@ -47,9 +49,8 @@ class Tail:
             size = self._path.stat().st_size
         except OSError:
             return []
-        if size < self._read:  # a resume has cut it
-            self._read, self._rest = 0, b""
-        if size == self._read:
+        if size <= self._read:  # smaller: a resume has cut what it is going to do again
+            self._read, self._rest = size, self._rest if size == self._read else b""
             return []
         with open(self._path, "rb") as file:
             file.seek(self._read)
@@ -92,8 +93,7 @@ class Launch:
                 },
                 start_new_session=True,
             )
-        self._printed = Tail(output)
-        self._printed._read = 0
+        self._printed = Tail(output, whole=True)
 
     def __enter__(self) -> Launch:
         return self
@@ -111,6 +111,11 @@ class Launch:
     def code(self) -> int | None:
         """Its exit code; None while it runs."""
         return self._process.poll()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has not begun its loop."""
+        return "sending the first version" not in self.text
 
     @property
     def text(self) -> str:
@@ -174,17 +179,25 @@ class Launch:
     def wait_steps(self, count: int, limit_s: float) -> bool:
         """Wait until it has trained so many more steps; also true where it came to its good end meanwhile."""
         deadline = time.monotonic() + limit_s
-        self._metrics.new()
+        self.new_steps()
         while count > 0:
             if self.code is not None or time.monotonic() > deadline or self._stop.is_set():
                 return self.code == 0
             time.sleep(0.02)
-            count -= len(self._metrics.new())
+            count -= self.new_steps()
         return True
 
     def new_events(self) -> list[dict[str, Any]]:
         """Those since the last call."""
-        return [json.loads(line) for line in self._events.new()]
+        found = []
+        for line in self._events.new():
+            with contextlib.suppress(ValueError):  # a line that was torn, and cut
+                found.append(json.loads(line))
+        return found
+
+    def new_steps(self) -> int:
+        """How many steps were trained since the last call."""
+        return len(self._metrics.new())
 
     def _folders(self, after: str) -> set[str]:
         folder = self._checkpoints / ".staging" if after == "begin" else self._checkpoints
