@@ -23,9 +23,9 @@ from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir
 from trinity_sync.checkpoint.trackers import tracker_path
 from trinity_sync.protocol.parts import FULL
 
-STEPS = 240
+STEPS = 160
 """Of the undisturbed run, with which digests are compared. A chain is let go to its end before that."""
-_ENOUGH = STEPS - 80
+_ENOUGH = STEPS - 60
 _LAST_STEPS = 8
 
 _START_S = 300.0
