@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import shutil
 import signal
@@ -45,8 +46,14 @@ class Campaign:
     def run(self, parallel: int) -> int:
         """Exit code: 0 where every trial passed, 1 where one has not, 130 where it was interrupted."""
         self._home.mkdir(parents=True, exist_ok=True)
+        lock = open(self._home / ".lock", "a")  # noqa: SIM115 - held until the process ends
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"error: another campaign writes {self._out}; give --out another file", file=sys.stderr)
+            return 2
         processes.end_orphans()
-        places.unmount_orphans(self._home)
+        places.remove_orphans(self._home)
         self._mounts = places.can_mount(self._home / "mount")
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._stop.set())

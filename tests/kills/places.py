@@ -12,6 +12,9 @@ from pathlib import Path
 
 DISK_MB = 96
 
+_ELSEWHERE = "elsewhere.txt"
+"""Names the folders of a chain that do not lie in its own, as long as they are there."""
+
 
 @dataclass(frozen=True)
 class Places:
@@ -48,6 +51,7 @@ class Places:
             if done.returncode:
                 raise OSError(errno.EPERM, done.stderr.strip(), str(checkpoints))
         shm, ray = (Path(tempfile.mkdtemp(prefix="k", dir=root)) for root in ("/dev/shm", "/tmp"))
+        (home / _ELSEWHERE).write_text(f"{shm}\n{ray}\n")
         return cls(home, run, checkpoints, shm, ray, small_disk)
 
     def overrides(self) -> list[str]:
@@ -92,6 +96,7 @@ class Places:
             subprocess.run(["umount", "-l", str(self.checkpoints)], check=False, capture_output=True)
         for folder in (self.shm, self.ray, *([self.home] if remove else [])):
             shutil.rmtree(folder, ignore_errors=True)
+        (self.home / _ELSEWHERE).unlink(missing_ok=True)
 
 
 def can_mount(folder: Path) -> bool:
@@ -104,12 +109,16 @@ def can_mount(folder: Path) -> bool:
     return True
 
 
-def unmount_orphans(folder: Path) -> None:
-    """Unmount small disks below a folder that a campaign which was killed left."""
+def remove_orphans(folder: Path) -> None:
+    """Unmount and remove what a campaign that was killed left, all but the chains' folders below `folder`."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         device, place = line.split()[:2]
         if device == "trinity-kills" and Path(place).is_relative_to(folder):
             subprocess.run(["umount", "-l", place], check=False, capture_output=True)
+    for note in folder.glob(f"*/{_ELSEWHERE}"):
+        for place in note.read_text().splitlines():
+            shutil.rmtree(place, ignore_errors=True)
+        note.unlink()
 
 
 def damage(path: Path, how: str, draw: float) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 MARK = "TRINITY_KILLS"
 
+_END_S = 60.0
+
 _BY_LOG = {
     "trainer-rank-": "rank",
     "node-agent": "agent",
@@ -80,8 +82,11 @@ def wait_gone(mark: str, driver: int, limit_s: float) -> list[Member]:
 
 
 def end_all(mark: str) -> None:
-    """Kill every process with the mark."""
+    """Kill every process with the mark, and those that they start meanwhile."""
+    deadline = time.monotonic() + _END_S
     while left := members(mark, 0):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{[member.pid for member in left]} do not end within {_END_S:.0f} s of SIGKILL")
         for member in left:
             send(member, mark, signal.SIGKILL)
 

@@ -214,6 +214,18 @@ def test_what_a_dead_campaign_left_is_ended(sleeper: Callable[[str | None], subp
     assert left.wait(LIMIT_S) == -signal.SIGKILL
 
 
+def test_folders_of_a_campaign_that_was_killed_are_removed(tmp_path: Path) -> None:
+    dead = Places.make(tmp_path / "chain", small_disk=False)
+    done = Places.make(tmp_path / "done", small_disk=False)
+    done.close(remove=False)
+    done.shm.mkdir()  # somebody else's by now
+    places.remove_orphans(tmp_path)
+    assert not dead.shm.exists()
+    assert not dead.ray.exists()
+    assert done.shm.exists()
+    done.shm.rmdir()
+
+
 def test_nothing_of_a_launch_outlives_it(tmp_path: Path) -> None:
     script = "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
     mark = own_mark("launch")
