@@ -39,8 +39,14 @@ _GONE_S = 40.0
 _GOES_ON_S = 180.0
 _END_S = 240.0
 
-_NAMES = {"rank": "trainer rank", "agent": "agent", "explorer": "explorer-", "synchronizer": "synchronizer"}
-"""What the error of a run calls who died."""
+_NAMES = {
+    "rank": "trainer rank",
+    "agent": "agent",
+    "monitor": "checkpoint monitor",
+    "explorer": "explorer-",
+    "synchronizer": "synchronizer",
+}
+"""What an error or a fault calls who died or hangs."""
 
 
 class Interrupted(Exception):  # noqa: N818 - it says what happened
@@ -257,10 +263,12 @@ class Chain:
         took = f"after {time.monotonic() - began:.0f} s"
         if launch.code is not None:
             trial.noticed = f"{took}: {checks.error_of(launch.text)}"
-            return self._has_ended(launch, trial, 1)
+            return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
         launch.strike(member, signal.SIGCONT)
         if fault is not None:
             trial.noticed = f"{took}: {fault['where']}: {fault['error']}"
+            if _NAMES.get(member.role, "") not in trial.noticed:
+                trial.problems.append(f"the fault does not name {member.name}: {trial.noticed}")
         elif steps >= _NOT_NEEDED:
             trial.noticed = f"the run trained {steps} steps meanwhile"
         else:
