@@ -28,7 +28,7 @@ STEPS = 160
 _ENOUGH = STEPS - 60
 _LAST_STEPS = 8
 
-_START_S = 300.0
+_START_S = 900.0
 # A death is noticed at once; what hangs, within the limits of `running.SMALL`, of which two may follow one another.
 _NOTICED_S = 60.0
 _HANG_S = 100.0
@@ -36,8 +36,8 @@ _HANG_S = 100.0
 _NOT_NEEDED = 40
 # For the end of whatever is left when the driver has ended.
 _GONE_S = 40.0
-_GOES_ON_S = 180.0
-_END_S = 240.0
+_GOES_ON_S = 300.0
+_END_S = 400.0
 
 _NAMES = {
     "rank": "trainer rank",

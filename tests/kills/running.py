@@ -31,7 +31,7 @@ SMALL = [
     "sync.lease_s=8",
     "explorer.timeout_s=25",
     "backend.timeout_s=25",
-    "cluster.start_timeout_s=200",
+    "cluster.start_timeout_s=600",
 ]
 
 
