@@ -169,6 +169,9 @@ class Chain:
         for trial in self._open:
             trial.outcome = REFUSED if refused else LOST
             trial.noticed = trial.noticed or said
+        gone = set(self._ledger.damaged) - {info.step for info in store.scan(self._places.checkpoints)}
+        if refused and gone:
+            self._open[-1].problems.append(f"the resume refused, and put away the checkpoints of {sorted(gone)}")
         if not refused:
             how = f"ended with {launch.code}" if launch.code is not None else f"trained no step in {_START_S:.0f} s"
             self._open[-1].problems.append(f"the run {how}: {said}")
@@ -345,8 +348,7 @@ class Chain:
         if not path.exists():
             return
         places.damage(path, damage.how, damage.draw)
-        kind = path.name.partition(".")[0].partition("_world")[0].partition("_iteration")[0]
-        trial = self._trial("damage", kind, f"{damage.how} {path.relative_to(root)}")
+        trial = self._trial("damage", _victim_of(path, damage), f"{damage.how} {path.relative_to(root)}")
         self._open.append(trial)
         if step is not None:
             assert not store.verify(step_dir(root, step)).ok, f"{path} was damaged and verifies"
@@ -390,6 +392,14 @@ class Chain:
         trial = Trial.of(self._plan, self._lives, kind, victim, instant, str(self._home))
         self._trials.append(trial)
         return trial
+
+
+def _victim_of(path: Path, damage: Damage) -> str:
+    if damage.target in ("every", "tracker"):
+        return {"every": "every checkpoint", "tracker": "tracker"}[damage.target]
+    if path.name == MANIFEST:
+        return "manifest"
+    return "tensors" if path.suffix in (".pt", ".distcp", ".safetensors") else "small file"
 
 
 def _names(members: list[Member]) -> str:
