@@ -133,9 +133,7 @@ def test_weights_beside_outlive_the_monitor_and_go_with_their_run(left: Path) ->
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_death_about_the_commit_of_weights_beside(
-    left: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_death_about_the_commit_of_weights_beside(left: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = store._publish
 
     def die(*args: Any) -> None:

@@ -306,9 +306,7 @@ def test_files_in_a_full_checkpoints_own_folder_do_not_make_it_weights(tmp_path:
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_what_somebody_holds_is_not_replaced(
-    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_somebody_holds_is_not_replaced(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:
         monkeypatch.setattr(store, "_exchange", lambda first, second: False)
     commit(tmp_path, 20)
@@ -387,9 +385,7 @@ def test_weights_whose_place_is_taken_are_committed_beside_it(tmp_path: Path) ->
     commit(tmp_path, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
     before = read_manifest(step_dir(tmp_path, 20))
     files = stage(tmp_path, 20, WEIGHTS, attempt=1)
-    store.commit_folder(
-        tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True
-    )
+    store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
     assert read_manifest(step_dir(tmp_path, 20)) == before
     assert store.verify(beside(tmp_path, 20, 1)).ok
     assert names(beside(tmp_path, 20, 1)) == {*WEIGHTS, "manifest.json"}

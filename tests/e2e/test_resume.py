@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Run, launch, resume, start
+from trinity_sync.checkpoint import store
 
 # At the checkpoint of step 10, from which the killed run goes on, the explorers hold version 9.
 SETTINGS = (
@@ -87,3 +88,23 @@ def test_files_of_verls_format_are_refused_for_another_engine(tmp_path: Path) ->
     again = resume(run.folder, "trainer.steps=4", "backend.ranks=1")
     assert again.code == 2
     assert "checkpoint.format=dcp" in again.output
+
+
+@pytest.mark.all
+def test_a_resume_that_is_killed_after_its_first_step_leaves_the_checkpoint_it_began_with(tmp_path: Path) -> None:
+    first = launch(tmp_path / "run", "sync=checkpoint", "trainer.steps=6")
+    assert first.code == 0, first.output
+    place, before = first.folder / "checkpoints", first.manifests[6]
+    started = start(first.folder, "resume", str(first.folder), "trainer.steps=400", command=["-m", "trinity_sync.cli"])
+    started.wait_for_line("step 7/400")
+    os.killpg(started.process.pid, signal.SIGKILL)
+    killed = started.finish()
+    assert (killed.manifests[6], before["kind"]) == (before, "full")
+    assert store.verify(place / "global_step_6").ok
+    again = resume(first.folder, "trainer.steps=8")
+    assert again.code == 0, again.output
+    assert again.manifests[8]["kind"] == "full"
+    published = [(event["version"], event["digest"]) for event in again.events("publish") if event["attempt"] == 2]
+    assert published[0] == (6, before["digest"])
+    assert again.summary["checkpoint"]["latest"] == 8
+    assert not list(place.glob(".versions")) + list(place.glob(".staging/*"))

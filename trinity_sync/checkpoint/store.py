@@ -318,9 +318,7 @@ def recover(
     purge(root)
 
 
-def clear_versions(
-    root: Path, *, keep: Callable[[int, int], bool] = lambda step, attempt: False, now: float
-) -> None:
+def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step, attempt: False, now: float) -> None:
     """Remove the weights that were committed beside the step folders; what somebody reads stays until the next time.
 
     Args:
