@@ -412,7 +412,17 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
     log, kept = logging.getLogger("test"), list(load_file(models / case["model"] / "model.safetensors"))
     calls: list[Any] = []
 
+    staged = folder / "staged" / "actor"
+
     class Coordinator:
+        committed = False
+
+        def staged(self, local_path: str, step: int) -> Path:
+            return staged
+
+        def is_saved(self, part: str, step: int) -> bool:
+            return self.committed
+
         def save_sync(self, save: Any, step: int, is_state_dict: bool, *, part: str) -> None:
             calls.append((step, is_state_dict, part))
             save()
@@ -423,14 +433,24 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
 
     manager = engine.checkpoint_mananager
     contents = list(manager.checkpoint_save_contents)
-    place = folder / "by-verl" / "actor"
+    place, coordinator = folder / "by-verl" / "actor", Coordinator()
     if dist.get_rank() == 0:
-        place.mkdir(parents=True)
+        staged.mkdir(parents=True)
     dist.barrier()
-    verl_megatron.megatron_save_state_dict(engine, None, 3, Coordinator(), log)
+    verl_megatron.megatron_save_state_dict(engine, None, 3, coordinator, log)
     manager.use_dist_checkpointing = False  # as verl has it by default
-    verl_megatron.megatron_save_state_dict(engine, str(place), 3, Coordinator(), log)
+    paths = list(manager.previous_saved_paths)
+    verl_megatron.megatron_save_state_dict(engine, str(place), 3, coordinator, log)
     facts: dict[str, Any] = {"contents_after": manager.checkpoint_save_contents == contents}
+    facts["left_to_us"] = manager.previous_saved_paths == paths and not place.exists()
+
+    def files() -> dict[str, int]:
+        return {str(path): path.stat().st_mtime_ns for path in staged.rglob("*") if path.is_file()}
+
+    written, coordinator.committed = files(), True
+    verl_megatron.megatron_save_state_dict(engine, str(place), 3, coordinator, log)
+    facts["again"] = files() == written
+    place = staged
     facts["saved"] = sorted({path.relative_to(place).parts[0] for path in place.rglob("*") if path.is_file()})
     facts["saved_digest"] = state_digest(
         {

@@ -52,6 +52,30 @@ def monitor_step(coordinator: CheckpointCoordinator, step: int, *args: Any) -> N
 # ---- saving
 
 
+def test_weights_that_are_committed_are_not_written_again_and_nobody_waits_for_them(
+    monitor: Any, coordinator: CheckpointCoordinator, root: Path
+) -> None:
+    folder = coordinator.staged(step_dir(root, 20), 20)
+    written: list[Path] = []
+
+    def write() -> list[Path]:
+        folder.mkdir(parents=True)
+        written.append(folder / "model.pt")
+        written[-1].write_text("model.pt")
+        return written
+
+    for _ in range(2):
+        coordinator.save_async("model", write, 20, True, part="model-0")
+        monitor_step(coordinator, 20, True, 1)
+        coordinator.wait_all()
+        call(monitor, "wait_committed", 20, None, LIMIT)
+    call(monitor, "wait_idle", LIMIT)
+    assert len(written) == 1
+    assert not folder.exists()
+    assert [coordinator.is_saved(part, 20) for part in ("model-0", "model-1")] == [True, False]
+    assert store.verify(step_dir(root, 20)).ok
+
+
 def test_a_background_save_is_committed_with_digests(monitor: Any, coordinator: CheckpointCoordinator) -> None:
     folder = Path(call(monitor, "begin", 20, 0, FULL, ["r0"]))
     coordinator.save_async("full", writer(folder, "model.pt"), 20, part="r0")

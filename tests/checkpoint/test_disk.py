@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -226,7 +225,7 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
     assert life.book.status(20, FULL).state == "committed"
     assert life.trackers == (20, 20)
     assert names(tmp_path / ".staging") == set()
-    assert os.listdir(tmp_path / ".staging") == []
+    assert list((tmp_path / ".staging").iterdir()) == []
     for step in (30, 40):
         life.save(step, FULL, FILES)
     (row, *_) = prune_plan(tmp_path, [KeepLast(1)], now=life.clock.now)

@@ -202,6 +202,37 @@ def test_parts_that_come_after_a_full_commit_are_added_by_another_one() -> None:
     assert book.status(2).committed == FULL
 
 
+def register_and_save(book: CommitBook, tickets: tuple[str, ...]) -> list[Decision]:
+    """As programs with counts do it: two named parts, and who saves them has a ticket."""
+    decisions = book.register(2, weights=2, report=tickets[0]) + book.mark(2, STATE_DICT)
+    for number, ticket in enumerate(tickets):
+        decisions += book.finished(2, part=f"model-{number}", weights=True, ticket=ticket)
+    return commit_all(book, decisions)
+
+
+def test_a_committed_step_that_is_saved_again_waits_for_nothing() -> None:
+    book = make_book()
+    assert only(register_and_save(book, ("a", "b")), Commit)
+    assert [book.has(2, part) for part in ("model-0", "model-1", "model-2")] == [True, True, False]
+    assert not only(register_and_save(book, ("c", "d")), Commit)
+    assert book.status(2).state == "committed"
+    assert book.open_steps() == []
+    book._clock.now += 1e6  # type: ignore[attr-defined]
+    assert book.tick() == []
+
+
+def test_a_doubled_report_of_a_committed_part_stands_for_no_other() -> None:
+    book = make_book()
+    register_and_save(book, ("a", "b"))
+    book.register(2, weights=1)
+    book.finished(2, part="model-0", weights=True, ticket="a")
+    assert book.status(2).missing == ("1 of 3 counted weights parts",)
+    restarted, _ = restart(book, {2: (0, STATE_DICT)})
+    restarted.finished(2, part="model-0", weights=True, ticket="a")
+    assert restarted.status(2).missing == ("1 of 3 counted weights parts",)
+    assert only(restarted.finished(2, part="model-2", weights=True, ticket="c"), Commit)
+
+
 def test_saving_a_committed_step_again_is_refused() -> None:
     book = make_book()
     book.begin(2, FULL, ["a"])
@@ -689,7 +720,6 @@ class BookMachine(RuleBasedStateMachine):
     @rule(ok=st.booleans())
     def carry_out(self, ok: bool) -> None:
         commit = self.pending.pop(0)
-        model = self.model[commit.step]
         if not ok:
             self.take(self.book.commit_failed(commit.step, commit.kind, "disk full"))
             return

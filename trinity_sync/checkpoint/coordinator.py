@@ -220,6 +220,14 @@ class CheckpointCoordinator:
             f"take step {global_step} as one to commit",
         )
 
+    def is_saved(self, part: str, global_step: int) -> bool:
+        """Whether a commit of this run holds the part. To save it again changes nothing: `save_async` and `save_sync`
+        with `queues` then write nothing. Saves with collective barriers agree on it first, and report the part all the
+        same.
+        """
+        what = f"say whether {part} of step {global_step} is committed"
+        return bool(self._ask("has_part", global_step, part, attempt=self._attempt, what=what))
+
     def staged(self, local_path: str | os.PathLike[str], global_step: int) -> Path:
         """Where to write what is to be found at `local_path` after the commit.
 
@@ -248,8 +256,10 @@ class CheckpointCoordinator:
 
     def _save(self, part: _Part, save_fn: SaveFn, *, queues: bool, reports: bool) -> None:
         try:
-            self._ask_for_turn(part, collective=not queues)
-            written = save_fn()
+            written: object = ()
+            if not (queues and part.name is not None and self.is_saved(part.name, part.step)):
+                self._ask_for_turn(part, collective=not queues)
+                written = save_fn()
             files = self._entries(part.step, written) if reports else None
         except BaseException as error:
             with contextlib.suppress(RunError):

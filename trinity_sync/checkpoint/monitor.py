@@ -342,6 +342,10 @@ class CheckpointMonitor:
         self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
         await self._execution.note(step)
 
+    async def has_part(self, step: int, part: str, *, attempt: int | None = None) -> bool:
+        """Whether a commit of this attempt holds the part, so that there is nothing to write for it."""
+        return attempt in (None, self._book.attempt) and self._book.has(step, part)
+
     async def notify_started(
         self,
         node_id: str,

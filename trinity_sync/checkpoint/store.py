@@ -10,9 +10,9 @@ The commit of a folder, in this order, so that a crash at any point leaves what 
 Trackers move after that, and only then is anything old deleted. Files written straight into the step folder (verl's own
 way) are committed there: then the manifest, replaced in one step, is the commit.
 
-What may take the place of a checkpoint, whoever made it: one that extends it (`Manifest.extends`), always; a full one of
-another save, where nobody holds the old; weights alone, never the place of a full one. Weights that find their place
-taken are committed beside it (`layout.versions_dir`), for the readers of their run.
+What may take the place of a checkpoint, whoever made it: one that extends it (`Manifest.extends`), always; another one
+where nobody holds it; weights alone never that of a full one. Weights that find their place taken are committed beside
+it (`layout.versions_dir`), for the readers of their run.
 """
 
 from __future__ import annotations
@@ -556,9 +556,8 @@ def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> No
     """
     target = root / aside.name.removeprefix(REPLACED_PREFIX)
     replaced, manifest = _committed(aside), _committed(target)
-    if target.exists() and replaced is not None and manifest is not None:
-        if _holders_of(root, replaced, manifest, clock):
-            discard(root, target)
+    if replaced is not None and manifest is not None and _holders_of(root, replaced, manifest, clock):
+        discard(root, target)
     if target.exists():
         discard(root, aside)
     else:

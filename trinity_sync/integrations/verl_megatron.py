@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.integrations.verl.ranks import together
 
 
 class _Receiver(Protocol):
@@ -29,7 +30,8 @@ def megatron_save_state_dict(
     logger: logging.Logger,
 ) -> None:
     """Save the model alone through the engine's own distributed checkpoint, one part per rank. It contains barriers, so
-    it runs on the calling thread.
+    it runs on the calling thread. The files are staged, and visible at `local_path` when the monitor has committed
+    them; of weights that this run has committed already, nothing is written.
 
     The trainer registers ``state_dict_thread_count`` = number of ranks for the step
     (`CheckpointCoordinator.register_and_monitor`).
@@ -43,23 +45,32 @@ def megatron_save_state_dict(
         logger: told what was saved.
 
     Raises:
-        what the engine raises, after it was reported to the monitor.
+        what the engine raises, after it was reported to the monitor; RunError on every rank where one does not reach
+        the monitor.
     """
     if local_path is None:
         return
     part = f"model-rank-{dist.get_rank():05d}"
+    staged = coordinator.staged(local_path, global_step)
+    # What one rank skipped and another wrote would keep the other in its barrier.
+    what = f"begin to save the weights of step {global_step}"
+    if all(together(what, lambda: coordinator.is_saved(part, global_step))):
+        coordinator.save_sync(lambda: (), global_step, True, part=part)
+        logger.info("the weights of step %d are committed already", global_step)
+        return
 
     def save() -> None:
         with _model_only(engine.checkpoint_mananager):  # verl spells it so
-            engine.save_checkpoint(local_path, global_step=global_step)
+            engine.save_checkpoint(str(staged), global_step=global_step)
 
     coordinator.save_sync(save, global_step, True, part=part)
-    logger.info("the weights of step %d are in %s", global_step, local_path)
+    logger.info("the weights of step %d were written for %s", global_step, local_path)
 
 
 @contextmanager
 def _model_only(manager: Any) -> Iterator[None]:
     contents, later = manager.checkpoint_save_contents, manager.checkpoint_config.async_save
+    paths = list(manager.previous_saved_paths)
     manager.checkpoint_save_contents = ["model", *(name for name in contents if name == "hf_model")]
     # Nobody finalises what verl writes later, and this save is over when it returns.
     _set(manager.checkpoint_config, "async_save", False)
@@ -67,6 +78,7 @@ def _model_only(manager: Any) -> Iterator[None]:
         yield
     finally:
         manager.checkpoint_save_contents = contents
+        manager.previous_saved_paths = paths  # verl neither counts nor deletes what the monitor commits
         _set(manager.checkpoint_config, "async_save", later)
 
 

@@ -219,6 +219,11 @@ class CommitBook:
             missing.append("the word that it is to be committed")
         return StepStatus("open", visible, entry.wanted, None, tuple(missing))
 
+    def has(self, step: int, part: str) -> bool:
+        """Whether a commit of this attempt holds the part, so that there is nothing to write for it."""
+        entry = self._steps.get(step)
+        return entry is not None and entry.failed is None and part in entry.committed_keys
+
     def turn(self, ticket: str) -> bool | None:
         """Whether this ticket has its turn. None: it is not known (any more); its step failed or its writer is lost."""
         turn = self._turns.get(ticket)
@@ -355,7 +360,8 @@ class CommitBook:
         """A part is written.
 
         Args:
-            part: its name; a second report of the name counts for nothing.
+            part: its name; a second report of the name counts for nothing, but for another save of what is committed
+                already, which is told by its ticket: there is nothing to commit, and what was registered for it is in.
             report: for a part without a name, an id of this report, so that a doubled one is recognised.
             files: what was written for it.
             digest: the version digest of the weights; two different ones fail the step.
@@ -376,7 +382,9 @@ class CommitBook:
             clash = entry.parts.clash(key, new)
             if clash is not None:
                 return decisions + self._fail(entry, clash)
-            entry.parts.add(key, weights, new)
+            entry.parts.add(key, weights, new, ticket)
+        elif key in entry.committed_keys:
+            entry.parts.repeat(key, ticket)
         return decisions + self._evaluate(entry)
 
     def failed(

@@ -34,10 +34,11 @@ def describe_part(name: str | None) -> str:
 
 @dataclass(slots=True)
 class DonePart:
-    """A part that is in, with the files it said it wrote."""
+    """A part that is in, with the files it said it wrote, and the ticket of the save that wrote them."""
 
     weights: bool
     files: tuple[FileTuple, ...]
+    ticket: str | None = None
 
 
 @dataclass(slots=True)
@@ -49,12 +50,14 @@ class StepParts:
         registered: how many parts were announced without a name, for weights (True) and others (False).
         registrations: ids of the announcements, so that a doubled one is recognised.
         done: the parts that are in, by name or by ``#`` and the id of the report.
+        again: tickets of saves whose part was committed before; they stand for announcements that came with them.
     """
 
     expected: dict[str, bool] = field(default_factory=dict)
     registered: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
     registrations: set[str] = field(default_factory=set)
     done: dict[str, DonePart] = field(default_factory=dict)
+    again: dict[bool, set[str]] = field(default_factory=lambda: {True: set(), False: set()})
 
     @property
     def any(self) -> bool:
@@ -82,10 +85,15 @@ class StepParts:
         self.registered[True] += weights
         self.registered[False] += checkpoint
 
-    def add(self, key: str, weights: bool, files: Sequence[FileTuple]) -> None:
+    def add(self, key: str, weights: bool, files: Sequence[FileTuple], ticket: str | None = None) -> None:
         """Note that a part is in; the second time counts for nothing."""
         weights = self.expected.get(key, weights or key == DIGEST_PART)
-        self.done.setdefault(key, DonePart(weights, tuple(files)))
+        self.done.setdefault(key, DonePart(weights, tuple(files), ticket))
+
+    def repeat(self, key: str, ticket: str | None) -> None:
+        """Note that a part that was committed came once more, of another save; the same one doubled is not."""
+        if ticket is not None and ticket != self.done[key].ticket:
+            self.again[self.done[key].weights].add(ticket)
 
     def clash(self, key: str, files: Sequence[FileTuple]) -> str | None:
         """A sentence if another part wrote one of these files with other contents."""
@@ -112,8 +120,9 @@ class StepParts:
         for weights in classes:
             label = "weights" if weights else "checkpoint"
             count, got = self.registered[weights], self._counted(weights)
-            if got < count:
-                missing.append(f"{count - got} of {count} counted {label} parts")
+            left = count - got - len(self.again[weights])
+            if left > 0:
+                missing.append(f"{left} of {count} counted {label} parts")
             elif got > count:
                 missing.append(f"the registration of {got - count} {label} part(s) that were reported")
         if not missing and not (wanted.keys() - {DIGEST_PART}) and not any(self.registered[c] for c in classes):
@@ -132,7 +141,10 @@ class StepParts:
             "expected": self.expected,
             "registered": [self.registered[True], self.registered[False]],
             "registrations": sorted(self.registrations),
-            "done": {key: [done.weights, [list(file) for file in done.files]] for key, done in self.done.items()},
+            "done": {
+                key: [done.weights, [list(file) for file in done.files], done.ticket] for key, done in self.done.items()
+            },
+            "again": [sorted(self.again[True]), sorted(self.again[False])],
         }
 
     @classmethod
@@ -146,7 +158,9 @@ class StepParts:
             expected={str(name): bool(weights) for name, weights in dumped["expected"].items()},
             registered={True: int(dumped["registered"][0]), False: int(dumped["registered"][1])},
             registrations={str(report) for report in dumped["registrations"]},
+            again={True: set(dumped["again"][0]), False: set(dumped["again"][1])},
         )
-        for key, (weights, files) in dumped["done"].items():
-            parts.add(key, bool(weights), [(str(path), int(size), str(digest)) for path, size, digest in files])
+        for key, (weights, files, ticket) in dumped["done"].items():
+            entries = [(str(path), int(size), str(digest)) for path, size, digest in files]
+            parts.add(key, bool(weights), entries, ticket)
         return parts
