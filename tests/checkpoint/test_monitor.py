@@ -16,6 +16,7 @@ import ray
 
 from tests.checkpoint.helpers import commit, names
 from trinity_sync.checkpoint import CheckpointMonitor, store
+from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
@@ -395,6 +396,23 @@ def test_a_monitor_that_starts_again_after_another_run_took_over_leaves_the_fold
     with pytest.raises(ray.exceptions.RayActorError, match="has been taken over by another run"):
         call(monitor, "describe")
     assert kept.is_dir()
+
+
+def test_a_resumed_run_that_publishes_the_step_it_began_with_leaves_its_checkpoint(
+    make_monitor: Callable[..., Any], root: Path
+) -> None:
+    full = commit(root, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
+    monitor = make_monitor(attempt=1)
+    result = save(monitor, 20, ("weights",), STATE_DICT)
+    assert (result["kind"], result["attempt"], result["beside"]) == (STATE_DICT, 1, True)
+    assert read_manifest(step_dir(root, 20)) == full
+    assert tracked(root) == (20, 20)
+    assert call(monitor, "drain_events") == [], "it is no checkpoint of the run"
+    ray.kill(monitor, no_restart=False)
+    again = call(monitor, "wait_committed", 20, 1, LIMIT, kind=STATE_DICT)
+    assert again == result | {"total_s": 0.0}
+    with lease_checkpoint(Path(again["path"]).parent, 20, holder="explorer-0", seconds=60) as lease:
+        assert names(lease.path) == {"weights.pt", "manifest.json"}
 
 
 def test_a_new_attempt_clears_what_the_last_had_staged(make_monitor: Callable[..., Any], root: Path) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -153,21 +153,18 @@ class CheckpointDisk:
             self.root, [*self.policies, *extra], now=now, keep_state_dicts=self.keep_state_dicts, saving=saving
         )
         pruned = prune(self.root, plan, now=now, defer=True)
-        store.clear_versions(self.root, keep=self._wanted_beside(saving), now=now)
-        return pruned, [warning for row in plan for warning in row.warnings]
-
-    def _wanted_beside(self, saving: Collection[int]) -> Callable[[int, int], bool]:
-        """Which weights beside the step folders stay: as many of the newest as of those that are visible, and those of
-        a step that is being saved, whose full commit will link them.
-        """
-        assert self.root is not None
-        steps = [info.step for info in store.scan(self.root) if info.manifest is not None]
+        warnings = [warning for row in plan for warning in row.warnings]
 
         def wanted(step: int, attempt: int) -> bool:
-            newer = sum(other > step for other in steps)
+            """As many of the newest weights as are visible ones, and those that a full commit will take in."""
+            newer = sum(row.step > step for row in plan)
             return attempt == self.attempt and (step in saving or newer < max(1, self.keep_state_dicts))
 
-        return wanted
+        try:
+            store.clear_versions(self.root, keep=wanted, now=now)
+        except OSError as error:
+            warnings.append(f"weights beside the step folders could not be removed: {error}")
+        return pruned, warnings
 
     def purge(self) -> list[str]:
         """Free the bytes of what was put out of sight; returns what went wrong."""

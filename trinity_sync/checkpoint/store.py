@@ -572,7 +572,10 @@ def _undo_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> Non
     for place in (root, *sorted((root / VERSIONS).glob("*"))):
         target = step_dir(place, staged.step)
         visible = _committed(target)
-        if visible is None or not staging.name.startswith(staging_dir(root, visible.step, visible.attempt).name):
+        if visible is None:
+            continue
+        own = staging_dir(root, visible.step, visible.attempt).name
+        if staging.name not in (own, own + _WEIGHTS_SUFFIX):
             continue
         exchanged = (staged.attempt, staged.created) < (visible.attempt, visible.created)
         if exchanged and _holders_of(place, staged, visible, clock):
@@ -580,6 +583,8 @@ def _undo_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> Non
 
 
 def _discard_unless_held(root: Path, path: Path, manifest: Manifest, now: float) -> None:
+    if holds.holders(root, manifest, now=now):
+        return
     trash = root / f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}"
     path.rename(trash)
     if holds.holders(root, manifest, now=now):
