@@ -14,7 +14,7 @@ import ray
 
 from tests.integrations.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
+from trinity_sync.checkpoint.layout import read_manifest, step_dir, versions_dir
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.run import VerlRun, open_run
@@ -172,10 +172,20 @@ def test_the_limit_holds_after_the_commit_and_after_a_restart(
     # No tracker names what the new run has not made: step 4 is abandoned.
     assert (read_tracker(root, FULL).step, read_tracker(root, STATE_DICT).step) == (3, 3)
     every(ranks, "use", "fsdp2", again.namespace, ["model"])
+    # This manager has not loaded step 3, so it saves its weights; not in the place of what the run began with.
+    before = read_manifest(step_dir(root, 3))
+    save_weights(ranks, root, 3)
+    wait(ranks)
+    assert read_manifest(step_dir(root, 3)) == before
+    place = step_dir(versions_dir(root, 1), 3)
+    assert again.synchronizer.get_latest_model_path() == str(place / "actor")
+    assert store.verify(place).ok
     save(ranks, root, 4, 1)
     wait(ranks)
     assert kept(root) == [4]
     assert read_manifest(step_dir(root, 4)).attempt == 1
+    again.close()
+    assert not (root / ".versions").exists()
 
 
 def test_the_full_weights_reach_the_synchronizer(ranks: list[Any], run: VerlRun, step: int) -> None:
