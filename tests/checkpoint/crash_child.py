@@ -87,6 +87,28 @@ def do_resume(root: Path) -> None:
     store.set_start(root, 10, 1)
 
 
+def prepare_replace(root: Path) -> None:
+    commit(root, 20)
+    trackers(root, 20)
+    stage(root, 20, FULL_FILES, attempt=1)
+
+
+def do_replace(root: Path) -> None:
+    store.commit_folder(root, Manifest(step=20, attempt=1, kind=FULL), durable=False)
+
+
+def do_replace_by_renames(root: Path) -> None:
+    store._exchange = lambda first, second: False
+    do_replace(root)
+
+
+def do_beside(root: Path) -> None:
+    files = stage(root, 20, {"actor/weights_rank-00000.safetensors": "version 20"}, attempt=1)
+    draft = Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files))
+    store.commit_folder(root, draft, beside=True, durable=False)
+    store.clear_versions(root, now=0.0)
+
+
 SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     "first": (prepare_first, do_first),
     "upgrade": (prepare_upgrade, do_first),
@@ -94,6 +116,9 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
     "partial": (prepare_partial, do_partial),
     "in_place": (prepare_in_place, do_first),
     "resume": (prepare_resume, do_resume),
+    "replace": (prepare_replace, do_replace),
+    "replace_by_renames": (prepare_replace, do_replace_by_renames),
+    "beside": (prepare_replace, do_beside),
 }
 
 

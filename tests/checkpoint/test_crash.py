@@ -11,7 +11,7 @@ import pytest
 from tests.checkpoint.crash_child import SCENARIOS
 from tests.checkpoint.helpers import names
 from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import ABANDONED_PREFIX
+from trinity_sync.checkpoint.layout import ABANDONED_PREFIX, read_manifest, step_dir
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -51,7 +51,7 @@ def tracked(root: Path) -> dict[str, int | None]:
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_whatever_is_listed_verifies_and_trackers_name_it(deaths: dict[str, list[Path]], scenario: str) -> None:
     for root in deaths[scenario]:
-        if scenario == "upgrade_by_renames":
+        if scenario.endswith("_by_renames"):
             store.recover(root)  # without an exchange there is an instant between two renames
         steps = committed(root)
         named = tracked(root)
@@ -90,6 +90,16 @@ def test_weights_that_were_committed_are_never_lost_on_the_way_to_full(
     for root in deaths[scenario]:
         store.recover(root)
         assert 20 in committed(root), root.name
+
+
+@pytest.mark.parametrize("scenario", ["replace", "replace_by_renames", "beside"])
+def test_what_was_full_stays_full_whoever_commits_the_step_again(deaths: dict[str, list[Path]], scenario: str) -> None:
+    for root in deaths[scenario]:
+        store.recover(root)
+        assert committed(root)[20] == FULL, root.name
+        if scenario == "beside":
+            assert read_manifest(step_dir(root, 20)).attempt == 0
+    assert read_manifest(step_dir(deaths["replace"][-1], 20)).attempt == 1
 
 
 def test_a_resume_that_was_killed_can_be_done_again(deaths: dict[str, list[Path]]) -> None:
