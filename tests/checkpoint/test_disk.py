@@ -13,6 +13,7 @@ from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import read_manifest, staging_dir, step_dir, versions_dir
+from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune_plan
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
@@ -203,6 +204,14 @@ def test_versions_of_a_run_that_was_killed_go_with_the_next_though_leases_are_le
     life.clock.now += 61
     life.save(21, STATE_DICT, WEIGHTS)
     assert not Path(told["path"]).exists()
+
+
+def test_the_config_of_weights_beside_is_that_of_the_nearest_checkpoint(left: Path) -> None:
+    place = Path(Life(left, 1).save(20, STATE_DICT, WEIGHTS)["path"])
+    config = step_dir(left, 20) / "actor/huggingface"
+    config.mkdir()
+    (config / "config.json").write_text("{}")
+    assert find_config(place) == config
 
 
 # ---- deaths

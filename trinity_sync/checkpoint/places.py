@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trinity_sync.checkpoint.layout import STEP_PREFIX, step_of
+from trinity_sync.checkpoint.layout import STEP_PREFIX, VERSIONS, step_of
 from trinity_sync.errors import ConfigError
 
 _CONFIG = "config.json"
@@ -26,7 +26,8 @@ def find_config(folder: Path) -> Path | None:
     number = step_of(step.name)
     candidates = [place / "huggingface", place / "model" / "huggingface", place]
     if number is not None:
-        root = step.parent
+        beside = step.parent.parent
+        root = beside.parent if beside.name == VERSIONS else step.parent
         others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
         nearest = sorted(others, key=lambda of: (abs(of - number), of))
         candidates += [others[of] / "actor" / below for of in nearest for below in ("huggingface", "model/huggingface")]
