@@ -93,7 +93,7 @@ def test_the_default_configuration_passes() -> None:
         ("trainer.lr_scheduler=linear", "constant, cosine"),
         ("trainer.micro_batch_size=0", "at least 1"),
         ("sync.interval=0", "at least 1"),
-        ("sync.slots=0", "at least 1"),
+        ("sync.slots=1", "at least 2"),
         ("sync.verify=bucketts", "did you mean bucket?"),
         ("sync.wire_dtype=int8", "bf16, fp32, fp16"),
         ("sync.transport=ucx", "auto, nccl, gloo"),

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,22 @@ def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: py
         files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
     assert [child.name for child in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_a_file_system_that_cannot_flush_a_folder_takes_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some network file systems cannot, none of which can be mounted here."""
+    real = files.os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(handle)
+
+    monkeypatch.setattr(files.os, "fsync", fsync)
+    files.write_json(tmp_path / "run.json", {"a": 1})
+    assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
 
 
 def test_text_that_has_no_utf8_form_is_written_visibly(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ class SyncConfig:
     encoding: str = _choice("full")
     wire_dtype: str = _choice(*DTYPES)
     bucket_mb: int = _number(at_least=1)
-    slots: int = _number(at_least=1)
+    slots: int = _number(at_least=2)
     verify: str = _choice("full", "bucket", "off")
     timeout_s: float = _number(more_than=0)
     lease_s: float = _number(more_than=0)

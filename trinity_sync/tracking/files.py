@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -32,10 +33,13 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable."""
+    """Makes the names in a folder durable; nothing on file systems that cannot fsync a folder."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
     finally:
         os.close(handle)
 
