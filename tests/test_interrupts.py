@@ -8,13 +8,13 @@ import threading
 import pytest
 
 from trinity_sync import interrupts
-from trinity_sync.interrupts import interruptible
+from trinity_sync.interrupts import finishing_steps, interruptible
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_interrupts_and_handlers_are_as_before(signum: int) -> None:
     before = signal.getsignal(signum)
-    with pytest.raises(KeyboardInterrupt), interruptible(None):
+    with pytest.raises(KeyboardInterrupt), interruptible():
         signal.raise_signal(signum)
     assert signal.getsignal(signum) is before
     interrupts.check()
@@ -22,12 +22,27 @@ def test_a_signal_interrupts_and_handlers_are_as_before(signum: int) -> None:
 
 def test_the_first_sigterm_may_ask_for_a_last_save() -> None:
     stop = threading.Event()
-    with interruptible(stop):
+    with interruptible(), finishing_steps(stop):
         signal.raise_signal(signal.SIGTERM)
         assert stop.is_set()
         interrupts.check()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_where_no_step_is_under_way_there_is_nothing_to_save_and_sigterm_interrupts() -> None:
+    stop = threading.Event()
+    with interruptible():
+        with finishing_steps(stop):
+            pass
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    assert not stop.is_set()
+
+
+def test_nothing_is_to_be_saved_where_nobody_asked_for_it() -> None:
+    with interruptible(), finishing_steps(None), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -36,7 +51,7 @@ def test_an_interrupt_that_a_destructor_swallowed_is_raised_again() -> None:
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    with interruptible(None):
+    with interruptible():
         Swallows()
         with pytest.raises(KeyboardInterrupt):
             interrupts.check()
@@ -44,7 +59,7 @@ def test_an_interrupt_that_a_destructor_swallowed_is_raised_again() -> None:
 
 def test_elsewhere_than_in_the_main_thread_nothing_changes() -> None:
     def body() -> None:
-        with interruptible(None):
+        with interruptible():
             seen.append(signal.getsignal(signal.SIGINT))
 
     seen: list[object] = []

@@ -9,20 +9,21 @@ from collections.abc import Iterator
 from typing import Any
 
 _seen = threading.Event()
+_stop: threading.Event | None = None
 
 
 @contextlib.contextmanager
-def interruptible(stop: threading.Event | None) -> Iterator[None]:
-    """SIGTERM ends what runs inside as Ctrl-C does; with `stop` the first SIGTERM only sets it. Signal handlers exist
-    in the main thread only; elsewhere nothing changes.
+def interruptible() -> Iterator[None]:
+    """SIGTERM ends what runs inside as Ctrl-C does. Signal handlers exist in the main thread only; elsewhere nothing
+    changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(signum: int, frame: Any) -> None:
-        if signum == signal.SIGTERM and stop is not None and not stop.is_set():
-            stop.set()
+        if signum == signal.SIGTERM and _stop is not None and not _stop.is_set():
+            _stop.set()
             return
         _seen.set()
         raise KeyboardInterrupt
@@ -34,6 +35,19 @@ def interruptible(stop: threading.Event | None) -> Iterator[None]:
         for signum, handler in before.items():
             signal.signal(signum, handler)
         _seen.clear()
+
+
+@contextlib.contextmanager
+def finishing_steps(stop: threading.Event | None) -> Iterator[None]:
+    """Inside, the first SIGTERM only sets `stop`: the step under way is to be finished and saved. For the loops, around
+    their steps: before the first one there is nothing to save, and a preempted run has no time for it.
+    """
+    global _stop
+    before, _stop = _stop, stop
+    try:
+        yield
+    finally:
+        _stop = before
 
 
 def check() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from trinity_sync import interrupts
 from trinity_sync.agents import close_agents, start_agents
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import store
@@ -84,7 +85,7 @@ class Job:
         from trinity_sync.trainer.spec import check_whole
 
         cfg, recorder, mirror = self._cfg, self._recorder, self._mirror
-        recorder.phase("starting the coordinators")
+        self._phase("starting the coordinators")
         store.set_start(self._start.checkpoints, self._start.step, recorder.attempt)
         config = SynchronizerConfig(
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
@@ -105,15 +106,16 @@ class Job:
             ),
         )
         self._relay = EventRelay(self._monitor, recorder.event)
-        recorder.phase("making the model, importing verl")
+        self._phase("making the model, importing verl")
         if self._with_explorers:
             self._pool = self._make_pool()
         _prepared(preparing, cfg.cluster.start_timeout_s)
-        recorder.phase("loading trainer and explorers")
+        self._phase("loading trainer and explorers")
         self._trainer = self._make_trainer()
         if self._pool is not None:
             self._pool.start()
         self._infos = self._trainer.initialise()
+        interrupts.check()
         check_whole(self._infos, cfg.backend.strategy)
         self._check_shared_folder()
         self._agents = start_agents(
@@ -135,10 +137,15 @@ class Job:
                 "begin_at", self._start.step, what="set the schedule", timeout_s=cfg.cluster.start_timeout_s
             )
         elif self._start.folder is not None:
-            recorder.phase(f"restoring step {self._start.step}")
+            self._phase(f"restoring step {self._start.step}")
             self._trainer.call(
                 "load", str(self._start.folder), what=f"load {self._start.folder}", timeout_s=cfg.checkpoint.timeout_s
             )
+
+    def _phase(self, what: str) -> None:
+        """Show what the run is at. Starting takes long, and an interrupt that was lost meanwhile is raised here."""
+        interrupts.check()
+        self._recorder.phase(what)
 
     @property
     def _free(self) -> bool:
@@ -256,7 +263,7 @@ class Job:
         else:
             restored = self._restored(published, parts)
             loop = TrainingLoop(settings, data=self._data(mode), restored=restored, **common)
-        self._recorder.phase("sending the first version")
+        self._phase("sending the first version")
         try:
             completed = loop.run()
         except BaseException as error:

@@ -55,7 +55,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] 
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume))
-        stack.enter_context(interruptible(stop))
+        stack.enter_context(interruptible())
         checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else folder.checkpoints
         stack.enter_context(locked(checkpoints, folder.path))
         start = Start.find(cfg, checkpoints, resume=resume, logs=folder.logs)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trinity_sync import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import SyncMode
@@ -105,25 +106,27 @@ class FreeLoop:
         self._mode = mode
         self._saves = saves
         self._log = log
-        self._stop = stop or threading.Event()
+        self._stop = stop
         self._publishing: Future[Staged] | None = None
         self._newest = -1
 
     def run(self) -> bool:
         """All steps; whether they were done, and not stopped before."""
         settings = self._settings
-        try:
-            self._source.start()
-            self._begin_version(settings.first - 1, needed=True)
-            self._wait_published()
-            for step in range(settings.first, settings.steps + 1):
-                if self._step(step):
-                    break
-            self._wait_published()
-        finally:
-            self._source.close()
-            self._end_publishing()
-        self._saves.finish()
+        with contextlib.ExitStack() as ending:
+            try:
+                self._source.start()
+                self._begin_version(settings.first - 1, needed=True)
+                self._wait_published()
+                ending.enter_context(interrupts.finishing_steps(self._stop))
+                for step in range(settings.first, settings.steps + 1):
+                    if self._step(step):
+                        break
+                self._wait_published()
+            finally:
+                self._source.close()
+                self._end_publishing()
+            self._saves.finish()
         return step == settings.steps
 
     def _step(self, step: int) -> bool:
@@ -135,7 +138,7 @@ class FreeLoop:
         lags = self._steps.staleness(batch, step)
         with timing.of("train"):
             metrics = self._steps.train(step, batch, self._source.advantages(batch))
-        publish, stops = settings.publishes(step), self._stop.is_set()
+        publish, stops = settings.publishes(step), self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
         if publish or save:
             with timing.of("stage"):

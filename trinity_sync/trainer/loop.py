@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from trinity_sync import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync.base import LoadReport, SyncMode
@@ -73,7 +74,7 @@ class TrainingLoop:
         stop: threading.Event | None = None,
     ) -> None:
         self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, mode=mode.name, log=log)
-        self._stop = stop or threading.Event()
+        self._stop = stop
         self._restored = restored
         self._settings = settings
         self._data = data
@@ -85,10 +86,11 @@ class TrainingLoop:
         """All steps; whether they were done, and not stopped before."""
         settings = self._settings
         self._publish(self._first_version(), Timing())
-        for step in range(settings.first, settings.steps + 1):
-            if self._step(step):
-                break
-        self._saves.finish()
+        with interrupts.finishing_steps(self._stop):
+            for step in range(settings.first, settings.steps + 1):
+                if self._step(step):
+                    break
+            self._saves.finish()
         return step == settings.steps
 
     def _step(self, step: int) -> bool:
@@ -101,7 +103,7 @@ class TrainingLoop:
         with timing.of("train"):
             metrics = self._steps.train(step, batch, self._data.advantages(batch))
         publish = settings.publishes(step)
-        stops = self._stop.is_set()
+        stops = self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
         if publish or save:
             version = Version(settings.attempt, step)
