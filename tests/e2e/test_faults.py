@@ -17,7 +17,7 @@ LONG = ("trainer.steps=400", "checkpoint.interval=5")
 
 def leftovers(run_pid: int) -> list[str]:
     """Shared memory, Ray folders and processes that a run of this driver process left."""
-    found = [str(path) for path in Path("/dev/shm").glob(f"trinity-sync/{run_pid}-*")]
+    found = [str(path) for path in Path("/dev/shm").glob(f"trinity-sync-{os.geteuid()}/{run_pid}-*")]
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().decode(errors="replace")
