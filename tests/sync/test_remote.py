@@ -72,9 +72,9 @@ def test_a_death_is_told_with_name_and_task_whether_the_call_came_before_it_or_a
     mortal: Any, tmp_path: Path
 ) -> None:
     dying = mortal.die_when.remote(tmp_path)
-    for call in (dying, mortal.answer.remote(1)):
+    for call in (lambda: dying, lambda: mortal.answer.remote(1)):
         with pytest.raises(MemberDied, match=r"^explorer-1 died while it was to load version 3$") as caught:
-            resolve({"explorer-1": call}, "load version 3", LIMIT)
+            resolve({"explorer-1": call()}, "load version 3", LIMIT)
         assert (caught.value.who, caught.value.what) == ("explorer-1", "load version 3")
 
 
