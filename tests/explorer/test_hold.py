@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit
+from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.holds import leased
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -33,5 +36,32 @@ def test_what_an_explorer_reads_stays_until_it_has_read_it(tmp_path: Path) -> No
         assert step_dir(tmp_path, 1).exists()
     delete_all_but_the_newest(tmp_path)
     assert not step_dir(tmp_path, 1).exists()
-    with pytest.raises(RunError):
-        _hold(SPEC, step_dir(tmp_path, 1), Version(0, 1))
+    with pytest.raises(RunError), _hold(SPEC, step_dir(tmp_path, 1), Version(0, 1)):
+        pass
+
+
+def test_who_reads_slowly_holds_it_as_long_as_it_reads_and_who_hangs_does_not(tmp_path: Path) -> None:
+    commit(tmp_path, 1, kind=STATE_DICT)
+    now = [1000.0]
+    with _hold(SPEC, step_dir(tmp_path, 1), Version(0, 1), lambda: now[0]) as go_on:
+        for _ in range(20):
+            now[0] += 20.0
+            assert leased(tmp_path, now=now[0]) == {(1, 0)}
+            go_on()
+        assert leased(tmp_path, now=now[0] + 59.0) == {(1, 0)}
+        assert leased(tmp_path, now=now[0] + 61.0) == set()
+
+
+def test_a_disk_without_room_for_a_longer_hold_does_not_end_the_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 1, kind=STATE_DICT)
+    now = [1000.0]
+    with _hold(SPEC, step_dir(tmp_path, 1), Version(0, 1), lambda: now[0]) as go_on:
+
+        def full(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(holds, "write_atomic", full)
+        now[0] += 20.0
+        go_on()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -341,26 +342,51 @@ def test_a_version_without_a_folder_is_refused(trainer: PretendTrainer, reader: 
 
 def test_the_folder_is_held_while_it_is_read(trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore) -> None:
     held: list[tuple[Path, Version]] = []
+    prolonged: list[int] = []
 
     @contextmanager
-    def hold(folder: Path, version: Version) -> Iterator[None]:
+    def hold(folder: Path, version: Version) -> Iterator[Callable[[], None]]:
         held.append((folder, version))
-        yield
+        yield lambda: prolonged.append(1)
         held.clear()
 
     path = published_file(mode, trainer, store, 48)
     seen = []
 
     class Watched(CheckpointTransport):
-        def _open(self, folder: Path, info: Any) -> Any:
-            seen.append(list(held))
-            return super()._open(folder, info)
+        def buckets(self, *args: Any) -> Iterator[Bucket]:
+            for bucket in super().buckets(*args):
+                seen.append(list(held))
+                yield bucket
 
     weights = random_weights(48)
     reader = make_loader(trainer, empty(weights), transport=Watched(hold))
     version = reader.load(None).version
-    assert seen == [[(path.parents[1], version)]] * len(trainer.layouts)
+    assert len(seen) == sum(len(layout.pieces("tensor")) for layout in trainer.layouts.values()) > 2
+    assert {tuple(holds) for holds in seen} == {((path.parents[1], version),)}
+    assert len(prolonged) == len(seen)
     assert held == []
+
+
+@pytest.mark.parametrize("wire", [True, False], ids=["read in place", "cast"])
+def test_a_file_that_is_cut_under_a_slow_explorer_is_an_error_and_does_not_kill_it(
+    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, wire: bool
+) -> None:
+    path = published_file(mode, trainer, store, 50)
+
+    class Cut(CheckpointTransport):
+        def buckets(self, *args: Any) -> Iterator[Bucket]:
+            for bucket in super().buckets(*args):
+                os.truncate(path, 4)
+                yield bucket
+
+    weights = {name: tensor.bfloat16() if wire else tensor for name, tensor in empty(random_weights(0)).items()}
+    weights["steps"] = empty(random_weights(0))["steps"]
+    slow = make_loader(trainer, weights, transport=Cut())
+    with pytest.raises(ShardFileError, match=rf"{path.name} is torn: it ends at byte 4, though it was longer before"):
+        slow.load(None)
+    assert slow.held is None
+    assert_all_leases_have_ended(trainer)
 
 
 def test_a_version_whose_folder_was_deleted_is_not_loaded(

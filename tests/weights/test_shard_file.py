@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from safetensors import safe_open
 
 from trinity_sync.weights.digests import bucket_digests
 from trinity_sync.weights.layout import LayoutError, PartLayout
-from trinity_sync.weights.shard_file import ShardFileError, open_shard_file, write_shard_file
+from trinity_sync.weights.shard_file import ShardFile, ShardFileError, open_shard_file, write_shard_file
 from trinity_sync.weights.shards import flat_range, row_slice, whole
 from trinity_sync.weights.staging import stage
 
@@ -48,6 +50,42 @@ def test_any_safetensors_reader_finds_the_local_elements_under_the_tensors_names
     assert all(torch.equal(found[name], source.reshape(-1)) for name, source in sources.items())
     assert not any(bool(tensor.any()) for tensor in padding.values())
     assert (metadata["step"], PartLayout.from_json(json.loads(metadata["trinity_layout"]))) == ("7", layout)
+
+
+def test_what_is_read_is_the_segment_from_any_byte_on(tmp_path: Path) -> None:
+    layout, _, segment = example(tmp_path / "part")
+    with ShardFile(tmp_path / "part") as file:
+        assert file.layout == layout
+        for start, stop in [(0, len(segment)), (64, 128), (5, 6), (len(segment), len(segment))]:
+            found = bytearray(stop - start)
+            file.read(start, found)
+            assert bytes(found) == segment[start:stop]
+    with pytest.raises(ValueError, match="closed file"):
+        file.read(0, bytearray(1))
+
+
+def test_a_file_that_is_cut_or_deleted_while_it_is_read_is_an_error_and_no_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout, _, segment = example(tmp_path / "part")
+    with ShardFile(tmp_path / "part") as file:
+        (tmp_path / "part").unlink()  # on a local disk what is open stays
+        found = bytearray(layout.nbytes)
+        file.read(0, found)
+        assert bytes(found) == segment
+    example(tmp_path / "part")
+    with ShardFile(tmp_path / "part") as file:
+        os.truncate(tmp_path / "part", 4)
+        with pytest.raises(ShardFileError, match="part is torn: it ends at byte"):
+            file.read(0, found)
+
+        # There is no NFS here: what its client says of a file that another client deleted.
+        def stale(*_: object) -> int:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        monkeypatch.setattr(os, "preadv", stale)
+        with pytest.raises(ShardFileError, match="part cannot be read now: Stale file handle"):
+            file.read(0, found)
 
 
 def test_the_mapped_bytes_are_the_segment_and_aligned_in_the_file(tmp_path: Path) -> None:

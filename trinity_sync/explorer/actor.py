@@ -7,8 +7,9 @@ An explorer that holds no version (before its first load, during a load, after a
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -154,8 +155,24 @@ def _transport(spec: ExplorerSpec, agents: dict[str, Any], layouts: LayoutCache)
     return NcclTransport(spec.name, layouts)
 
 
-def _hold(spec: ExplorerSpec, folder: Path, version: Version) -> AbstractContextManager[Any]:
-    """Keep a version's folder while it is read; without this a newer version's commit may delete it."""
+@contextmanager
+def _hold(
+    spec: ExplorerSpec, folder: Path, version: Version, clock: Callable[[], float] = time.time
+) -> Iterator[Callable[[], None]]:
+    """Keep a version's folder while it is read; without this a newer version's commit may delete it. The hold ends
+    `sync.timeout_s` after the last bytes that were read.
+    """
     from trinity_sync.checkpoint.holds import lease_checkpoint
 
-    return lease_checkpoint(folder.parent, version.step, holder=spec.name, seconds=spec.timeout_s)
+    seconds, renewed = spec.timeout_s, clock()
+
+    def go_on() -> None:
+        nonlocal renewed
+        if clock() - renewed < seconds / 4:
+            return
+        renewed = clock()
+        with suppress(OSError):  # a full disk is no reason to stop reading: what is gone is found out by who reads it
+            lease.renew(seconds)
+
+    with lease_checkpoint(folder.parent, version.step, holder=spec.name, seconds=seconds, clock=clock) as lease:
+        yield go_on

@@ -30,7 +30,7 @@ from trinity_sync.sync.state import Coordinator, StatePart, StateSlots
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.row_process import RowProcesses
-from trinity_sync.weights.shard_file import open_shard_file, write_shard_file
+from trinity_sync.weights.shard_file import ShardFile, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
 
 _ROW_PROCESSES = 8
@@ -306,10 +306,10 @@ class NodeAgent:
 
     def _read_into(self, slot: int, folder: Path) -> None:
         for part, layout in self._layouts.items():
-            found, data = open_shard_file(folder / f"{part}.safetensors")
-            if found.digest != layout.digest:
-                raise RunError(f"{folder}/{part}.safetensors is laid out for other trainer ranks than this run's")
-            memoryview(self._maps[slot, part])[: layout.nbytes] = data
+            with ShardFile(folder / f"{part}.safetensors") as file:
+                if file.layout.digest != layout.digest:
+                    raise RunError(f"{file.path} is laid out for other trainer ranks than this run's")
+                file.read(0, memoryview(self._maps[slot, part])[: layout.nbytes])
 
     async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:
         """The file into which a rank copies its training state, and what the user should know; see `StateSlots`."""

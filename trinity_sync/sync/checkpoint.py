@@ -1,11 +1,11 @@
-"""`sync=checkpoint`: the agents write the slot as shard files, the monitor commits them, explorers map the files. No
+"""`sync=checkpoint`: the agents write the slot as shard files, the monitor commits them, explorers read the files. No
 merge step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deli
 from trinity_sync.sync.parts import PartInfo, shard_file
 from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Sealed
-from trinity_sync.weights.layout import PartLayout, Segment
-from trinity_sync.weights.shard_file import open_shard_file
+from trinity_sync.weights.layout import Cut
+from trinity_sync.weights.shard_file import ShardFile
 
 
 class StateDictStore(Protocol):
@@ -80,12 +80,15 @@ class CheckpointMode:
         return deliver_each(self._side, explorers, version)
 
 
-Hold = Callable[[Path, Version], AbstractContextManager[Any]]
-"""Keeps the folder of a version from being deleted while the context is open; raises `RunError` where it is gone."""
+Hold = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
+"""Keeps the folder of a version from being deleted while the context is open; raises `RunError` where it is gone. Ends
+by itself some time after the last call of what the context gives, so that who hangs holds nothing up for ever.
+"""
 
 
 class CheckpointTransport:
-    """Maps the shard files of a committed version.
+    """Reads the shard files of a committed version: to where the bytes belong or, what has to be cast or checked before
+    it is used, into memory of one bucket. Nothing is mapped, see `ShardFile`.
 
     Args:
         hold: see `Hold`; passed in by who knows the checkpoint room. None: nobody deletes folders.
@@ -93,25 +96,42 @@ class CheckpointTransport:
 
     def __init__(self, hold: Hold | None = None) -> None:
         self._hold = hold
+        self._room = bytearray()
 
     def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
         if lease.location is None:
             raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
-        with self._hold(Path(lease.location), lease.version) if self._hold else nullcontext():
-            # What is mapped stays readable, so the hold need not last as long as the load.
-            opened = [(info, *self._open(Path(lease.location), info)) for _, info in sorted(lease.parts.items())]
-        yield from self._read(opened)
+        folder = Path(lease.location)
+        with self._hold(folder, lease.version) if self._hold else nullcontext(_nothing) as go_on, ExitStack() as opened:
+            files = [(info, opened.enter_context(self._open(folder, info))) for _, info in sorted(lease.parts.items())]
+            for info, file in files:
+                for bucket in self._read(file, info, find_room):
+                    go_on()
+                    yield bucket
 
-    def _open(self, folder: Path, info: PartInfo) -> tuple[PartLayout, Segment]:
-        path = folder / shard_file(info.part)
-        layout, buffer = open_shard_file(path)
-        if layout.digest != info.layout:
-            raise RunError(f"{path} is laid out as {layout.digest}, the version was staged as {info.layout}")
-        return layout, buffer
+    def _open(self, folder: Path, info: PartInfo) -> ShardFile:
+        file = ShardFile(folder / shard_file(info.part))
+        if file.layout.digest != info.layout:
+            file.close()
+            raise RunError(f"{file.path} is laid out as {file.layout.digest}, the version was staged as {info.layout}")
+        return file
 
-    def _read(self, opened: list[tuple[PartInfo, PartLayout, Segment]]) -> Generator[Bucket, None, None]:
-        from trinity_sync.weights.apply import in_buckets
+    def _read(self, file: ShardFile, info: PartInfo, find_room: FindRoom) -> Generator[Bucket, None, None]:
+        layout = file.layout
+        cut: Cut = "tensor" if info.buckets is None else "bucket"
+        for number, (start, stop) in enumerate(layout.pieces(cut)):
+            # What has to be checked before it is used is not read to where it is used.
+            place = find_room(layout, number, cut) if info.buckets is None else None
+            if place is not None and not place.is_cuda:
+                file.read(start, place.numpy())
+                yield Bucket(layout, number, None, None, cut)
+                continue
+            if len(self._room) < stop - start:
+                self._room = bytearray(max(layout.bucket_bytes, stop - start))
+            data = memoryview(self._room)[: stop - start]
+            file.read(start, data)
+            yield Bucket(layout, number, data, None if info.buckets is None else info.buckets[number], cut)
 
-        for info, layout, buffer in opened:
-            for number, data, digest in in_buckets(layout, buffer, info.buckets):
-                yield Bucket(layout, number, data, digest)
+
+def _nothing() -> None:
+    """Without a hold nothing has to be prolonged."""

@@ -8,7 +8,7 @@ node agent never does.
 
 from trinity_sync.weights.digests import IncompleteError, RowDigests, bucket_digests, digest_rows, version_digest
 from trinity_sync.weights.layout import LayoutError, PartLayout
-from trinity_sync.weights.shard_file import ShardFileError, open_shard_file, write_shard_file
+from trinity_sync.weights.shard_file import ShardFile, ShardFileError, open_shard_file, write_shard_file
 from trinity_sync.weights.shards import CoverageError, Rect, Shard, check_cover, flat_range, row_slice, whole
 from trinity_sync.weights.slots import SegmentError, SlotArena, map_segment, remove_stale
 
@@ -21,6 +21,7 @@ __all__ = [
     "RowDigests",
     "SegmentError",
     "Shard",
+    "ShardFile",
     "ShardFileError",
     "SlotArena",
     "bucket_digests",

@@ -1,7 +1,8 @@
 """One part of a version on disk: a safetensors file whose data section is the segment, byte for byte.
 
-Written by the node agent from a slot and mapped by whoever loads, verifies or exports a checkpoint: the mapped bytes
-go to `Receiver.apply`, `digest_rows` and `bucket_digests` as a segment would. Any safetensors reader opens the file too
+Written by the node agent from a slot. Who verifies or exports a checkpoint maps it (`open_shard_file`): the mapped
+bytes go to `digest_rows` and `bucket_digests` as a segment would. Who has to outlive what becomes of the file, such as
+an explorer, reads it (`ShardFile`). Any safetensors reader opens the file too
 and finds each shard's local elements as a 1-D tensor under the tensor's name. As safetensors allows no gaps, the
 alignment bytes between shards appear as ``__padding__.N`` (U8, zero). The metadata key ``trinity_layout`` holds the
 layout as JSON.
@@ -12,8 +13,8 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,51 @@ def write_shard_file(
     return len(header) + len(data), hasher.hexdigest()
 
 
+class ShardFile:
+    """A shard file that is read piece by piece. What cannot be read any more (the file was cut, deleted from another
+    client of a network file system, is on a bad disk) is an error; where it is mapped, a signal ends the process.
+
+    Attributes:
+        path: of the file.
+        layout: of the part.
+
+    Raises:
+        ShardFileError: the file is missing or cannot be read, is not a shard file, or is shorter or longer than its
+            header says.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = path
+        with _told(path), ExitStack() as opened:
+            self._file = opened.enter_context(Path(path).open("rb"))
+            self.layout, self._start, _ = _read_header(path, self._file)
+            opened.pop_all()
+
+    def read(self, start: int, into: Any) -> None:
+        """Fill a writable buffer with the bytes of the segment from `start` on.
+
+        Raises:
+            ShardFileError: they are not there, or cannot be read.
+        """
+        left, at = memoryview(into).cast("B"), self._start + start
+        with _told(self.path):
+            while left:
+                count = os.preadv(self._file.fileno(), [left], at)
+                if not count:
+                    raise ShardFileError(f"{self.path} is torn: it ends at byte {at}, though it was longer before")
+                left, at = left[count:], at + count
+
+    def close(self) -> None:
+        """Let it go."""
+        self._file.close()
+
+    def __enter__(self) -> ShardFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
 def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
     """Map a shard file.
 
@@ -79,22 +125,36 @@ def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
         (layout, read-only view of the data section, ``layout.nbytes`` long). The mapping lives as long as the view.
 
     Raises:
-        ShardFileError: the file is missing, is not a shard file, or is shorter or longer than its header says.
+        ShardFileError: as of `ShardFile`.
     """
+    with _told(path), Path(path).open("rb") as file:
+        layout, start, size = _read_header(path, file)
+        mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+    return layout, memoryview(mapping)[start:]
+
+
+def _read_header(path: str | Path, file: Any) -> tuple[PartLayout, int, int]:
+    """The layout, where the data begin, and the file's length."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+    if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+        raise ShardFileError(f"{path} is torn or not a safetensors file: its header is not all there")
+    layout = _parse(path, file.read(length))
+    start = _LENGTH_BYTES + length
+    if size != start + layout.nbytes:
+        raise ShardFileError(f"{path} is torn: it has {size} bytes, its header says {start + layout.nbytes}")
+    return layout, start, size
+
+
+@contextmanager
+def _told(path: str | Path) -> Iterator[None]:
+    """What the system says of the file, in our words."""
     try:
-        with Path(path).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if size < _LENGTH_BYTES or length > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
-                raise ShardFileError(f"{path} is torn or not a safetensors file: its header is not all there")
-            layout = _parse(path, file.read(length))
-            start = _LENGTH_BYTES + length
-            if size != start + layout.nbytes:
-                raise ShardFileError(f"{path} is torn: it has {size} bytes, its header says {start + layout.nbytes}")
-            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        yield
     except FileNotFoundError:
         raise ShardFileError(f"{path} is missing") from None
-    return layout, memoryview(mapping)[start:]
+    except OSError as error:
+        raise ShardFileError(f"{path} cannot be read now: {error.strerror}") from error
 
 
 def _header(layout: PartLayout, metadata: Mapping[str, str]) -> bytes:
