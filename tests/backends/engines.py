@@ -187,6 +187,13 @@ def _examine(
     facts["next_state"] = _hash(backend.state("verl"))
     facts["lr_next"] = engine.lr_scheduler.get_last_lr()
 
+    second = Lazy(backend, backend.state("verl"))
+    _step(engine, rank, 4)
+    second.write(saves / "second" / "actor")
+    dist.barrier()
+    backend.load(saves / "second" / "actor")
+    facts["second_loaded"], facts["second_state"] = _digest(backend, ranks), _hash(backend.state("verl"))
+
     torch.manual_seed(999)
     dist.barrier()
     backend.load(saves / "ours" / "actor")
@@ -228,7 +235,7 @@ def _merge(actor: Path, target: Path) -> None:
     FSDPModelMerger(config).merge_and_save()
 
 
-def _engine(model: str, strategy: str, fsdp_size: int) -> Any:
+def _engine(model: str, strategy: str, fsdp_size: int, **of_model: Any) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
@@ -241,6 +248,7 @@ def _engine(model: str, strategy: str, fsdp_size: int) -> Any:
             use_remove_padding=False,
             enable_gradient_checkpointing=False,
             override_config={"attn_implementation": "sdpa"},
+            **of_model,
         ),
         engine_config=FSDPEngineConfig(
             strategy=strategy,
@@ -333,7 +341,12 @@ def _distributed(
     lazy.write(saves / "dcp" / "actor")
     torch.manual_seed(1)
     facts["dcp_changed"] = _whole(backend)
+    second = Lazy(backend, backend.state("dcp"))
+    _step(engine, rank, 8)
+    second.write(saves / "second-dcp" / "actor")
     dist.barrier()
+    backend.load(saves / "second-dcp" / "actor")
+    facts["dcp_second_loaded"] = _whole(backend)
     backend.load(saves / "dcp" / "actor")
     facts["dcp_loaded"] = _whole(backend)
     if rank == 0 and ranks == 2:

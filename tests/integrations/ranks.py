@@ -46,6 +46,13 @@ class Rank:
             self._engines[strategy] = engines._engine(str(self._models / model), strategy, -1)
         return self._engines[strategy]
 
+    def with_adapters(self, strategy: str) -> str:
+        """Another engine, whose model is trained with LoRA; its name."""
+        name = f"{strategy} with adapters"
+        lora = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj"]}
+        self._engines[name] = engines._engine(str(self._models / "untied"), strategy, -1, **lora)
+        return name
+
     def use(self, strategy: str, namespace: str, contents: list[str] | None = None) -> None:
         """Put our manager into the engine."""
         from verl.trainer.config import CheckpointConfig

@@ -74,6 +74,23 @@ def test_the_full_weights_reach_the_synchronizer_in_wire_dtype(
 
 
 @BOTH
+def test_adapters_of_lora_do_not_stay_behind_in_silence(
+    ranks: list[Any], run: VerlRun, step: int, strategy: str
+) -> None:
+    """verl's engine hands out the frozen weights alone: explorers would have the first version for ever."""
+    (name,) = set(every(ranks, "with_adapters", strategy))
+    before = run.synchronizer.get_latest_model_version()
+    calls = [
+        outcomes(ranks, "function", "fsdp_upload_state_dict", name, run.synchronizer, step),
+        outcomes(ranks, "function", "fsdp_state_dict_meta", name),
+        outcomes(ranks, "function", "fsdp_sync_weight_nccl", name, None),
+    ]
+    for raised in calls:
+        assert all("LoRA adapters" in str(error) and "model.lora.merge" in str(error) for error in raised), raised
+    assert run.synchronizer.get_latest_model_version() == before
+
+
+@BOTH
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_broadcast_brings_the_version_to_an_explorer(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path, strategy: str, packed: bool

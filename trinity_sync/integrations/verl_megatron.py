@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.integrations.verl.parameters import parameters
 from trinity_sync.integrations.verl.ranks import together
 
 
@@ -128,7 +129,7 @@ def megatron_sync_weight_nccl(engine: Any, model_update_group: Any) -> None:
 def _each_once(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The engine's tensors by Hugging Face name. Tied ones come from the first and the last pipeline stage both."""
     seen = set()
-    for name, tensor in engine.get_per_tensor_param()[0]:
+    for name, tensor in parameters(engine):
         if name not in seen:
             seen.add(name)
             yield name, tensor

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.integrations.verl import files
+from trinity_sync.integrations.verl.parameters import parameters
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.state import StateCopy, sharded
 from trinity_sync.sync import Synchronizer
@@ -90,7 +91,7 @@ def fsdp_upload_state_dict(
     """
     if global_step == 0:
         return
-    tensors, _ = engine.get_per_tensor_param()
+    tensors = parameters(engine)
 
     def publish(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         synchronizer.set_model_state_dict(pairs, global_step, attempt=attempt, wire_dtype=wire_dtype)
@@ -103,7 +104,7 @@ def fsdp_state_dict_meta(engine: Any, *, wire_dtype: str | None = None) -> list[
     """(name, dtype as torch prints it, shape) of what `fsdp_sync_weight_nccl` sends, in order: for
     `Synchronizer.setup_weight_sync_group`. On rank 0; empty elsewhere.
     """
-    tensors, _ = engine.get_per_tensor_param()
+    tensors = parameters(engine)
     return use_on_first_rank("describe the weights", tensors, lambda pairs: describe(pairs, wire_dtype)) or []
 
 
@@ -132,7 +133,7 @@ def fsdp_sync_weight_nccl(
     Raises:
         RunError: on every rank, where a broadcast failed; the group is of no use any more then.
     """
-    tensors, _ = engine.get_per_tensor_param()
+    tensors = parameters(engine)
 
     def send(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         if packed:
