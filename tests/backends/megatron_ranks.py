@@ -282,6 +282,19 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     _train(engine, 2)
     facts["next_after_load"], facts["next_state_after_load"] = digest(backend, case["world"]), _optimizer_hash(engine)
     facts["lr_next_after_load"] = engine.optimizer.param_groups[0]["lr"]
+
+    second = folder / f"{case['save']}-second"
+    copying_second, write_second = backend.begin_save(second, lazily=True)
+    backend.before_change(lambda: copying_second.hold_until_copied(60))
+    writer = threading.Thread(target=write_second)
+    writer.start()
+    _train(engine, 3)
+    writer.join(60)
+    assert not writer.is_alive(), "the second save does not end"
+    torch.distributed.barrier()
+    facts["after_second"] = digest(backend, case["world"])
+    backend.load(second)
+    facts["second_loaded"], facts["second_state"] = digest(backend, case["world"]), _optimizer_hash(engine)
     return facts
 
 

@@ -107,6 +107,15 @@ def test_a_resumed_engine_goes_on_bit_for_bit(facts: Facts, case: str) -> None:
 
 
 @every_case
+def test_a_second_save_in_a_row_holds_the_state_of_its_own_time(facts: Facts, case: str) -> None:
+    """Known of others: each save after the first writes the first one's weights again."""
+    for rank in facts[case]:
+        assert rank["second_loaded"] == rank["next"] != rank["after_step"]
+        assert rank["second_state"] == rank["next_state"] != rank["state"]
+        assert rank["dcp_second_loaded"] == rank["dcp_changed"] != rank["dcp_saved"]
+
+
+@every_case
 def test_verls_own_checkpoints_are_read_too(facts: Facts, case: str) -> None:
     for rank in facts[case]:
         assert rank["loaded_from_verl"] == rank["next_after_load"]

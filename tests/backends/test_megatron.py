@@ -124,6 +124,15 @@ def test_a_resumed_engine_goes_on_bit_for_bit(case_facts: list[dict[str, Any]]) 
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("save"))
+def test_a_second_save_in_a_row_holds_the_state_of_its_own_time(case_facts: list[dict[str, Any]]) -> None:
+    """Known of others: each save after the first writes the first one's weights again."""
+    for rank in case_facts:
+        assert rank["second_loaded"] == rank["next"] != rank["before_save"]
+        assert rank["after_second"] != rank["next"]
+        assert rank["second_state"] == rank["next_state"]
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("save"))
 def test_each_rank_names_the_files_it_wrote(case_facts: list[dict[str, Any]]) -> None:
     first, *others = (rank["files"] for rank in case_facts)
     assert {"ckpt_contents.json", "transformer_config.json", "model/huggingface/config.json"} < set(first)

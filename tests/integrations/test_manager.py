@@ -15,6 +15,7 @@ import ray
 from tests.integrations.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import read_manifest, step_dir, versions_dir
+from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.run import VerlRun, open_run
@@ -210,6 +211,30 @@ def test_nothing_is_done_without_a_path(ranks: list[Any], run: VerlRun, root: Pa
     every(ranks, "manager", "fsdp2", "load_checkpoint", None)
     wait(ranks)
     assert kept(root) == before
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_saves_in_a_row_each_hold_the_weights_of_their_time_and_an_automatic_resume_finds_the_last(
+    ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path, strategy: str
+) -> None:
+    """Known of others: each asynchronous save after the first writes the first one's weights; no tracker is written."""
+    from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+    run, root = make_run(tmp_path), tmp_path
+    every(ranks, "use", strategy, run.namespace)
+    live = []
+    for step in (1, 2, 3):
+        every(ranks, "train", strategy, step)
+        live.append(every(ranks, "digest", strategy)[0])
+        every(ranks, "manager", strategy, "save_checkpoint", actor_path(root, step), step)
+    every(ranks, "train", strategy, 4)
+    every(ranks, "manager", strategy, "wait_on_save_thread")
+    assert [open_weights(step_dir(root, step)).digest("BF16") for step in (1, 2, 3)] == live
+    assert len(set(live)) == 3
+    assert (read_tracker(root, FULL).step, find_latest_ckpt_path(str(root))) == (3, str(step_dir(root, 3)))
+    run.close()
+    again = make_run(root)
+    assert (again.attempt, again.step, again.resume_path) == (1, 3, step_dir(root, 3))
 
 
 def test_a_later_save_leaves_the_files_of_an_earlier_one_alone(
