@@ -154,6 +154,16 @@ def test_a_trainer_of_the_group_before_neither_meets_nor_has_sent_anything() -> 
     assert rounds.arrive(again, 4).step == 4
 
 
+def test_a_trainer_that_was_started_again_is_not_ousted_by_what_the_one_before_it_said() -> None:
+    rounds, again = book(1), member(TRAINER)
+    rounds.open(again, "host", 29501, None, 1)
+    with pytest.raises(RoundError, match="this trainer is dead, or was started again since: it opens no group"):
+        rounds.open(T, "host", 29500, None, 1)
+    assert rounds.joinable(1)
+    rounds.gone(again)
+    assert rounds.open(T, "host", 29500, None, 1).id == 3
+
+
 def test_another_process_than_the_one_that_opened_the_group_may_say_that_the_trainer_is_ready() -> None:
     rounds, driver = book(1), member(TRAINER)
     rounds.arrive(A, None)
@@ -205,7 +215,7 @@ class Book(RuleBasedStateMachine):
         try:
             group = self.rounds.open(trainer, "host", 1, None, len(NAMES))
         except RoundError:
-            assert trainer in self.dead
+            assert trainer in self.dead or trainer != self.lives[TRAINER][-1]
             return
         assert trainer not in self.dead
         self.joined[trainer] = group.id

@@ -76,6 +76,7 @@ class RoundBook:
     # The explorers by rank, and the trainer's processes: the one that opened the group, and those that came to a round.
     _ranks: dict[Member, int] = field(default_factory=dict)
     _trainers: set[Member] = field(default_factory=set)
+    _opener: Member | None = None
     # Who had a place in a group before and has none in this one.
     _former: set[Member] = field(default_factory=set)
 
@@ -83,18 +84,19 @@ class RoundBook:
         """A group in place of the one before, whose members need not wait any more.
 
         Raises:
-            RoundError: it has no explorers, or this trainer is dead.
+            RoundError: it has no explorers, or this trainer is dead or was started again since.
         """
         if explorers < 1:
             raise RoundError(f"a group needs at least 1 explorer, not {explorers}")
-        if self._roll.over(trainer):
-            raise RoundError(f"this {trainer} is dead")
+        opener = self._opener
+        if self._roll.over(trainer) or (opener is not None and trainer < opener and not self._roll.over(opener)):
+            raise RoundError(f"this {trainer} is dead, or was started again since: it opens no group any more")
         number = self.group.id + 1 if self.group is not None else 1
         self._meeting.failed = f"weight sync group {number} took the place of the one before; join that"
         self._former = (self._former | self._ranks.keys() | self._trainers) - {trainer}
         self.group = WeightSyncGroup(id=number, address=address, port=port, explorers=explorers, meta=meta)
         self.failed, self._meeting = None, Meeting()
-        self._ranks, self._trainers = {}, {trainer}
+        self._ranks, self._trainers, self._opener = {}, {trainer}, trainer
         return self.group
 
     def joinable(self, after: int) -> bool:
