@@ -76,7 +76,7 @@ def test_a_file_that_is_cut_or_deleted_while_it_is_read_is_an_error_and_no_signa
     example(tmp_path / "part")
     with ShardFile(tmp_path / "part") as file:
         os.truncate(tmp_path / "part", 4)
-        with pytest.raises(ShardFileError, match="part is torn: it ends at byte"):
+        with pytest.raises(ShardFileError, match="part is torn: it has no byte"):
             file.read(0, found)
 
         # There is no NFS here: what its client says of a file that another client deleted.

@@ -104,7 +104,7 @@ class ShardFile:
             while left:
                 count = os.preadv(self._file.fileno(), [left], at)
                 if not count:
-                    raise ShardFileError(f"{self.path} is torn: it ends at byte {at}, though it was longer before")
+                    raise ShardFileError(f"{self.path} is torn: it has no byte {at} any more")
                 left, at = left[count:], at + count
 
     def close(self) -> None:
