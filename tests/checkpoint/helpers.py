@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -48,3 +49,15 @@ def names(folder: Path) -> set[str]:
     """All files below a folder but its monitor's lock, relative."""
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     return files - {".monitor.lock"}
+
+
+def verls(root: Path, step: int = 30, *, ranks: int = 2, version: int = 2) -> Path:
+    """A checkpoint as verl writes it."""
+    folder = root / f"global_step_{step}"
+    actor = folder / "actor"
+    actor.mkdir(parents=True)
+    for rank in range(ranks):
+        for name in ("model", "optim", "extra_state"):
+            (actor / f"{name}_world_size_{ranks}_rank_{rank}.pt").write_text("x")
+    (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": version, "world_size": ranks}))
+    return folder

@@ -216,9 +216,11 @@ class CheckpointDisk:
         journals = [dumped for dumped in journals if dumped["step"] not in failures]
         kept = [(dumped["step"], self.attempt) for dumped in journals]
         store.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
-        manifests = {info.step: info.manifest for info in store.scan(self.root) if info.manifest is not None}
+        infos = store.scan(self.root)
+        manifests = {info.step: info.manifest for info in infos if info.manifest is not None}
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
-        problems += self._repair_trackers(book)
+        others = {info.step for info in infos if info.manifest is None and info.state != "damaged"}
+        problems += self._repair_trackers(book, others)
         beside = self._steps_beside()
         for step in beside:
             book.restore_beside(step)
@@ -278,8 +280,12 @@ class CheckpointDisk:
                 problems.append(f"{path} cannot be read: {error}")
         return journals, problems
 
-    def _repair_trackers(self, book: CommitBook) -> list[str]:
-        """Let the trackers name what is committed: a crash may have come between a commit and its tracker."""
+    def _repair_trackers(self, book: CommitBook, others: Collection[int]) -> list[str]:
+        """Let the trackers name what is committed: a crash may have come between a commit and its tracker.
+
+        Args:
+            others: steps of folders that are there, and not known to be no checkpoints.
+        """
         assert self.root is not None
         problems = []
         for kind in KINDS:
@@ -287,9 +293,10 @@ class CheckpointDisk:
             if tracker.problem is not None:
                 problems.append(tracker.problem)
             named = book.trackers[kind]
-            # Where nothing of ours is committed, a tracker of another program's checkpoints is left to it.
-            foreign = named is None and tracker.step is not None and step_dir(self.root, tracker.step).is_dir()
-            if (tracker.step != named or tracker.problem is not None) and not foreign:
+            if tracker.step == named and tracker.problem is None:
+                continue
+            # A newer one that is there, but is verl's own or cannot be read now, keeps its tracker.
+            if tracker.step is None or tracker.step < (named or 0) or tracker.step not in others:
                 write_tracker(self.root, kind, named)
         return problems
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from trinity_sync.checkpoint.layout import NewerFormatError
 from trinity_sync.checkpoint.mirror_process import MirrorError, MirrorSettings, call_mirror, try_again
 from trinity_sync.checkpoint.storage import local_folder, shown
 from trinity_sync.checkpoint.store import CheckpointInfo
@@ -61,6 +62,7 @@ def fetch_newer(
 
     Raises:
         ConfigError: the mirror is the checkpoint folder itself.
+        NewerFormatError: what is newer there was written by a later version of this program.
         RunError: the mirror cannot be reached and there is nothing here.
     """
     _check_apart(place, root)
@@ -85,6 +87,8 @@ def fetch_newer(
             f"no checkpoint in {root} verifies, and the mirror {shown(place)} cannot be asked for one: {error}; "
             f"try again when it can be reached, or begin again at step 1 with checkpoint.mirror=null"
         ) from error
+    if result["unknown"]:
+        raise NewerFormatError(f"the mirror {shown(place)}: {result['unknown']}")
     return result["step"]
 
 

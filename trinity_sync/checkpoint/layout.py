@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
@@ -46,8 +46,45 @@ _ABANDONED_NAME = re.compile(rf"{ABANDONED_PREFIX}{STEP_PREFIX}\d+-attempt_(\d+)
 _CHUNK = 4 << 20
 
 
+State = Literal["committed", "damaged", "unreadable", "newer", "no_manifest", "verl"]
+"""What a step folder is: a checkpoint; one whose contents are wrong; one that cannot be read now and may be read later;
+one that a newer version of this program wrote; a folder without a manifest; and such a one that verl itself wrote."""
+
+#: What the system says of a path that is not, or not as it was: looking again would find the same.
+_WRONG = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+
+
 class ManifestError(RunError):
-    """A folder's manifest is missing, damaged or of another format; the message names the file and the fault."""
+    """A folder has no manifest that is valid, for it is damaged; the message names the file and the fault."""
+
+    state: State = "damaged"
+
+
+class NoManifestError(ManifestError):
+    """There is none."""
+
+    state: State = "no_manifest"
+
+
+class UnreadableError(ManifestError):
+    """It cannot be read now, which says nothing about what it holds: the disk, the network or a permission is at
+    fault.
+    """
+
+    state: State = "unreadable"
+
+
+class NewerFormatError(ManifestError):
+    """A later version of this program wrote it."""
+
+    state: State = "newer"
+
+
+def read_error(path: Path, error: OSError) -> ManifestError:
+    """Of a path that could not be read: that it is damaged, or cannot be read now."""
+    if error.errno in _WRONG:
+        return ManifestError(f"{path} cannot be read: {error.strerror}")
+    return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -156,10 +193,10 @@ class Manifest:
         """The inverse of `to_json`.
 
         Raises:
-            ValueError, KeyError, TypeError: it is of another format, damaged, or was changed after it was written.
+            ValueError, KeyError, TypeError: it is damaged, or was changed after it was written.
         """
         if body["format"] != FORMAT:
-            raise ValueError(f"its format is {body['format']}, this program reads format {FORMAT}")
+            raise ValueError(f"its format is {body['format']}, which no version has written")
         rest = {key: value for key, value in body.items() if key != "self"}
         if body["self"] != canonical_digest(rest):
             raise ValueError("its own digest does not match its contents")
@@ -189,16 +226,35 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint folder.
 
     Raises:
-        ManifestError: it is missing, cannot be read, or is not valid.
+        NoManifestError, UnreadableError, NewerFormatError: see there.
+        ManifestError: it is not valid.
     """
     path = folder / MANIFEST
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ManifestError(f"{folder} has no {MANIFEST}, so it is not a committed checkpoint") from None
-    except (OSError, ValueError) as error:
+        _look_into(folder)
+        raise NoManifestError(f"{folder} has no {MANIFEST}, so it is not a committed checkpoint") from None
+    except OSError as error:
+        raise read_error(path, error) from None
+    except ValueError as error:
         raise ManifestError(f"{path} cannot be read: {error}") from None
     return parse_manifest(text, path, step_of(folder.name))
+
+
+def _look_into(folder: Path) -> None:
+    """That a folder in which something was not found can be looked into, if it is there.
+
+    Raises:
+        UnreadableError: not now.
+    """
+    try:
+        with os.scandir(folder):
+            pass
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise read_error(folder, error) from None
 
 
 def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
@@ -209,12 +265,18 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
         step: that it has to be of; None: any.
 
     Raises:
+        NewerFormatError: it is of a later format, whatever else stands in it.
         ManifestError: it is not valid.
     """
     try:
         body = json.loads(text)
     except ValueError as error:
         raise ManifestError(f"{name} cannot be read: {error}") from None
+    version = body.get("format") if isinstance(body, dict) else None
+    if type(version) is int and version > FORMAT:
+        raise NewerFormatError(
+            f"{name} was written by a newer version of trinity-sync: format {version}, this one reads {FORMAT}"
+        )
     try:
         manifest = Manifest.from_json(body)
     except KeyError as error:

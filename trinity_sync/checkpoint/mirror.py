@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ from trinity_sync.checkpoint.layout import (
     FileEntry,
     Manifest,
     ManifestError,
+    NewerFormatError,
     digest_file,
     parse_manifest,
     read_manifest,
@@ -90,6 +91,7 @@ class Mirror:
         """The manifest of a step there; None where there is none.
 
         Raises:
+            NewerFormatError: a later version of this program wrote it.
             ManifestError: it is damaged.
         """
         name = f"{_folder(step)}/{MANIFEST}"
@@ -102,7 +104,7 @@ class Mirror:
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
         """Those of these steps of the local folder that are not there as they are here, ascending."""
         own = {step: manifest for step in sorted(steps) if (manifest := _own(root, step)) is not None}
-        return [step for step, manifest in own.items() if self._sound(step) != manifest]
+        return [step for step, manifest in own.items() if not self._holds(step, manifest)]
 
     # ---- sending
 
@@ -116,7 +118,7 @@ class Mirror:
 
         Raises:
             DamagedError: a local file is not as the manifest says.
-            ManifestError: there is no such checkpoint here.
+            ManifestError: there is no such checkpoint here, or one of a newer version there.
         """
         manifest = read_manifest(step_dir(root, step))
         folder = _folder(step)
@@ -205,7 +207,10 @@ class Mirror:
         pins, local = holds.pinned(root), {info.step for info in store.scan(root)}
         facts, gone = [], []
         for step in self.steps():
-            manifest = self._sound(step)
+            try:
+                manifest = self._sound(step)
+            except NewerFormatError:
+                continue
             if manifest is not None:
                 facts.append(_facts(manifest, pinned=(step, manifest.attempt) in pins))
             elif step not in local and self._storage.read(f"{_folder(step)}/{ABANDONED}") is None:
@@ -237,6 +242,9 @@ class Mirror:
 
         Returns:
             Its step; None where nothing newer than `newer_than` is good.
+
+        Raises:
+            NewerFormatError: a later version of this program has saved a newer one there.
         """
         for manifest in self._candidates(newer_than, say):
             say(f"fetching the checkpoint of step {manifest.step} ({manifest.bytes / 1e6:.1f} MB) from the mirror")
@@ -249,20 +257,26 @@ class Mirror:
         return None
 
     def _candidates(self, newer_than: tuple[int, int] | None, say: Callable[[str], None]) -> Iterator[Manifest]:
-        """What is there, the newest of the latest attempt first."""
-        found = []
+        """What is there, the newest of the latest attempt first. NewerFormatError where that is not all."""
+        found: list[Manifest] = []
+        unknown: dict[int, NewerFormatError] = {}
         for step in reversed(self.steps()):
             try:
                 manifest = self.manifest(step)
+            except NewerFormatError as error:
+                unknown[step] = error
+                continue
             except ManifestError as error:
                 say(f"the mirror's copy of step {step} is passed over: {error}")
                 continue
             if manifest is not None and manifest.kind == FULL:
                 found.append(manifest)
+        attempt, step = newer_than or (0, 0)
         for manifest in sorted(found, key=lambda manifest: (manifest.attempt, manifest.step), reverse=True):
-            attempt, step = newer_than or (0, 0)
             if manifest.attempt >= attempt and manifest.step > step:
+                _refuse_past(unknown, manifest.step)
                 yield manifest
+        _refuse_past(unknown, step)
 
     def _fetch(self, root: Path, manifest: Manifest) -> None:
         folder = _folder(manifest.step)
@@ -309,11 +323,25 @@ class Mirror:
                 future.result()
 
     def _sound(self, step: int) -> Manifest | None:
-        """The manifest of a step there; None where there is none that is valid."""
+        """The manifest of a step there; None where there is none that is valid. NewerFormatError as `manifest`."""
         try:
             return self.manifest(step)
+        except NewerFormatError:
+            raise
         except ManifestError:
             return None
+
+    def _holds(self, step: int, manifest: Manifest) -> bool:
+        try:
+            return self._sound(step) == manifest
+        except NewerFormatError:  # the upload says so
+            return False
+
+
+def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
+    """Raise the error of the newest one after a step, if there is one."""
+    if unknown and max(unknown) > step:
+        raise unknown[max(unknown)]
 
 
 def _folder(step: int) -> str:

@@ -225,8 +225,13 @@ def _upload(mirror: Any, storage: Any, job: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _download(mirror: Any, storage: Any, job: Mapping[str, Any]) -> dict[str, Any]:
-    step = mirror.download(job["root"], newer_than=job["newer_than"], say=lambda text: _emit({"say": text}))
-    return {"step": step}
+    from trinity_sync.checkpoint.layout import NewerFormatError
+
+    try:
+        step = mirror.download(job["root"], newer_than=job["newer_than"], say=lambda text: _emit({"say": text}))
+    except NewerFormatError as error:
+        return {"step": None, "unknown": str(error)}
+    return {"step": step, "unknown": None}
 
 
 _JOBS: Mapping[str, Callable[[Any, Any, Mapping[str, Any]], dict[str, Any]]] = {

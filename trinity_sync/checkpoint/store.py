@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint import holds, verls
 from trinity_sync.checkpoint.layout import (
     ABANDONED_PREFIX,
     MANIFEST,
@@ -40,10 +40,14 @@ from trinity_sync.checkpoint.layout import (
     FileEntry,
     Manifest,
     ManifestError,
+    NewerFormatError,
+    State,
+    UnreadableError,
     abandoned_attempt,
     abandoned_dir,
     digest_file,
     journal_path,
+    read_error,
     read_manifest,
     staging_dir,
     step_dir,
@@ -69,12 +73,14 @@ class CheckpointInfo:
 
     Args:
         manifest: None where the folder is not a committed checkpoint.
-        problems: why it is not; empty for a committed one. Contents are not looked at: see `verify`.
+        state: what it is. Contents are not looked at: see `verify`.
+        problems: why it is no committed checkpoint; empty for one.
     """
 
     step: int
     path: Path
     manifest: Manifest | None
+    state: State = "committed"
     problems: tuple[str, ...] = ()
 
     @property
@@ -99,20 +105,23 @@ class VerifyReport:
 
     Args:
         files, bytes: how many were checked.
-        problems: one sentence per fault; empty: it is whole.
+        state: ``committed``: every file is as it was committed. ``damaged`` where one is not, whatever else cannot be
+            read now.
+        problems: one sentence per fault, those of the state first; empty: it is whole.
         unlisted: files in the folder that the manifest does not know, relative paths.
     """
 
     path: Path
     files: int
     bytes: int
+    state: State
     problems: tuple[str, ...]
     unlisted: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
         """Whether every file is as it was committed."""
-        return not self.problems
+        return self.state == "committed"
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
@@ -137,17 +146,37 @@ def locate(path: Path) -> tuple[Path, int | None]:
 
 
 def scan(root: Path) -> list[CheckpointInfo]:
-    """All step folders, oldest first. Reads manifests only."""
-    found = []
-    for path in root.iterdir() if root.is_dir() else ():
-        step = step_of(path.name)
-        if step is None or not path.is_dir():
-            continue
-        try:
-            found.append(CheckpointInfo(step, path, read_manifest(path)))
-        except ManifestError as error:
-            found.append(CheckpointInfo(step, path, None, (str(error),)))
-    return sorted(found, key=lambda info: info.step)
+    """All step folders, oldest first. Reads manifests only.
+
+    Raises:
+        UnreadableError: the folder cannot be listed now.
+    """
+    try:
+        with os.scandir(root) as entries:
+            named = [(step_of(entry.name), entry) for entry in entries]
+            found = {
+                step: Path(entry.path)
+                for step, entry in named
+                if step is not None and not entry.is_file(follow_symlinks=False)
+            }
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise read_error(root, error) from error
+    return [_look(step, path) for step, path in sorted(found.items())]
+
+
+def _look(step: int, path: Path) -> CheckpointInfo:
+    try:
+        return CheckpointInfo(step, path, read_manifest(path))
+    except ManifestError as error:
+        fault = error
+    try:
+        if fault.state == "no_manifest" and verls.wrote(path):
+            return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
+    except OSError as error:
+        fault = read_error(path, error)
+    return CheckpointInfo(step, path, None, fault.state, (str(fault),))
 
 
 def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -159,44 +188,57 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
     try:
         manifest = read_manifest(path)
     except ManifestError as error:
-        return VerifyReport(path, 0, 0, (str(error),), ())
-    problems = []
+        return VerifyReport(path, 0, 0, error.state, (str(error),), ())
+    faults: list[ManifestError] = []
     checked = 0
     for entry in manifest.files:
         within = None if progress is None else partial(_report_within, progress, checked, entry.bytes, manifest.bytes)
-        problem = _fault(path, entry, within)
-        if problem is not None:
-            problems.append(problem)
+        fault = _fault(path, entry, within)
+        if fault is not None:
+            faults.append(fault)
         checked += entry.bytes
         if progress is not None:
             progress(checked, manifest.bytes)
+    faults.sort(key=lambda fault: fault.state == "unreadable")
     listed = {entry.path for entry in manifest.files}
     unlisted = tuple(sorted(set(_files(path)) - listed))
-    return VerifyReport(path, len(manifest.files), manifest.bytes, tuple(problems), unlisted)
+    state = faults[0].state if faults else "committed"
+    return VerifyReport(path, len(manifest.files), manifest.bytes, state, tuple(map(str, faults)), unlisted)
 
 
 def newest_good(
-    root: Path, *, kind: Kind = FULL, on_skip: Callable[[str], None] | None = None
+    root: Path, *, kind: Kind = FULL, on_skip: Callable[[str], None] | None = None, skip_unreadable: bool = False
 ) -> CheckpointInfo | None:
     """The newest checkpoint that verifies, to resume from (``full``) or to load weights from (``state_dict``: either).
 
+    A damaged one is passed over, and so is a folder that is no checkpoint.
+
     Args:
-        on_skip: called with a sentence for each newer one that is damaged and was passed over.
+        on_skip: called with a sentence for each newer one that was passed over.
+        skip_unreadable: pass over what cannot be read now, too.
+
+    Raises:
+        UnreadableError: a newer one cannot be read now.
+        NewerFormatError: a newer one was written by a later version of this program.
     """
     for info in reversed(scan(root)):
-        if info.manifest is None:
-            reason: str | None = info.problems[0]
-        elif kind == FULL and info.kind != FULL:
-            continue
-        elif not info.manifest.files:
-            reason = f"{info.path} lists no files"
-        else:
-            report = verify(info.path)
-            reason = None if report.ok else report.problems[0]
-        if reason is None:
+        state, problems = info.state, info.problems
+        if info.manifest is not None:
+            if kind == FULL and info.kind != FULL:
+                continue
+            if info.manifest.files:
+                report = verify(info.path)
+                state, problems = report.state, report.problems
+            else:
+                state, problems = "damaged", (f"{info.path} lists no files",)
+        if state == "committed":
             return info
+        if state == "newer":
+            raise NewerFormatError(problems[0])
+        if state == "unreadable" and not skip_unreadable:
+            raise UnreadableError(problems[0])
         if on_skip is not None:
-            on_skip(f"the checkpoint of step {info.step} is passed over: {reason}")
+            on_skip(f"the checkpoint of step {info.step} is passed over: {problems[0]}")
     return None
 
 
@@ -244,6 +286,8 @@ def commit_folder(
             )
         return _commit_in_place(target, draft, partial, durable, clock)
     place.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        _check_ours([_look(draft.step, target)], ("newer", "verl", "unreadable"))
     source = _link_reported(staging, draft) if partial else staging
     adopted = _adopt(root, target, source, draft, partial)
     manifest = replace(draft, files=_collect(source, draft.files, adopted, everything=not partial))
@@ -267,11 +311,9 @@ def adopt_folder(root: Path, source: Path, step: int) -> None:
         sync_folder(Path(parent))
     target = step_dir(root, step)
     if target.exists():
-        try:
-            attempt: int | None = read_manifest(target).attempt
-        except ManifestError:
-            attempt = None
-        target.rename(abandoned_dir(root, step, attempt))
+        info = _look(step, target)
+        _check_ours([info])
+        target.rename(abandoned_dir(root, step, info.attempt))
     source.rename(target)
     sync_folder(root)
 
@@ -338,6 +380,23 @@ def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step
         (root / VERSIONS).rmdir()
 
 
+def finish_replacements(root: Path) -> None:
+    """Bring back what a crash left out of its place while a fuller one was to take it. Nothing goes by that."""
+    for path in root.glob(f"{REPLACED_PREFIX}*"):
+        target = root / path.name.removeprefix(REPLACED_PREFIX)
+        if not target.exists():
+            path.rename(target)
+
+
+def check_start(root: Path, step: int) -> None:
+    """That a resume may go on after a step: of later ones it sets aside what is this program's own, and nothing else.
+
+    Raises:
+        RunError: a later one was written by a newer version of it, or by verl.
+    """
+    _check_ours([info for info in scan(root) if info.step > step])
+
+
 def newest_attempt(root: Path) -> int | None:
     """The last attempt that committed anything here, abandoned since or not; None: there was none."""
     attempts = [info.attempt for info in scan(root)]
@@ -354,13 +413,18 @@ def set_start(root: Path, step: int, attempt: int) -> list[Path]:
 
     Returns:
         The new paths of the abandoned folders.
+
+    Raises:
+        RunError: as `check_start`; nothing has been touched then.
     """
+    check_start(root, step)
     recover(root)
     infos = scan(root)
-    committed = [info for info in infos if info.manifest is not None and info.step <= step]
+    # What the resume starts from may be verl's own.
+    full = [info.step for info in infos if info.kind == FULL or info.step == step]
     # Trackers first: a crash in between leaves them naming something that is there.
-    write_tracker(root, STATE_DICT, max((info.step for info in committed), default=None))
-    write_tracker(root, FULL, max((info.step for info in committed if info.kind == FULL), default=None))
+    for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
+        write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
     abandoned = []
     for info in infos:
         if info.step > step:
@@ -370,6 +434,15 @@ def set_start(root: Path, step: int, attempt: int) -> list[Path]:
     if abandoned:
         sync_folder(root)
     return abandoned
+
+
+def _check_ours(infos: Collection[CheckpointInfo], others: Collection[State] = ("newer", "verl")) -> None:
+    for info in infos:
+        if info.state in others:
+            raise RunError(
+                f"{info.problems[0]}; it is left where it is, and stands in the way: move it to another folder, or save "
+                "to another one"
+            )
 
 
 def discard(root: Path, path: Path) -> None:
@@ -630,16 +703,16 @@ def _report_within(progress: Callable[[int, int], None], before: int, most: int,
         progress(before + read, total)
 
 
-def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> str | None:
+def _fault(folder: Path, entry: FileEntry, progress: Callable[[int], None] | None = None) -> ManifestError | None:
     path = folder / entry.path
     try:
         size, digest = digest_file(path, progress=progress)
     except FileNotFoundError:
-        return f"{path} is missing"
+        return ManifestError(f"{path} is missing")
     except OSError as error:
-        return f"{path} cannot be read: {error}"
+        return read_error(path, error)
     if size != entry.bytes:
-        return f"{path} has {size} bytes instead of {entry.bytes}"
+        return ManifestError(f"{path} has {size} bytes instead of {entry.bytes}")
     if digest != entry.xxh3_128:
-        return f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}"
+        return ManifestError(f"{path} was changed: its digest is {digest} instead of {entry.xxh3_128}")
     return None
