@@ -23,6 +23,7 @@ import launch
 import trinity_sync
 from trinity_sync import __version__, app, cli, config
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.resuming import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
 ROOT = Path(launch.__file__).parent
@@ -35,7 +36,7 @@ class StandIn:
     calls: list[SimpleNamespace] = field(default_factory=list)
     behave: Callable[[Any], int] = lambda cfg: 0
 
-    def run(self, cfg: Any, run_dir: Path, *, resume: bool = False) -> int:
+    def run(self, cfg: Any, run_dir: Path, *, resume: Any = None) -> int:
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, command=list(sys.argv)))
         (run_dir / "run.json").write_text(json.dumps({"status": "running"}))
         code = self.behave(cfg)
@@ -80,7 +81,7 @@ def only(paths: Iterator[Path]) -> Path:
 def test_a_run_gets_its_configuration_and_a_folder_of_its_own(launcher: StandIn, tmp_path: Path) -> None:
     assert start("sync=nccl", "name=try") == 0
     (call,) = launcher.calls
-    assert (call.cfg.sync.mode, call.resume) == ("nccl", False)
+    assert (call.cfg.sync.mode, call.resume) == ("nccl", None)
     assert re.fullmatch(r"outputs/try/\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", str(call.run_dir.relative_to(tmp_path)))
     assert OmegaConf.load(call.run_dir / ".hydra" / "overrides.yaml") == ["sync=nccl", "name=try"]
 
@@ -346,6 +347,38 @@ def test_a_run_in_use_is_not_resumed(launcher: StandIn, capsys: pytest.CaptureFi
         assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 2
     assert "is in use by process" in capsys.readouterr().err
     assert saved(folder) == ["trainer.steps=10"]
+
+
+def committed(folder: Path, *steps: int) -> None:
+    """Let the record of a run say that it committed checkpoints."""
+    lines = [{"event": "commit", "attempt": 0, "time": 1.0, "step": step, "kind": "full"} for step in steps]
+    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_resume_that_cannot_see_what_was_committed_leaves_the_run_as_it_was(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = first_run("trainer.steps=10")
+    committed(folder, 2, 4)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 2
+    said = capsys.readouterr().err
+    assert "steps 2, 4 were committed" in said
+    assert f"checkpoint.dir={folder}/checkpoints" in said
+    assert "--from-scratch" in said
+    assert len(launcher.calls) == 1
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_how_to_insist_is_handed_on(launcher: StandIn) -> None:
+    folder = first_run("trainer.steps=10")
+    committed(folder, 4)
+    assert cli.main(["resume", str(folder), "--from-scratch", "trainer.steps=20"]) == 0
+    assert cli.main(["resume", "--skip-unreadable", str(folder), "trainer.steps=20"]) == 2
+    assert launcher.calls[1].resume == Resume(from_scratch=True)
+    assert launcher.calls[1].cfg.trainer.steps == 20
+    assert cli.main(["resume", str(folder), "--from-scratch", "--bogus"]) == 2
+    assert len(launcher.calls) == 2
 
 
 @pytest.mark.parametrize("name", ["with blank", "a,b=[c]", "it's {here}", "back\\slash"])

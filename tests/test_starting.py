@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,13 +13,17 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers import commit
+from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
+from trinity_sync import launcher
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import hold_as_writer, holder, locked
+from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.starting import Start
+from trinity_sync.protocol.parts import FULL
+from trinity_sync.resuming import Resume, committed_steps
+from trinity_sync.starting import Start, look_before_resume
 
 
 def config(*overrides: str) -> Any:
@@ -37,25 +42,14 @@ def saved(root: Path, step: int, *, backend: str = "fsdp2", ranks: int = 2, dcp:
     return root / f"global_step_{step}"
 
 
-def verls(root: Path, *, ranks: int = 2, version: int = 2) -> Path:
-    """A checkpoint as verl writes it."""
-    actor = root / "global_step_30" / "actor"
-    actor.mkdir(parents=True)
-    for rank in range(ranks):
-        for name in ("model", "optim", "extra_state"):
-            (actor / f"{name}_world_size_{ranks}_rank_{rank}.pt").write_text("x")
-    (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": version, "world_size": ranks}))
-    return root / "global_step_30"
-
-
 def test_a_new_run_begins_at_the_model(tmp_path: Path) -> None:
-    assert Start.find(config(), tmp_path, resume=False) == Start(0, False, tmp_path, None)
+    assert Start.find(config(), tmp_path, resume=None) == Start(0, False, tmp_path, None)
 
 
 def test_a_new_run_leaves_the_checkpoints_of_another_one_alone(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     with pytest.raises(ConfigError, match="holds checkpoints of another run"):
-        Start.find(config(), tmp_path, resume=False)
+        Start.find(config(), tmp_path, resume=None)
 
 
 def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(
@@ -63,19 +57,149 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(
 ) -> None:
     good, bad = saved(tmp_path, 10), saved(tmp_path, 20)
     (bad / "actor" / "model_world_size_2_rank_0.pt").write_text("y")
-    assert Start.find(config(), tmp_path, resume=True) == Start(10, True, tmp_path, good)
+    assert Start.find(config(), tmp_path, resume=Resume()) == Start(10, True, tmp_path, good)
     assert "step 20 is passed over" in capsys.readouterr().err
 
 
 def test_a_resume_without_a_checkpoint_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert Start.find(config(), tmp_path, resume=True) == Start(0, True, tmp_path, None)
+    assert Start.find(config(), tmp_path, resume=Resume()) == Start(0, True, tmp_path, None)
     assert "begins again at step 1" in capsys.readouterr().err
+
+
+def gone(root: Path, step: int) -> None:
+    shutil.rmtree(root / f"global_step_{step}")
+
+
+@pytest.mark.parametrize("how", ["no folder", "empty", "damaged"])
+def test_a_run_that_had_checkpoints_does_not_begin_again_in_silence(tmp_path: Path, how: str) -> None:
+    root = tmp_path / "checkpoints"
+    if how != "no folder":
+        root.mkdir()
+    if how == "damaged":
+        (saved(root, 20) / "actor" / "model_world_size_2_rank_0.pt").write_text("y")
+    before = names(tmp_path)
+    with pytest.raises(ConfigError, match=rf"steps 10, 20 were committed, .*checkpoint\.dir={root}.*--from-scratch"):
+        Start.find(config(), root, resume=Resume(), committed=[10, 20])
+    assert names(tmp_path) == before
+    with pytest.raises(ConfigError, match="steps 10, 20 were committed"):
+        Start.find(config(), root, resume=Resume(skip_unreadable=True), committed=[10, 20])
+    assert Start.find(config(), root, resume=Resume(from_scratch=True), committed=[10, 20]).step == 0
+
+
+def test_the_tracker_too_says_what_was_committed(tmp_path: Path) -> None:
+    write_tracker(tmp_path, FULL, 20)
+    with pytest.raises(ConfigError, match="step 20 was committed"):
+        Start.find(config(), tmp_path, resume=Resume())
+
+
+def test_newer_checkpoints_that_are_gone_are_not_given_up_in_silence(tmp_path: Path) -> None:
+    first = saved(tmp_path, 10)
+    saved(tmp_path, 20)
+    gone(tmp_path, 20)
+    with pytest.raises(ConfigError, match=r"step 20 was committed, but the newest .* of step 10\..*--skip-unreadable"):
+        Start.find(config(), tmp_path, resume=Resume(), committed=[10, 20])
+    start = Start.find(config(), tmp_path, resume=Resume(skip_unreadable=True), committed=[10, 20])
+    assert start == Start(10, True, tmp_path, first)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "actor/model_world_size_2_rank_0.pt"])
+def test_a_newer_checkpoint_that_cannot_be_read_now_is_waited_for(tmp_path: Path, name: str) -> None:
+    first, second = saved(tmp_path, 10), saved(tmp_path, 20)
+    unreadable(second / name)
+    with pytest.raises(ConfigError, match=r"global_step_20/.* cannot be read now: Input/output error.*--skip-unreadab"):
+        Start.find(config(), tmp_path, resume=Resume())
+    start = Start.find(config(), tmp_path, resume=Resume(skip_unreadable=True), committed=[10, 20])
+    assert start == Start(10, True, tmp_path, first)
+
+
+@pytest.mark.parametrize("insist", [{}, {"skip_unreadable": True}, {"from_scratch": True}])
+def test_a_resume_stops_at_what_a_newer_version_wrote(tmp_path: Path, insist: dict[str, bool]) -> None:
+    saved(tmp_path, 10)
+    newer(saved(tmp_path, 20))
+    before = names(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"global_step_20.* newer version of trinity-sync: format 2, this one reads 1"
+    ):
+        Start.find(config(), tmp_path, resume=Resume(**insist))
+    assert names(tmp_path) == before
+
+
+def test_a_checkpoint_that_a_crash_left_out_of_its_place_is_put_back(tmp_path: Path) -> None:
+    folder = saved(tmp_path, 20)
+    folder.rename(tmp_path / ".replaced-global_step_20")
+    look_before_resume(config(), tmp_path, Resume(), [20])
+    assert Start.find(config(), tmp_path, resume=Resume(), committed=[20]).folder == folder
+
+
+def test_a_lost_folder_is_fetched_from_the_mirror_only_if_it_has_the_newest(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    saved(here, 10)
+    shutil.copytree(here, there)
+    gone(here, 10)
+    cfg = config(f"checkpoint.mirror={there}")
+    look_before_resume(cfg, here, Resume(), [10, 20])
+    with pytest.raises(ConfigError, match=rf"step 20 was committed, .*{here} and checkpoint\.mirror={there} is .* 10"):
+        Start.find(cfg, here, resume=Resume(), committed=[10, 20])
+    assert Start.find(cfg, here, resume=Resume(), committed=[10]).step == 10
+
+
+def test_a_mirror_with_a_checkpoint_of_a_newer_version_stops_a_resume(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    saved(here, 10)
+    newer(saved(there, 20))
+    with pytest.raises(ConfigError, match=rf"the mirror {there}: .*newer version of trinity-sync"):
+        Start.find(config(f"checkpoint.mirror={there}"), here, resume=Resume())
+
+
+def test_a_first_look_writes_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    with pytest.raises(ConfigError, match="step 20 was committed"):
+        look_before_resume(config(), root, Resume(), [20])
+    assert not root.exists()
+    saved(root, 10)
+    second = saved(root, 20)
+    unreadable(second / "manifest.json")
+    with pytest.raises(ConfigError, match="cannot be read now"):
+        look_before_resume(config(), root, Resume(), [])
+    (second / "manifest.json").unlink()
+    newer(second)
+    with pytest.raises(ConfigError, match="newer version"):
+        look_before_resume(config(), root, Resume(), [])
+    look_before_resume(config(), tmp_path / "fresh", Resume(), [])
+
+
+def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "run.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"step": 15}\n')
+    (run / "events.jsonl").write_text('{"event": "commit", "step": 20, "kind": "full"}\n')
+    saved(run / "checkpoints", 10)
+    unreadable(saved(run / "checkpoints", 20) / "actor" / "model_world_size_2_rank_0.pt")
+    with pytest.raises(ConfigError, match="cannot be read now"):
+        launcher.run(config(), run, resume=Resume())
+    assert (run / "metrics.jsonl").read_text() == '{"step": 15}\n'
+    assert [info.step for info in store.scan(run / "checkpoints")] == [10, 20]
+
+
+def test_what_a_run_committed_and_did_not_delete_stands_in_its_events(tmp_path: Path) -> None:
+    events = [
+        {"event": "commit", "step": 10, "kind": "full"},
+        {"event": "commit", "step": 15, "kind": "state_dict"},
+        {"event": "commit", "step": 20, "kind": "full"},
+        {"event": "prune", "step": 10, "reason": "", "freed_bytes": 1},
+        {"event": "fault", "where": "x", "error": "y"},
+    ]
+    path = tmp_path / "events.jsonl"
+    assert committed_steps(path) == []
+    path.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "comm')
+    assert committed_steps(path) == [20]
 
 
 def test_a_run_at_its_end_needs_more_steps(tmp_path: Path) -> None:
     saved(tmp_path, 100)
     with pytest.raises(ConfigError, match=r"trainer\.steps=200"):
-        Start.find(config(), tmp_path, resume=True)
+        Start.find(config(), tmp_path, resume=Resume())
 
 
 @pytest.mark.parametrize("wanted", [["backend.ranks=1"], ["backend=fsdp"], ["backend=fsdp", "backend.ranks=4"]])
@@ -84,15 +208,15 @@ def test_another_engine_needs_the_format_for_it(
 ) -> None:
     saved(tmp_path / "verl", 10)
     with pytest.raises(ConfigError, match=r"checkpoint\.format=dcp"):
-        Start.find(config(*wanted), tmp_path / "verl", resume=True)
+        Start.find(config(*wanted), tmp_path / "verl", resume=Resume())
     saved(tmp_path / "dcp", 10, dcp=True)
-    assert Start.find(config(*wanted), tmp_path / "dcp", resume=True).step == 10
+    assert Start.find(config(*wanted), tmp_path / "dcp", resume=Resume()).step == 10
     assert ("random numbers" in capsys.readouterr().err) == any("ranks" in text for text in wanted)
 
 
 def test_a_new_run_may_go_on_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
     folder = saved(tmp_path / "other", 10)
-    start = Start.find(config(f"checkpoint.resume_from={folder}"), tmp_path / "own", resume=False)
+    start = Start.find(config(f"checkpoint.resume_from={folder}"), tmp_path / "own", resume=None)
     assert start == Start(10, False, tmp_path / "own", folder)
 
 
@@ -100,19 +224,19 @@ def test_a_new_run_may_go_on_from_a_checkpoint_of_another_run(tmp_path: Path) ->
 def test_a_new_run_may_go_on_from_a_checkpoint_of_verls(tmp_path: Path, version: int, backend: str) -> None:
     folder = verls(tmp_path / "verl", version=version)
     asked = config(f"checkpoint.resume_from={folder}", f"backend={backend}")
-    assert Start.find(asked, tmp_path / "own", resume=False) == Start(30, False, tmp_path / "own", folder)
+    assert Start.find(asked, tmp_path / "own", resume=None) == Start(30, False, tmp_path / "own", folder)
     with pytest.raises(ConfigError, match=r"backend\.ranks=2, this run asks for .*backend\.ranks=1"):
         Start.find(
             config(f"checkpoint.resume_from={folder}", f"backend={backend}", "backend.ranks=1"),
             tmp_path / "own",
-            resume=False,
+            resume=None,
         )
 
 
 def test_what_cannot_be_gone_on_from_is_named(tmp_path: Path) -> None:
     def refused(folder: Path, text: str) -> None:
         with pytest.raises(ConfigError, match=rf"checkpoint\.resume_from.*{text}"):
-            Start.find(config(f"checkpoint.resume_from={folder}"), tmp_path / "own", resume=False)
+            Start.find(config(f"checkpoint.resume_from={folder}"), tmp_path / "own", resume=None)
 
     refused(tmp_path / "nothing", "no step folder")
     (tmp_path / "global_step_1").mkdir()

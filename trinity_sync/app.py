@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.errors import TrinityError
+from trinity_sync.resuming import Resume
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
@@ -43,13 +44,13 @@ class _Session:
     """What one call of `run_main` remembers between Hydra's calls of `job`.
 
     Attributes:
-        resume: whether the one job goes on with the run in its folder.
+        resume: how the one job goes on with the run in its folder; None: it is a new one.
         command: `sys.argv` as the user gave it.
         codes: run folder to exit code, of the jobs that ran in this process.
         sweep: folder of the sweep, once it is over.
     """
 
-    resume: bool = False
+    resume: Resume | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))
     codes: dict[Path, int] = field(default_factory=dict)
     sweep: Path | None = None
@@ -58,13 +59,13 @@ class _Session:
 _session = _Session()
 
 
-def run_main(main: Callable[[], Any], arguments: Sequence[str] | None = None, *, resume: bool = False) -> int:
+def run_main(main: Callable[[], Any], arguments: Sequence[str] | None = None, *, resume: Resume | None = None) -> int:
     """Run a Hydra entry and return the exit code of the process.
 
     Args:
         main: a function decorated by `hydra.main` whose body returns `job(cfg)`.
         arguments: what Hydra is to see as the command line, without the program; None for `sys.argv`.
-        resume: whether the run in `hydra.run.dir` goes on.
+        resume: how the run in `hydra.run.dir` goes on; None: a new one is started.
 
     Returns:
         0 done; 1 the run failed, or a job of the sweep; 2 configuration or command line wrong (a sweep: of all jobs);
@@ -145,7 +146,7 @@ class RunHooks(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Keep Hydra from writing its files over those of a run that is there; the launcher then refuses the folder."""
         try:
-            taken = not _session.resume and (Path(config.hydra.run.dir) / "run.json").exists()
+            taken = _session.resume is None and (Path(config.hydra.run.dir) / "run.json").exists()
         except OmegaConfBaseException:
             # a folder that cannot be named: Hydra meets the same error in a moment, and it is reported then
             return

@@ -18,6 +18,8 @@ from trinity_sync.errors import ConfigError, TrinityError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from trinity_sync.resuming import Resume
+
 _DESCRIPTION = """\
 Trains with reinforcement learning, saves checkpoints without stopping the trainer, and carries each new
 version of the weights to the explorers."""
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Hydra has options and a help of its own
         return _hydra(arguments[1:])
     try:
-        options = _parser(arguments[0] if arguments else None).parse_args(arguments)
+        options = _parse(arguments)
     except SystemExit as end:
         return int(end.code or 0)
     try:
@@ -54,6 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _parser(arguments[0] if arguments else None)
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments in one go, and so leaves overrides that stand after an option.
+    if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    return options
 
 
 def _refuse(error: TrinityError) -> int:
@@ -79,6 +92,16 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     resume = commands.add_parser("resume", help="go on with a run, in place, from its newest good checkpoint")
     resume.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run")
     resume.add_argument("overrides", nargs="*", help="settings to change, key=value; for instance trainer.steps=200")
+    resume.add_argument(
+        "--skip-unreadable",
+        action="store_true",
+        help="go on from an older checkpoint though newer ones cannot be read now, or are gone",
+    )
+    resume.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="begin again at step 1; checkpoints that are there are set aside as abandoned-*",
+    )
     resume.set_defaults(command=_resume)
 
     report = commands.add_parser("report", help="write report.html of a run or of a sweep")
@@ -99,7 +122,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _hydra(arguments: Sequence[str], *, resume: bool = False) -> int:
+def _hydra(arguments: Sequence[str], *, resume: Resume | None = None) -> int:
     import hydra
 
     from trinity_sync import app, config
@@ -125,6 +148,8 @@ def _resume(options: argparse.Namespace) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from trinity_sync import app, config
+    from trinity_sync.resuming import Resume, committed_steps
+    from trinity_sync.starting import checkpoint_folder, look_before_resume
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_holder
 
     folder = options.run.absolute()
@@ -143,12 +168,14 @@ def _resume(options: argparse.Namespace) -> int:
     config.check_inputs(cfg)
     if holder := lock_holder(folder):
         raise RunFolderInUse(f"{folder} is in use by {holder}; stop that run before it is resumed")
+    resume = Resume(from_scratch=options.from_scratch, skip_unreadable=options.skip_unreadable)
+    look_before_resume(cfg, checkpoint_folder(cfg, folder), resume, committed_steps(folder / "events.jsonl"))
     before = OmegaConf.load(folder / ".hydra" / "config.yaml")
     assert isinstance(before, DictConfig)
     for difference in config.config_diff(before, cfg):
         print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
     arguments = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={config_name}"]
-    return _hydra([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=True)
+    return _hydra([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
 
 
 def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:

@@ -27,7 +27,8 @@ from trinity_sync.config import config_digest, plain
 from trinity_sync.errors import TrinityError, WaitTimeout
 from trinity_sync.interrupts import interruptible
 from trinity_sync.job import Job
-from trinity_sync.starting import Start
+from trinity_sync.resuming import Resume, committed_steps
+from trinity_sync.starting import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.weights.slots import remove_stale
@@ -36,13 +37,13 @@ _MONITOR_LIMIT_S = 30.0
 """For the monitor's end. What it leaves after that is cleared by the next run in the folder."""
 
 
-def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] | None = None) -> int:
+def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: type[Job] | None = None) -> int:
     """One run, from start to end.
 
     Args:
         cfg: composed and checked.
         run_dir: the run's folder.
-        resume: go on in place from the newest checkpoint that verifies, instead of starting in a new folder.
+        resume: go on in place, instead of starting in a new folder.
         job: builds and drives the run.
 
     Returns:
@@ -54,11 +55,15 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: bool = False, job: type[Job] 
     """
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(RunFolder.open(run_dir, resume=resume))
+        folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
         stack.enter_context(interruptible())
-        checkpoints = Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else folder.checkpoints
+        checkpoints = checkpoint_folder(cfg, folder.path)
+        committed: list[int] = []
+        if resume is not None:
+            committed = committed_steps(folder.events)
+            look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
-        start = Start.find(cfg, checkpoints, resume=resume, logs=folder.logs)
+        start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)
         recorder = _recorder(cfg, folder, start)
         peaks: dict[str, int] = {}
         with recorder:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import DictConfig
 
 from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import MANIFEST, ManifestError, read_manifest, step_of
-from trinity_sync.errors import ConfigError
+from trinity_sync.checkpoint import resume_point, store, verls
+from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.mirroring import RunMirror
-
-_SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
+from trinity_sync.resuming import Resume
 
 
 @dataclass(frozen=True)
@@ -42,23 +41,32 @@ class Start:
         return model_folder.with_name(f"model-of-step-{self.step}")
 
     @classmethod
-    def find(cls, cfg: DictConfig, checkpoints: Path, *, resume: bool, logs: Path | None = None) -> Start:
+    def find(
+        cls,
+        cfg: DictConfig,
+        checkpoints: Path,
+        *,
+        resume: Resume | None,
+        committed: Collection[int] = (),
+        logs: Path | None = None,
+    ) -> Start:
         """Look for it.
 
         Args:
             cfg: composed and checked.
             checkpoints: the run's checkpoint folder.
-            resume: go on from the newest checkpoint in it, or at the mirror, that verifies.
+            resume: go on from the newest checkpoint in it, or at the mirror, that verifies. None: a new run.
+            committed: steps that the run's record says were committed, see `committed_steps`.
             logs: of the run.
 
         Raises:
-            ConfigError: there is nothing to go on with or too much, or the run's engine cannot load it; or the mirror
-                cannot be used for a new run.
+            ConfigError: there is nothing to go on with or too much, or the run's engine cannot load it; what was
+                committed cannot be seen; or the mirror cannot be used for a new run.
             RunError: nothing here verifies, and the mirror cannot be reached.
         """
         mirror = RunMirror.of(cfg, logs)
-        if resume:
-            return cls._resumed(cfg, checkpoints, mirror)
+        if resume is not None:
+            return cls._resumed(cfg, checkpoints, mirror, resume, committed)
         if store.scan(checkpoints):
             raise ConfigError(
                 f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
@@ -71,18 +79,93 @@ class Start:
         return cls(step, False, checkpoints, folder, weights_only=not whole)
 
     @classmethod
-    def _resumed(cls, cfg: DictConfig, checkpoints: Path, mirror: RunMirror | None) -> Start:
-        found = store.newest_good(checkpoints, kind="full", on_skip=lambda text: print(text, file=sys.stderr))
-        if mirror is not None and mirror.fetch_newer(checkpoints, found) is not None:
-            found = store.newest_good(checkpoints, kind="full")
+    def _resumed(
+        cls, cfg: DictConfig, checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int]
+    ) -> Start:
+        step = 0
+        found = None
+        if not resume.from_scratch:
+            with _advised():
+                found = _newest(checkpoints, mirror, resume, committed)
+            step = found.step if found is not None else 0
+        with _as_config_error():
+            store.check_start(checkpoints, step)
         if found is None:
             where = f"{checkpoints} or at {mirror.name}" if mirror is not None else str(checkpoints)
-            print(f"no checkpoint in {where} verifies yet: the run begins again at step 1", file=sys.stderr)
+            why = "as asked for" if resume.from_scratch else f"no checkpoint in {where} verifies yet"
+            print(f"{why}: the run begins again at step 1", file=sys.stderr)
             return cls(0, True, checkpoints, None)
         _check_steps(cfg, found.step, f"the run with checkpoints in {checkpoints}")
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
         whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
         return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
+
+
+def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
+    """Where a run saves.
+
+    Args:
+        run: its folder.
+    """
+    return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run / "checkpoints"
+
+
+def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:
+    """A first look at what a resume would go on from, quick, and before anything is written anywhere.
+
+    Raises:
+        ConfigError: what was committed cannot be seen, and no mirror may have it.
+    """
+    if resume.from_scratch:
+        return
+    with _advised():
+        if not resume.skip_unreadable:
+            resume_point.look(checkpoints)
+        if committed and cfg.checkpoint.mirror is None and not any(checkpoints.glob("*global_step_*")):
+            resume_point.check_all_seen(checkpoints, None, committed)
+
+
+def _newest(
+    checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int]
+) -> store.CheckpointInfo | None:
+    """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet."""
+    store.finish_replacements(checkpoints)
+    found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable, say=_say)
+    if mirror is not None and mirror.fetch_newer(checkpoints, found) is not None:
+        found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
+    also = f"checkpoint.mirror={mirror.name}" if mirror is not None else ""
+    resume_point.check_all_seen(checkpoints, found, committed, also=also, skip_missing=resume.skip_unreadable)
+    return found
+
+
+@contextmanager
+def _advised() -> Iterator[None]:
+    """Say what to do about a resume that cannot see what was committed, or cannot understand it."""
+    try:
+        yield
+    except resume_point.UnseenError as error:
+        raise ConfigError(
+            f"{error}. Nothing was changed. Resume again when it can be read (is its file system mounted?), or: "
+            "--skip-unreadable goes on from the newest checkpoint that can be read, --from-scratch begins again at "
+            "step 1"
+        ) from error
+    except NewerFormatError as error:
+        raise ConfigError(
+            f"{error}. Nothing was changed. Go on with that version, or start a new run from an older checkpoint: "
+            "checkpoint.resume_from=.../global_step_N"
+        ) from error
+
+
+@contextmanager
+def _as_config_error(key: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except RunError as error:
+        raise ConfigError(f"{key}: {error}" if key else str(error)) from error
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
@@ -93,42 +176,19 @@ def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
     step = step_of(folder.resolve().name)
     if not folder.is_dir() or step is None:
         raise ConfigError(f"{key}={folder} is no step folder; name one such as RUN/checkpoints/global_step_20")
-    if (folder / MANIFEST).exists():
-        report = store.verify(folder)
-        if not report.ok:
-            raise ConfigError(f"{key}: {report.problems[0]}")
-        try:
-            manifest = read_manifest(folder)
-        except ManifestError as error:
-            raise ConfigError(f"{key}: {error}") from error
+    report = store.verify(folder)
+    if report.state == "no_manifest":
+        with _as_config_error(key):
+            backend, world_size = verls.recognise(folder)
+    elif not report.ok:
+        raise ConfigError(f"{key}: {report.problems[0]}")
+    else:
+        manifest = read_manifest(folder)
         if manifest.kind != "full":
             raise ConfigError(f"{key}={folder} holds weights only; a run can go on with a full checkpoint")
         backend, world_size = manifest.backend, manifest.world_size
-    else:
-        backend, world_size = _recognise(folder, key)
     _check_steps(cfg, step, f"{key}={folder}")
     return step, _check_engine(cfg, folder, backend, world_size)
-
-
-def _recognise(folder: Path, key: str) -> tuple[str, int]:
-    """Engine and ranks of a checkpoint without a manifest, as verl and Trinity write them."""
-    shards = [match for path in sorted((folder / "actor").glob("*.pt")) if (match := _SHARD.fullmatch(path.name))]
-    if not shards:
-        raise ConfigError(f"{key}={folder} has neither {MANIFEST} nor verl's FSDP shards below actor/")
-    world_size = int(shards[0].group(1))
-    wanted = [
-        f"{name}_world_size_{world_size}_rank_{rank}.pt"
-        for name in ("model", "optim", "extra_state")
-        for rank in range(world_size)
-    ]
-    missing = [name for name in wanted if not (folder / "actor" / name).exists()]
-    if missing:
-        raise ConfigError(f"{key}={folder} is not whole: actor/{missing[0]} is missing")
-    try:
-        version = int(json.loads((folder / "actor" / "fsdp_config.json").read_text())["FSDP_version"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{key}={folder}: actor/fsdp_config.json cannot be read: {error}") from error
-    return ("fsdp" if version == 1 else f"fsdp{version}"), world_size
 
 
 def _check_steps(cfg: DictConfig, step: int, what: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import FileEntry, Manifest
+from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest
 from trinity_sync.protocol.parts import FULL, Kind
 
 
@@ -61,3 +61,14 @@ def verls(root: Path, step: int = 30, *, ranks: int = 2, version: int = 2) -> Pa
             (actor / f"{name}_world_size_{ranks}_rank_{rank}.pt").write_text("x")
     (actor / "fsdp_config.json").write_text(json.dumps({"FSDP_version": version, "world_size": ranks}))
     return folder
+
+
+def unreadable(path: Path) -> None:
+    """Let reads of a file fail with EIO: it becomes a link to the memory of the reader, which has no address 0."""
+    path.unlink()
+    path.symlink_to("/proc/self/mem")
+
+
+def newer(folder: Path, version: object = 2) -> None:
+    """Let a manifest be one of a later version of this program, which may have any contents."""
+    (folder / MANIFEST).write_text(json.dumps({"format": version, "parts": []}))

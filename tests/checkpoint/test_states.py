@@ -1,7 +1,4 @@
-"""What a step folder is: good, damaged, not to be read now, of a newer version, or verl's own. Only damage is passed over.
-
-A file that answers EIO is real: a link to the memory of this process, which cannot be read at address 0.
-"""
+"""What a step folder is: good, damaged, not to be read now, of a newer version, verl's own. Only damage is passed over."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers import commit, names, stage, verls
+from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, read_manifest, step_dir
 from trinity_sync.checkpoint.mirror import Mirror
@@ -23,17 +20,6 @@ from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import make_policies
-
-
-def unreadable(path: Path) -> None:
-    """Let reads of a file fail with EIO."""
-    path.unlink()
-    path.symlink_to("/proc/self/mem")
-
-
-def newer(folder: Path, version: int = 2) -> None:
-    """Let a manifest be one of a later version of this program, which may have any contents."""
-    (folder / MANIFEST).write_text(json.dumps({"format": version, "parts": []}))
 
 
 @contextmanager
@@ -60,7 +46,7 @@ def test_what_cannot_be_read_now_is_not_passed_over(tmp_path: Path, what: str) -
     commit(tmp_path, 10)
     commit(tmp_path, 20)
     SPOILT[what](step_dir(tmp_path, 20))
-    with pytest.raises(RunError, match="global_step_20.*cannot be read now: .*Input/output error"):
+    with pytest.raises(RunError, match=r"global_step_20.*cannot be read now: .*Input/output error"):
         store.newest_good(tmp_path)
 
 
@@ -69,7 +55,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     commit(root, 10)
     for folder in (step_dir(root, 10), root):
         folder.chmod(0o000)
-        with another_user(), pytest.raises(RunError, match="cannot be read now: .*Permission denied"):
+        with another_user(), pytest.raises(RunError, match=r"cannot be read now: .*Permission denied"):
             store.newest_good(root)
         folder.chmod(0o755)
 
@@ -114,7 +100,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -
 @pytest.mark.parametrize("version", [0, "2", None, True, -1])
 def test_a_format_that_is_no_later_number_is_damage(tmp_path: Path, version: object) -> None:
     commit(tmp_path, 10)
-    newer(step_dir(tmp_path, 10), version)  # type: ignore[arg-type]
+    newer(step_dir(tmp_path, 10), version)
     assert store.scan(tmp_path)[0].state == "damaged"
 
 
@@ -124,7 +110,7 @@ def test_a_start_sets_nothing_aside_that_a_newer_version_wrote(tmp_path: Path) -
     write_tracker(tmp_path, FULL, 20)
     newer(step_dir(tmp_path, 20))
     before = names(tmp_path)
-    with pytest.raises(TrinityError, match="global_step_20.*newer version"):
+    with pytest.raises(TrinityError, match=r"global_step_20.*newer version"):
         store.set_start(tmp_path, 10, 1)
     assert names(tmp_path) == before
     assert read_tracker(tmp_path, FULL).step == 20

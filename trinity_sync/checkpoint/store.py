@@ -440,8 +440,8 @@ def _check_ours(infos: Collection[CheckpointInfo], others: Collection[State] = (
     for info in infos:
         if info.state in others:
             raise RunError(
-                f"{info.problems[0]}; it is left where it is, and stands in the way: move it to another folder, or save "
-                "to another one"
+                f"{info.problems[0]}; it is left where it is, and stands in the way: move it to another folder, or "
+                "save to another one"
             )
 
 

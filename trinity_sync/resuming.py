@@ -1,0 +1,36 @@
+"""How a run goes on in place, and what its own record says that it had."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.tracking import jsonl
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on in place from the newest checkpoint that verifies.
+
+    Attributes:
+        from_scratch: begin again at step 1, whatever was committed; what is there is set aside.
+        skip_unreadable: go on from an older one though newer ones cannot be read now, or are gone.
+    """
+
+    from_scratch: bool = False
+    skip_unreadable: bool = False
+
+
+def committed_steps(events: Path) -> list[int]:
+    """Steps of the full checkpoints that a run committed and did not delete, as its events say, ascending.
+
+    Raises:
+        RunError: the events cannot be read.
+    """
+    steps: set[int] = set()
+    for event in jsonl.read(events):
+        if event.get("event") == "commit" and event.get("kind") == "full":
+            steps.add(event["step"])
+        elif event.get("event") == "prune":
+            steps.discard(event["step"])
+    return sorted(steps)
