@@ -122,7 +122,7 @@ def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, commi
         if not resume.skip_unreadable:
             resume_point.look(checkpoints)
         if committed and cfg.checkpoint.mirror is None and not any(checkpoints.glob("*global_step_*")):
-            resume_point.check_all_seen(checkpoints, None, committed)
+            resume_point.check_all_seen(checkpoints, None, committed, places=f"checkpoint.dir={checkpoints}")
 
 
 def _newest(
@@ -133,8 +133,8 @@ def _newest(
     found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable, say=_say)
     if mirror is not None and mirror.fetch_newer(checkpoints, found) is not None:
         found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
-    also = f"checkpoint.mirror={mirror.name}" if mirror is not None else ""
-    resume_point.check_all_seen(checkpoints, found, committed, also=also, skip_missing=resume.skip_unreadable)
+    places = f"checkpoint.dir={checkpoints}" + (f" and checkpoint.mirror={mirror.name}" if mirror is not None else "")
+    resume_point.check_all_seen(checkpoints, found, committed, places=places, skip_missing=resume.skip_unreadable)
     return found
 
 

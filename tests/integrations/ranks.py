@@ -66,6 +66,20 @@ class Rank:
             engine.checkpoint_config = CheckpointConfig()
         use_in(engine, namespace, timeout_s=LIMIT)
 
+    def save_as_verl(self, strategy: str, path: str, step: int) -> None:
+        """Save with the checkpoint manager that verl's engine comes with."""
+        from verl.trainer.config import CheckpointConfig
+        from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+        engine = self.engine(strategy)
+        FSDPCheckpointManager(
+            model=engine.module,
+            optimizer=engine.optimizer,
+            lr_scheduler=engine.lr_scheduler,
+            processing_class=engine.model_config.get_processor(),
+            checkpoint_config=CheckpointConfig(),
+        ).save_checkpoint(path, global_step=step)
+
     def without(self, strategy: str, part: str) -> None:
         """Let the manager be one that was made without a part."""
         setattr(self.engine(strategy).checkpoint_manager, part, None)

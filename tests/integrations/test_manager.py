@@ -16,7 +16,7 @@ from tests.integrations.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import read_manifest, step_dir, versions_dir
 from trinity_sync.checkpoint.reading import open_weights
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.run import VerlRun, open_run
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -335,3 +335,23 @@ def test_a_writer_that_is_killed_is_noticed_by_its_peers(ranks: list[Any], run: 
     (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "save_checkpoint", actor_path(root, step + 2), step + 2)
     assert "a rank is gone" in str(raised)
     assert read_tracker(root, FULL).step == step
+
+
+def test_what_verl_itself_saved_is_gone_on_from_and_stays_as_it_is(
+    ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
+) -> None:
+    root = tmp_path / "checkpoints"
+    every(ranks, "save_as_verl", "fsdp2", actor_path(root, 3), 3)
+    write_tracker(root, FULL, 3)
+    files = {path: path.read_bytes() for path in step_dir(root, 3).rglob("*") if path.is_file()}
+    run = make_run(root)
+    assert (run.step, run.resume_path, run.verified) == (3, step_dir(root, 3), False)
+    every(ranks, "use", "fsdp2", run.namespace)
+    every(ranks, "by_engine", "fsdp2", "load_checkpoint", actor_path(root, 3))
+    save_weights(ranks, root, 3)
+    for step in (4, 5):
+        save(ranks, root, step, 1)
+    wait(ranks)
+    assert [(info.step, info.state) for info in store.scan(root)] == [(3, "verl"), (5, "committed")]
+    assert read_tracker(root, FULL).step == 5
+    assert {path: path.read_bytes() for path in step_dir(root, 3).rglob("*") if path.is_file()} == files

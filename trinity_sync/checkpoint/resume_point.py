@@ -6,15 +6,35 @@ since looking again would find the same; one that cannot be read now, or is not 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError
+from trinity_sync.checkpoint import store, verls
+from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, step_dir
 from trinity_sync.checkpoint.store import CheckpointInfo
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.trackers import read_tracker, tracker_path
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartPoint:
+    """Where a verl program begins.
+
+    Attributes:
+        attempt: 0 for a fresh folder, one more for each start on it.
+        step: 0: the initial weights.
+        verified: False: verl itself wrote the checkpoint, so nobody knows whether its files are as they were.
+    """
+
+    attempt: int
+    step: int
+    verified: bool
 
 
 class UnseenError(RunError):
@@ -22,13 +42,18 @@ class UnseenError(RunError):
 
 
 def find(
-    root: Path, *, skip_unreadable: bool = False, say: Callable[[str], None] = lambda text: None
+    root: Path,
+    *,
+    skip_unreadable: bool = False,
+    of_verl: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> CheckpointInfo | None:
     """The newest full checkpoint that verifies; None: there is none.
 
     Args:
         root: the checkpoint folder; nobody writes in it meanwhile.
         skip_unreadable: go on from an older one where a newer one cannot be read now.
+        of_verl: take one that verl itself wrote, too.
         say: gets a sentence for each one that is passed over.
 
     Raises:
@@ -36,7 +61,7 @@ def find(
         NewerFormatError: a newer one was written by a later version of this program.
     """
     try:
-        return store.newest_good(root, on_skip=say, skip_unreadable=skip_unreadable)
+        return store.newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl)
     except UnreadableError as error:
         raise UnseenError(str(error)) from error
 
@@ -60,13 +85,13 @@ def look(root: Path) -> None:
 
 
 def check_all_seen(
-    root: Path, found: CheckpointInfo | None, recorded: Collection[int], *, also: str = "", skip_missing: bool = False
+    root: Path, found: CheckpointInfo | None, recorded: Collection[int], *, places: str | None = None, skip_missing: bool = False
 ) -> None:
     """Compare what was found with what is known to have been committed.
 
     Args:
         recorded: steps of full checkpoints that the run's record says were committed, and not deleted since.
-        also: where else was looked.
+        places: where was looked, for the user; None: the folder.
         skip_missing: go on from `found` though newer ones are gone.
 
     Raises:
@@ -74,15 +99,64 @@ def check_all_seen(
     """
     named = read_tracker(root, FULL).step
     known = sorted({*recorded, *([named] if named is not None else [])})
-    places = f"checkpoint.dir={root}" + (f" and {also}" if also else "")
     if known and found is None:
-        raise UnseenError(f"{_steps(known)} committed, but no checkpoint that verifies was found in {places}")
+        raise UnseenError(f"{_steps(known)} committed, but no checkpoint that verifies was found in {places or root}")
     there = {info.step for info in store.scan(root)}
     gone = [step for step in known if found is not None and step > found.step and step not in there]
     if gone and found is not None and not skip_missing:
         raise UnseenError(
-            f"{_steps(gone)} committed, but the newest checkpoint found in {places} is that of step {found.step}"
+            f"{_steps(gone)} committed, but the newest checkpoint found in {places or root} is that of step {found.step}"
         )
+
+
+def put_in_order(root: Path, resume_step: int | None) -> StartPoint:
+    """Prepare a checkpoint folder for a verl program, a fresh one or one that verl or this program has saved to.
+
+    Args:
+        root: the folder; nobody writes in it meanwhile.
+        resume_step: where the user wants to begin; None: at the newest full checkpoint.
+
+    Raises:
+        RunError: there is no such checkpoint; or what was committed cannot be seen, is of a newer version, or would be
+            in the way. Nothing was changed then.
+    """
+    before = store.newest_attempt(root)
+    attempt = 0 if before is None else before + 1
+    found = _newest(root) if resume_step is None else _named(root, resume_step)
+    step = found.step if found is not None else 0
+    store.set_start(root, step, attempt)
+    verified = found is None or found.manifest is not None
+    if not verified:
+        logger.warning("the run goes on from %s, which verl wrote: it is not verified", step_dir(root, step))
+    return StartPoint(attempt=attempt, step=step, verified=verified)
+
+
+def _newest(root: Path) -> CheckpointInfo | None:
+    store.finish_replacements(root)
+    try:
+        found = find(root, of_verl=True, say=logger.warning)
+        check_all_seen(root, found, ())
+    except UnseenError as error:
+        raise UnseenError(
+            f"{error}. Nothing was changed. Start again when it can be read, or: resume_step=N goes on from an older "
+            "step, resume_step=0 begins with the initial weights"
+        ) from error
+    tracker = read_tracker(root, FULL)
+    if found is not None and found.manifest is None and tracker.step is None:
+        raise RunError(
+            f"{found.path} was written by verl, but no {tracker_path(root, FULL)} says whether it was finished; "
+            f"resume_step={found.step} goes on from it"
+        )
+    return found
+
+
+def _named(root: Path, step: int) -> CheckpointInfo | None:
+    if step == 0:
+        return None
+    for info in store.scan(root):
+        if info.step == step and (info.kind == FULL or (info.state == "verl" and verls.missing(info.path) is None)):
+            return info
+    raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
 
 
 def _steps(steps: Collection[int]) -> str:

@@ -56,7 +56,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.trackers import TRACKERS, write_tracker
+from trinity_sync.checkpoint.trackers import TRACKERS, read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
@@ -172,7 +172,9 @@ def _look(step: int, path: Path) -> CheckpointInfo:
     except ManifestError as error:
         fault = error
     try:
-        if fault.state == "no_manifest" and verls.wrote(path):
+        # verl names a step in its tracker once it is whole, so a later one is not.
+        finished = read_tracker(path.parent, FULL).step
+        if fault.state == "no_manifest" and (finished is None or step <= finished) and verls.wrote(path):
             return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
     except OSError as error:
         fault = read_error(path, error)
@@ -207,7 +209,12 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
 
 
 def newest_good(
-    root: Path, *, kind: Kind = FULL, on_skip: Callable[[str], None] | None = None, skip_unreadable: bool = False
+    root: Path,
+    *,
+    kind: Kind = FULL,
+    on_skip: Callable[[str], None] | None = None,
+    skip_unreadable: bool = False,
+    of_verl: bool = False,
 ) -> CheckpointInfo | None:
     """The newest checkpoint that verifies, to resume from (``full``) or to load weights from (``state_dict``: either).
 
@@ -216,6 +223,7 @@ def newest_good(
     Args:
         on_skip: called with a sentence for each newer one that was passed over.
         skip_unreadable: pass over what cannot be read now, too.
+        of_verl: take one that verl itself wrote, which cannot be verified, where it has the files of all ranks.
 
     Raises:
         UnreadableError: a newer one cannot be read now.
@@ -231,6 +239,9 @@ def newest_good(
                 state, problems = report.state, report.problems
             else:
                 state, problems = "damaged", (f"{info.path} lists no files",)
+        elif of_verl and state == "verl":
+            absent = verls.missing(info.path)
+            state, problems = ("committed", ()) if absent is None else (state, (f"{info.path / absent} is missing",))
         if state == "committed":
             return info
         if state == "newer":
@@ -428,7 +439,8 @@ def set_start(root: Path, step: int, attempt: int) -> list[Path]:
     abandoned = []
     for info in infos:
         if info.step > step:
-            path = abandoned_dir(root, info.step, info.attempt if info.attempt is not None else attempt - 1)
+            before = info.attempt if info.attempt is not None or attempt == 0 else attempt - 1
+            path = abandoned_dir(root, info.step, before)
             info.path.rename(path)
             abandoned.append(path)
     if abandoned:

@@ -30,7 +30,7 @@ from verl.utils.fsdp_utils import fsdp_version
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.holds import lease_checkpoint
-from trinity_sync.checkpoint.layout import step_dir, step_of
+from trinity_sync.checkpoint.layout import MANIFEST, step_dir, step_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import files
@@ -371,11 +371,14 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         together("load, because an earlier save failed", self.wait_on_save_thread)
         together(f"load {local_path}", lambda: self._check_files(local_path))
         step = self._step_of(local_path)
-        if step is None:
+        if step is None or self._root is None:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return
-        assert self._root is not None
-        with lease_checkpoint(self._root, step, holder=f"rank {self.rank}", seconds=self._timeout_s):
+        committed = (step_dir(self._root, step) / MANIFEST).exists()
+        holder = f"rank {self.rank}"
+        # What verl itself wrote has no manifest; nobody deletes it.
+        lease = lease_checkpoint(self._root, step, holder=holder, seconds=self._timeout_s) if committed else nullcontext()
+        with lease:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self._loaded, self._step, self._saved, self._kinds = step, None, set(), set()
 
@@ -399,14 +402,14 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         return f"{name}_world_size_{self.world_size}_rank_{self.rank}.pt"
 
     def _step_of(self, local_path: str) -> int | None:
-        """The step of a committed checkpoint in our folder; None for any other place."""
+        """The step of a checkpoint in our folder; None for any other place."""
         if self._root is None:
             return None
         path = Path(local_path).absolute()
         for folder in (path, *path.parents):
             step = step_of(folder.name)
             if step is not None and folder == step_dir(self._root, step):
-                return step if (folder / "manifest.json").exists() else None
+                return step if folder.is_dir() else None
         return None
 
     def _ask(self, method: str, *args: Any, what: str, **kwargs: Any) -> Any:

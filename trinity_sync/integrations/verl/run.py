@@ -11,10 +11,11 @@ from typing import Any
 
 import ray
 
-from trinity_sync.checkpoint import CheckpointMonitor, store
+from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
+from trinity_sync.checkpoint.resume_point import put_in_order
 from trinity_sync.errors import RunError
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
@@ -28,6 +29,7 @@ class VerlRun:
         attempt: 0 for a fresh folder, one more for each start on it.
         step: what the run goes on from; 0: the initial weights.
         resume_path: folder of that step, None for 0.
+        verified: False: verl itself wrote that checkpoint, so nobody knows whether its files are as they were.
         monitor: handle of the checkpoint monitor.
         synchronizer: the client.
         root: the checkpoint folder.
@@ -38,6 +40,7 @@ class VerlRun:
     attempt: int
     step: int
     resume_path: Path | None
+    verified: bool
     monitor: Any
     synchronizer: Synchronizer
     root: Path
@@ -69,35 +72,39 @@ def open_run(
 
     What a crash left half written is removed, folders of later steps than the one to go on from become ``abandoned-*``,
     and the trackers name what is there, so verl's ``find_latest_ckpt_path(checkpoint_dir)`` finds the right one.
+    Checkpoints that verl itself wrote are gone on from and stay as they are.
 
     Args:
         checkpoint_dir: verl's ``trainer.default_local_dir``, shared by all nodes.
         namespace: Ray namespace of the actors; None: that of the driver.
-        resume_step: go on after this step; None: after the newest full checkpoint that verifies; 0: from the start.
+        resume_step: go on after this step; None: after the newest full checkpoint, which has to verify unless verl
+            itself wrote it; 0: from the start.
         save_strategy: who may write at once, see `CheckpointMonitor`.
         monitor_config, synchronizer_config: the rest of the actors' settings; attempt and folder are filled in.
 
     Raises:
         ConfigError: the folder cannot be written, or another run that lives uses it.
-        RunError: the step to go on from is not a full checkpoint, or a run is open in the namespace.
+        RunError: the step to go on from is not a full checkpoint, or what was committed cannot be seen, see
+            `resume_point.put_in_order`; or a run is open in the namespace.
     """
     namespace = namespace or ray.get_runtime_context().namespace
     _refuse_second(namespace)
     root = Path(checkpoint_dir).absolute()
     with ExitStack() as lock:
         lock.enter_context(locked(root, root))
-        attempt, step = _put_in_order(root, resume_step)
+        start = put_in_order(root, resume_step)
         monitor = CheckpointMonitor.get_actor(
-            namespace, save_strategy, str(root), config=replace(monitor_config or MonitorConfig(), attempt=attempt)
+            namespace, save_strategy, str(root), config=replace(monitor_config or MonitorConfig(), attempt=start.attempt)
         )
         synchronizer = Synchronizer.get_actor(
             replace(synchronizer_config or SynchronizerConfig(), checkpoint_dir=str(root)), namespace
         )
         run = VerlRun(
             namespace=namespace,
-            attempt=attempt,
-            step=step,
-            resume_path=step_dir(root, step) if step > 0 else None,
+            attempt=start.attempt,
+            step=start.step,
+            resume_path=step_dir(root, start.step) if start.step > 0 else None,
+            verified=start.verified,
             monitor=monitor,
             synchronizer=synchronizer,
             root=root,
@@ -105,22 +112,6 @@ def open_run(
         )
     _open.append(run)
     return run
-
-
-def _put_in_order(root: Path, resume_step: int | None) -> tuple[int, int]:
-    """The attempt, and the step to go on from."""
-    infos = store.scan(root)
-    before = store.newest_attempt(root)
-    attempt = 0 if before is None else before + 1
-    if resume_step is None:
-        good = store.newest_good(root)
-        step = good.step if good is not None else 0
-    else:
-        step = resume_step
-        if step > 0 and not any(info.step == step and info.kind == "full" for info in infos):
-            raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
-    store.set_start(root, step, attempt)
-    return attempt, step
 
 
 def _refuse_second(namespace: str) -> None:

@@ -1,0 +1,123 @@
+"""What a verl program goes on from, and what of the folder stays as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
+from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.resume_point import StartPoint, put_in_order
+from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+
+
+def state(root: Path) -> set[str]:
+    return {name for name in names(root) if not name.startswith(".")}
+
+
+def verl_run(root: Path, *steps: int, tracker: int | None) -> None:
+    for step in steps:
+        verls(root, step)
+    if tracker is not None:
+        write_tracker(root, FULL, tracker)
+
+
+def test_the_checkpoints_of_verl_are_gone_on_from_and_left_alone(tmp_path: Path) -> None:
+    verl_run(tmp_path, 10, 20, 30, tracker=30)
+    before = state(tmp_path)
+    assert put_in_order(tmp_path, None) == StartPoint(attempt=0, step=30, verified=False)
+    assert state(tmp_path) - {"latest_state_dict_iteration.txt"} == before
+    assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (30, 30)
+
+
+def test_what_verl_did_not_finish_is_set_aside_as_verl_itself_passes_it_over(tmp_path: Path) -> None:
+    verl_run(tmp_path, 20, 30, tracker=20)
+    assert put_in_order(tmp_path, None).step == 20
+    assert [path.name for path in tmp_path.glob("abandoned-*")] == ["abandoned-global_step_30"]
+
+
+def test_after_verl_our_own_checkpoints_go_on_and_verl_may_go_on_after_them(tmp_path: Path) -> None:
+    verl_run(tmp_path, 10, 20, tracker=20)
+    put_in_order(tmp_path, None)
+    commit(tmp_path, 30)
+    write_tracker(tmp_path, FULL, 30)
+    assert put_in_order(tmp_path, None) == StartPoint(attempt=1, step=30, verified=True)
+    verl_run(tmp_path, 40, tracker=40)
+    assert put_in_order(tmp_path, None) == StartPoint(attempt=1, step=40, verified=False)
+    assert [info.step for info in store.scan(tmp_path)] == [10, 20, 30, 40]
+    assert read_tracker(tmp_path, FULL).step == 40
+
+
+def test_a_damaged_one_of_ours_is_passed_over_for_verls(tmp_path: Path) -> None:
+    verl_run(tmp_path, 10, tracker=10)
+    commit(tmp_path, 20)
+    write_tracker(tmp_path, FULL, 20)
+    (tmp_path / "global_step_20/actor/model.pt").write_text("")
+    assert put_in_order(tmp_path, None) == StartPoint(attempt=1, step=10, verified=False)
+
+
+def test_a_checkpoint_of_verls_that_lacks_a_rank_is_passed_over_but_not_moved(tmp_path: Path) -> None:
+    verl_run(tmp_path, 10, 20, tracker=20)
+    (tmp_path / "global_step_20/actor/model_world_size_2_rank_1.pt").unlink()
+    before = state(tmp_path)
+    with pytest.raises(RunError, match=r"global_step_20.*verl.*left where it is"):
+        put_in_order(tmp_path, None)
+    assert state(tmp_path) == before
+
+
+def test_an_earlier_step_is_not_gone_on_from_over_later_ones_of_verl(tmp_path: Path) -> None:
+    verl_run(tmp_path, 10, 20, tracker=20)
+    before = state(tmp_path)
+    for step in (0, 10):
+        with pytest.raises(RunError, match=r"global_step_[12]0.*verl.*move it"):
+            put_in_order(tmp_path, step)
+    assert state(tmp_path) == before
+    assert put_in_order(tmp_path, 20) == StartPoint(attempt=0, step=20, verified=False)
+
+
+@pytest.mark.parametrize("tracker", [None, "not a number"])
+def test_where_no_tracker_says_what_verl_finished_the_user_does(tmp_path: Path, tracker: str | None) -> None:
+    verl_run(tmp_path, 20, tracker=None)
+    if tracker is not None:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(tracker)
+    before = state(tmp_path)
+    with pytest.raises(RunError, match=r"latest_checkpointed_iteration\.txt.*resume_step=20"):
+        put_in_order(tmp_path, None)
+    assert state(tmp_path) == before
+    assert put_in_order(tmp_path, 20).step == 20
+
+
+def test_a_start_that_cannot_see_what_was_committed_is_refused(tmp_path: Path) -> None:
+    write_tracker(tmp_path, FULL, 20)
+    with pytest.raises(RunError, match=r"step 20 was committed.*resume_step=0"):
+        put_in_order(tmp_path, None)
+    commit(tmp_path, 10)
+    with pytest.raises(RunError, match=r"step 20 was committed.*resume_step=N"):
+        put_in_order(tmp_path, None)
+    commit(tmp_path, 20)
+    unreadable(tmp_path / "global_step_20" / "actor/model.pt")
+    with pytest.raises(RunError, match=r"global_step_20.*cannot be read now.*resume_step=N"):
+        put_in_order(tmp_path, None)
+    newer(tmp_path / "global_step_20")
+    for step in (None, 10):
+        with pytest.raises(RunError, match=r"global_step_20.*newer version"):
+            put_in_order(tmp_path, step)
+    assert read_tracker(tmp_path, FULL).step == 20
+    assert not list(tmp_path.glob("abandoned-*"))
+
+
+def test_a_user_may_insist_on_an_older_step(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    commit(tmp_path, 20)
+    unreadable(tmp_path / "global_step_20" / "manifest.json")
+    assert put_in_order(tmp_path, 10) == StartPoint(attempt=1, step=10, verified=True)
+    assert [info.step for info in store.scan(tmp_path)] == [10]
+    with pytest.raises(RunError, match="global_step_20 is not a committed full checkpoint"):
+        put_in_order(tmp_path, 20)
+
+
+def test_a_fresh_folder_begins_at_the_start(tmp_path: Path) -> None:
+    assert put_in_order(tmp_path / "checkpoints", None) == StartPoint(attempt=0, step=0, verified=True)
