@@ -24,7 +24,7 @@ from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.cluster import check_reachable, cluster
 from trinity_sync.config import config_digest, plain
-from trinity_sync.errors import TrinityError, WaitTimeout
+from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.interrupts import interruptible
 from trinity_sync.job import Job
 from trinity_sync.resuming import Resume, committed_steps
@@ -139,25 +139,29 @@ def _run(
                     peaks.update(job.peak_memory())
                 job.close()
     finally:
-        # Whoever was writing is gone by now, or about to go in a cluster that goes on: what a save had staged when the
-        # run ended is of no use to anybody, nor are slots that an agent had no time to give back.
+        _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
+
+
+def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str | None) -> None:
+    """Remove what the end of the run has left. What cannot be is said, not raised: how the run went matters more.
+
+    Whoever was writing is gone by now, or about to go in a cluster that goes on: what a save had staged when the run
+    ended is of no use to anybody, nor are slots that an agent had no time to give back.
+    """
+    try:
+        if has_no_monitor(checkpoints, _MONITOR_LIMIT_S):
+            store.recover(checkpoints)
+        else:
+            raise RunError(f"the checkpoint monitor still writes there after {_MONITOR_LIMIT_S:.0f} s")
+    except (TrinityError, OSError) as error:
+        print(f"{checkpoints} was not tidied up ({error}); the next run there does it", file=sys.stderr)
+    for root in (shm_dir, folder.slots):
         try:
-            if has_no_monitor(start.checkpoints, _MONITOR_LIMIT_S):
-                store.recover(start.checkpoints)
-            else:
-                print(
-                    f"the checkpoint monitor still writes in {start.checkpoints} after {_MONITOR_LIMIT_S:.0f} s; "
-                    "the next run there clears what it leaves",
-                    file=sys.stderr,
-                )
-        finally:  # a disk that refuses keeps no memory
-            for root in (cfg.sync.shm_dir, folder.slots):
-                try:
-                    remove_stale(root)
-                except WaitTimeout as error:  # the next run removes them
-                    print(f"slots may be left in {root}: {error}", file=sys.stderr)
-            with contextlib.suppress(OSError):
-                folder.slots.rmdir()
+            remove_stale(root)
+        except (TrinityError, OSError) as error:
+            print(f"{root} was not tidied up ({error}); the next run there does it", file=sys.stderr)
+    with contextlib.suppress(OSError):
+        folder.slots.rmdir()
 
 
 def _prepare(cfg: DictConfig, model_folder: Path, start: Start) -> None:

@@ -1,0 +1,36 @@
+"""How a run ends that never got as far as its job. Ray is not started: the cluster fails here instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync import launcher
+from trinity_sync.config import compose
+from trinity_sync.errors import RunError
+from trinity_sync.tracking.record import read_record
+
+
+def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = tmp_path / "run" / "checkpoints" / ".monitor.lock"
+
+    @contextmanager
+    def failing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        lock.unlink()
+        lock.mkdir()
+        raise RunError("what really happened")
+        yield
+
+    monkeypatch.setattr(launcher, "cluster", failing)
+    monkeypatch.setattr(launcher, "_in_background", lambda function: Future())
+    with pytest.raises(RunError, match="what really happened"):
+        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run")
+    assert read_record(tmp_path / "run" / "run.json")["error"] == "what really happened"
+    assert f"{lock} cannot be locked" in capsys.readouterr().err
