@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.checkpoint.helpers import newer, unreadable, verls
 from trinity_sync import cli, cli_ckpt, config
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.store import commit_folder, prepare_staging
+from trinity_sync.checkpoint.trackers import write_tracker
 
 Capture = pytest.CaptureFixture[str]
 
@@ -79,6 +81,27 @@ def test_a_folder_without_a_manifest_is_listed_with_what_is_wrong(run: Path, cap
     row = answer(capsys, "list", run, "20")[1][0]
     assert row["kind"] is None
     assert "has no manifest.json" in row["problems"][0]
+
+
+def test_what_cannot_be_taken_for_a_checkpoint_is_listed_and_verified_as_what_it_is(
+    run: Path, capsys: Capture
+) -> None:
+    root = run / "checkpoints"
+    newer(root / "global_step_20")
+    unreadable(root / "global_step_30" / "actor" / "model.pt")
+    verls(root, 5)
+    write_tracker(root, "full", 30)
+    rows = answer(capsys, "list", run)[1]
+    assert [row["state"] for row in rows] == ["verl", "committed", "newer", "committed"]
+    assert "not verified" in rows[0]["problems"][0]
+    code, reports = answer(capsys, "verify", run)
+    assert (code, [report["state"] for report in reports]) == (1, ["no_manifest", "committed", "newer", "unreadable"])
+    cli.main(["ckpt", "verify", str(run)])
+    shown = capsys.readouterr().out
+    assert "step 20: OF A NEWER VERSION" in shown
+    assert "step 30: CANNOT BE READ NOW" in shown
+    assert [row["step"] for row in answer(capsys, "prune", run, "--keep", "keep_last.n=1")[1]["checkpoints"]] == [10, 30]
+    assert (root / "global_step_20").is_dir()
 
 
 def test_inspect_shows_the_newest_checkpoint_with_its_files(run: Path, capsys: Capture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint import written
+from tests.checkpoint.helpers import newer, unreadable
 from trinity_sync import cli, config
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.store import commit_folder, prepare_staging
@@ -78,6 +80,58 @@ def test_another_digest_than_the_manifests_ends_with_1(run: Path, tmp_path: Path
     assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.startswith("error: the weights in ")
     assert not (tmp_path / "out").exists()
+
+
+SPOILT: dict[str, tuple[Callable[[Path], object], str]] = {
+    "newer": (newer, "written by a newer version of trinity-sync: format 2, this one reads 1"),
+    "missing": (lambda folder: (folder / "manifest.json").unlink(), "has no manifest.json"),
+    "damaged": (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json cannot be read"),
+    "unreadable": (lambda folder: unreadable(folder / "manifest.json"), "cannot be read now: Input/output error"),
+}
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_an_older_step_is_never_taken_in_silence(run: Path, tmp_path: Path, capsys: Capture, what: str) -> None:
+    spoil, word = SPOILT[what]
+    spoil(run / "checkpoints" / "global_step_2")
+    for command in (
+        ["export", run, "--output", tmp_path / "out"],
+        ["diff", run, run / "checkpoints" / "global_step_1"],
+        ["inspect", run],
+    ):
+        assert cli.main(["ckpt", *map(str, command)]) == 1
+        said = capsys.readouterr().err
+        assert "global_step_2" in said
+        assert word in said
+        assert "to take an older one, name its step: 1" in said
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["ckpt", "export", str(run), "1", "--output", str(tmp_path / "out")]) == 0
+    if what != "missing":
+        assert cli.main(["ckpt", "export", str(run), "2", "--output", str(tmp_path / "two")]) == 1
+        assert word in capsys.readouterr().err
+
+
+def test_an_export_follows_no_link_out_of_the_checkpoint(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "secret").write_text("secret")
+    actor = run / "checkpoints" / "global_step_2" / "actor"
+    for name, target in (("stray.txt", tmp_path / "secret"), ("folder", tmp_path)):
+        link = actor / "huggingface" / name
+        link.symlink_to(target)
+        assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "out")]) == 1
+        assert f"{link} is a link to {target}" in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
+        link.unlink()
+    (actor / "huggingface" / "inside.json").symlink_to(actor / "huggingface" / "config.json")
+    assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out" / "inside.json").is_symlink()
+
+
+def test_a_hugging_face_folder_that_was_named_may_be_made_of_links(run: Path, tmp_path: Path) -> None:
+    assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "blobs")]) == 0
+    (tmp_path / "snapshot").mkdir()
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert cli.main(["ckpt", "export", str(tmp_path / "snapshot"), "--output", str(tmp_path / "out")]) == 0
 
 
 def test_checkpoints_of_other_programs_are_found_by_their_tracker(tmp_path: Path, capsys: Capture) -> None:

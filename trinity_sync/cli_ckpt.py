@@ -17,10 +17,14 @@ from typing import Any
 from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.store import CheckpointInfo, locate, scan, verify
-from trinity_sync.errors import ConfigError
+from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.tracking import units
 from trinity_sync.tracking.progress import Progress, progress_bar
+
+_VERDICTS = {"committed": "good", "unreadable": "CANNOT BE READ NOW", "newer": "OF A NEWER VERSION"}
 
 PATH_HELP = "folder of a run, of its checkpoints, or of one step"
 
@@ -87,14 +91,9 @@ def _list(options: argparse.Namespace) -> int:
 
 def _inspect(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    infos = of_step(root, scan(root), step)
-    committed = [info for info in infos if info.manifest is not None]
-    if not committed:
-        raise ConfigError(
-            infos[-1].problems[0] if infos else f"no checkpoints in {root}; name a folder that holds some"
-        )
-    info = committed[-1]
-    assert info.manifest is not None
+    info = newest(root) if step is None else of_step(root, scan(root), step)[0]
+    if info.manifest is None:
+        raise RunError(info.problems[0])
     row = _row(info, holds.pinned(root), holds.leased(root, now=time.time()))
     manifest = info.manifest.to_json()
     if options.json:
@@ -131,6 +130,7 @@ def _verify(options: argparse.Namespace) -> int:
                     "step": number,
                     "path": str(report.path),
                     "ok": report.ok,
+                    "state": report.state,
                     "files": report.files,
                     "bytes": report.bytes,
                     "problems": list(report.problems),
@@ -142,7 +142,7 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         for number, report in reports:
             amount = f"{units.plural(report.files, 'file')}, {units.size(report.bytes)}"
-            print(f"step {number}: {'good' if report.ok else 'BAD'}, {amount}")
+            print(f"step {number}: {_VERDICTS.get(report.state, 'BAD')}, {amount}")
             for line in [*report.problems, *(f"{name} is not in the manifest" for name in report.unlisted)]:
                 print(f"  {line}")
     return 0 if all(report.ok for _, report in reports) else 1
@@ -253,6 +253,29 @@ def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
     return root, step
 
 
+def newest(root: Path) -> CheckpointInfo:
+    """The newest checkpoint, for a command that was given no step. It is never an older one in silence.
+
+    Raises:
+        ConfigError: there is none.
+        RunError: the newest folder is no checkpoint, or cannot be read now, or not by this version.
+    """
+    infos = scan(root)
+    if not infos:
+        raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
+    last = infos[-1]
+    older = [info.step for info in infos if info.manifest is not None]
+    # Where there are none but verl's, its tracker says which is the newest that it has finished.
+    if last.manifest is not None or (last.state == "verl" and not older):
+        return last
+    named = read_tracker(root, FULL).step
+    finished = next((info for info in infos if info.state == "verl" and info.step == named), None)
+    if finished is not None and not older:
+        return finished
+    advice = f"; to take an older one, name its step: {', '.join(map(str, older))}" if older else ""
+    raise RunError(f"{last.problems[0]}{advice}")
+
+
 def _elsewhere(run: Path) -> Path | None:
     """Return the checkpoint folder of a run that does not keep its checkpoints in its own folder."""
     cfg, started_in = _saved_config(run)
@@ -325,6 +348,7 @@ def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leases: set[tuple[int
         "step": info.step,
         "attempt": info.attempt,
         "kind": info.kind,
+        "state": info.state,
         "bytes": info.bytes,
         "created": manifest.created if manifest else None,
         "digest": manifest.digest if manifest else None,

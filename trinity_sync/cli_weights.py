@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any
 from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
-from trinity_sync.checkpoint.store import CheckpointInfo, scan
-from trinity_sync.checkpoint.trackers import read_tracker
-from trinity_sync.cli_ckpt import PATH_HELP, find, of_step, print_json, print_table
+from trinity_sync.checkpoint.store import scan
+from trinity_sync.cli_ckpt import PATH_HELP, find, newest, of_step, print_json, print_table
 from trinity_sync.errors import ConfigError
-from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking import units
 from trinity_sync.tracking.progress import progress_bar
 
@@ -180,24 +178,14 @@ def _weights_of(path: Path, step: int | None) -> Path:
     if step is None and path.is_dir() and step_of(path.resolve().name) is None and _has_weights(path):
         return path
     root, step = find(path, step)
-    infos = of_step(root, scan(root), step)
-    if not infos:
-        raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
-    return _newest(root, infos).path
+    if step is not None:
+        return of_step(root, scan(root), step)[0].path
+    return newest(root).path
 
 
 def _has_weights(path: Path) -> bool:
     patterns = ("*.safetensors", "*.safetensors.index.json", "model_world_size_*.pt")
     return any(next(path.glob(pattern), None) is not None for pattern in patterns)
-
-
-def _newest(root: Path, infos: list[CheckpointInfo]) -> CheckpointInfo:
-    """The newest committed one; of another program's checkpoints the one that its tracker names, else the last."""
-    committed = [info for info in infos if info.manifest is not None]
-    if committed:
-        return committed[-1]
-    named = read_tracker(root, FULL).step
-    return next((info for info in infos if info.step == named), infos[-1])
 
 
 @contextmanager

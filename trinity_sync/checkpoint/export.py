@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from trinity_sync.checkpoint.hf_files import PlannedFile, nbytes, plan_files, write_file, write_index
-from trinity_sync.checkpoint.layout import sync_folder
+from trinity_sync.checkpoint.layout import step_of, sync_folder
 from trinity_sync.checkpoint.places import check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX
@@ -85,7 +85,8 @@ def export_checkpoint(
     Raises:
         ConfigError: `output` is taken, `dtype` is unknown, or there is no config of the model.
         WeightsError: the checkpoint cannot be read.
-        RunError: the weights do not have the digest that the manifest says, or the disk refused.
+        RunError: the weights do not have the digest that the manifest says, a link beside them leads out of the
+            checkpoint, or the disk refused.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -109,6 +110,8 @@ def export_checkpoint(
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
+        if config is None:
+            _check_links(weights.config, folder.absolute())
         _copy_companions(weights.config, temporary, _main_dtype(infos))
         digest, wire_digest = _write_weights(weights, infos, files, temporary, progress)
         checked = _check_digest(weights, wire_digest)
@@ -183,6 +186,29 @@ def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
         if is_floating(info.dtype):
             elements[info.dtype] += info.numel
     return elements.most_common(1)[0][0] if elements else None
+
+
+def _check_links(config: Path, opened: Path) -> None:
+    """That what a checkpoint has beside its weights lies in it: who made it may not choose what is copied from here.
+
+    A Hugging Face folder that the user named may be made of links, as its cache is.
+
+    Args:
+        opened: what the user named.
+    """
+    step = next((place for place in (config, *config.parents) if step_of(place.name) is not None), None)
+    if step is None and config == opened:
+        return
+    bounds = (step or config).resolve()
+    for path in (config, *sorted(config.rglob("*"))):
+        if path.name.endswith(_WEIGHTS) or not path.is_symlink():
+            continue
+        target = path.resolve()
+        if target.is_dir() or not target.is_relative_to(bounds):
+            raise RunError(
+                f"{path} is a link to {target}, which is not followed out of a checkpoint; nothing was exported: name "
+                "a folder with the model's config and tokenizer with --config"
+            )
 
 
 def _copy_companions(config: Path, folder: Path, dtype: str | None) -> None:

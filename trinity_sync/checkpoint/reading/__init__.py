@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.checkpoint.layout import MANIFEST, Manifest, read_manifest
+from trinity_sync.checkpoint.layout import Manifest, NoManifestError, read_manifest
 from trinity_sync.checkpoint.places import find_config, weights_folder
 from trinity_sync.checkpoint.reading.distributed import open_distributed
 from trinity_sync.checkpoint.reading.hugging_face import is_hugging_face, open_hugging_face
@@ -103,7 +103,10 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
     """
     if not folder.is_dir():
         raise WeightsError(f"{folder} is not a folder")
-    manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else None
+    try:
+        manifest = read_manifest(folder)
+    except NoManifestError:
+        manifest = None
     place = weights_folder(folder)
     if manifest is not None:
         _check_sizes(folder, manifest)
