@@ -331,6 +331,41 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     return facts
 
 
+def _poisoned(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """Load checkpoints in each of which one file has been made to run something: what was said, and whether it ran."""
+    import shutil
+
+    import torch
+
+    from tests.backends.test_safe_loading import Evil, spoil_metadata, spoil_object
+
+    sound, mark = folder / "sound", folder / "mark"
+    backend.begin_save(sound)[1]()
+    spoilt: dict[str, list[Any]] = {}
+
+    def attempt(name: str, spoil: Any) -> None:
+        copy = folder / "spoilt"
+        shutil.copytree(sound, copy)
+        spoil(copy)
+        try:
+            backend.load(copy)
+            said = ""
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        spoilt[name] = [said, mark.exists()]
+        mark.unlink(missing_ok=True)
+        shutil.rmtree(copy)
+
+    for tree in ("model", "optimizer", "extra"):
+        place = f"{tree}/dist_ckpt"
+        attempt(f"{place}/.metadata", lambda copy, place=place: spoil_metadata(copy / place, mark))
+        common = f"{place}/common.pt"
+        attempt(common, lambda copy, common=common: torch.save({"x": Evil(mark)}, copy / common))
+    attempt("an object in extra/dist_ckpt", lambda copy: spoil_object(copy / "extra/dist_ckpt", mark))
+    backend.load(sound)
+    return {"poisoned": spoilt, "sound": True}
+
+
 def _late(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
     """Versions taken between steps, and while the model is offloaded, are those of a run that takes none."""
     from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu
@@ -508,6 +543,7 @@ def _received(engine: Any, send: Any, kept: list[str]) -> str | None:
 
 
 _ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late, "functions": _functions} | {
+    "poisoned": _poisoned,
     "failing": _failing,
     "refusals": _refusals,
 }

@@ -26,6 +26,7 @@ TWO: dict[str, dict[str, Any]] = {
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
     "bad": {"world": 2, "tp": 2, "pp": 1, "model": "qwen2", "do": ["failing", "refusals"]},
     "tp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3", "do": ["load"], "load": "a"},
+    "poisoned": {"world": 1, "tp": 1, "pp": 1, "model": "qwen2", "do": ["poisoned"]},
     "pp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3-tied", "do": ["version", "load"], "load": "b"},
 }
 # On two ranks, for four to load.
@@ -192,6 +193,19 @@ def test_a_rank_that_cannot_write_or_copy_fails_the_save_on_all_ranks_and_the_ne
         assert "rank 1: Is a directory" in not_written
         assert "rank 1: the training state could not be copied: out of memory" in not_copied
         assert rank["after"] >= 3
+
+
+def test_nothing_that_is_pickled_in_a_checkpoint_runs(two: Facts) -> None:
+    poisoned = two["poisoned"][0]["poisoned"]
+    trees = ("model", "optimizer", "extra")
+    assert set(poisoned) == {f"{tree}/dist_ckpt/{name}" for tree in trees for name in (".metadata", "common.pt")} | {
+        "an object in extra/dist_ckpt"
+    }
+    for name, (error, ran) in poisoned.items():
+        assert not ran, name
+        assert error.startswith("RunError: "), name
+        assert "cannot be" in error
+    assert two["poisoned"][0]["sound"]
 
 
 def test_models_that_would_be_built_wrongly_are_refused(two: Facts) -> None:

@@ -4,27 +4,22 @@
 optimizer through torch.distributed.checkpoint under the parameters' names, which any number of ranks, and FSDP as well
 as FSDP2, can load; LR scheduler and RNG per rank beside it.
 
-Files are loaded without running what is pickled in them: torch's ``weights_only`` with a list of what may occur.
+Files are loaded without running what is pickled in them, see `safe_loading`.
 """
 
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -43,11 +38,10 @@ from verl.utils.fsdp_utils import (
 )
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
+from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.errors import RunError
 
 _OPTIONS = StateDictOptions()
-# What numpy's RNG state is pickled with; torch's own list has the rest.
-_NUMPY: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.ndarray(0).__reduce__()[0]]
 
 
 class FsdpState:
@@ -118,11 +112,8 @@ class FsdpState:
 
     def _load_distributed(self, folder: Path) -> None:
         state = self._distributed()
-        try:
-            dcp.load(state, storage_reader=_SafeReader(folder), planner=_SafePlanner())
-        except dcp.CheckpointException as error:
-            first = next(iter(error.failures.values()))[0]
-            raise RunError(f"{folder} cannot be loaded: {type(first).__name__}: {first}") from error
+        with nothing_runs(folder):
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
         set_model_state_dict(self._engine.module, state["model"], options=_OPTIONS)
         set_optimizer_state_dict(self._engine.module, self._engine.optimizer, state["optim"], options=_OPTIONS)
 
@@ -182,59 +173,7 @@ def _load(path: Path) -> Any:
     if not path.exists():
         raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
     try:
-        with torch.serialization.safe_globals(_NUMPY):
+        with nothing_runs(path):
             return torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError) as error:
         raise RunError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
-class _SafePlanner(DefaultLoadPlanner):
-    """Values that are no tensors must be such as torch reads as weights."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)
-        value.seek(0)
-        super().load_bytes(read_item, value)
-
-
-class _SafeReader(dcp.FileSystemReader):
-    """Metadata must consist of torch's own classes."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            with path.open("rb") as file:
-                _SafeUnpickler(file).load()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise RunError(f"{path} cannot be read: {error}") from error
-        return super().read_metadata(*args, **kwargs)
-
-
-class _SafeUnpickler(pickle.Unpickler):
-    """Classes of torch's checkpoint metadata, and the few plain ones that occur in it."""
-
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _METADATA.get(module, ()):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
-        return super().find_class(module, name)
-
-
-_METADATA: Mapping[str, tuple[str, ...]] = {
-    "torch.distributed.checkpoint.metadata": (
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
-    "torch": ("Size",),
-    "torch.serialization": ("_get_layout",),
-    "collections": ("OrderedDict",),
-    "pathlib": ("PosixPath",),
-    "pathlib._local": ("PosixPath",),
-}

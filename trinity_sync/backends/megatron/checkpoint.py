@@ -25,6 +25,7 @@ from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.backends.megatron.resume import saved_layout
 from trinity_sync.backends.megatron.writer import Copies, Pending, Planner, finalise
+from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.weights.copying import Copying
 
 _MODEL, _OPTIMIZER, _EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
@@ -100,7 +101,14 @@ class Checkpoints:
         """Restore model, optimizer and learning rate; in the layout of the save the random generators too.
 
         Any layout of the same model can load an optimizer that was saved as ``fully_reshardable``.
+
+        Raises:
+            RunError: a file holds what it may not; nothing that is pickled in one runs.
         """
+        with nothing_runs(folder):
+            self._load(folder)
+
+    def _load(self, folder: Path) -> None:
         engine, manager = self._engine, self._manager
         content = dist_checkpointing.load_content_metadata(checkpoint_dir=str(folder / _MODEL))
         loaded = load_dist_checkpointing(manager._build_model_sharded_state_dict(content), str(folder / _MODEL))

@@ -1,0 +1,109 @@
+"""Loads through libraries that would run what is pickled in a file, without running it.
+
+torch, torch.distributed.checkpoint, megatron-core and verl unpickle parts of a checkpoint with all that Python can name.
+`nothing_runs` has them make objects of an allow-list only, on whatever path they come to a pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
+
+from trinity_sync.errors import RunError
+
+_FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_LOADING = threading.RLock()
+"""What is switched is one for the process."""
+
+# What numpy's RNG state is pickled with; torch's own list has the rest. They stay on it: megatron-core adds them too,
+# and what is taken away for one would be for both.
+_NUMPY: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.ndarray(0).__reduce__()[0]]
+torch.serialization.add_safe_globals(_NUMPY)
+
+_METADATA: Mapping[str, tuple[str, ...]] = {
+    "torch.distributed.checkpoint.metadata": (
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "collections": ("OrderedDict",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+}
+
+
+@contextmanager
+def nothing_runs(folder: str | Path) -> Iterator[None]:
+    """Inside, ``torch.load`` is weights-only whatever its caller says, and metadata of torch.distributed.checkpoint may
+    consist of torch's own classes only.
+
+    Args:
+        folder: what is loaded, for the error.
+
+    Raises:
+        RunError: something in it is not as it may be.
+    """
+    with _LOADING:
+        before = {name: os.environ.pop(name, None) for name in (_FORCE, _FORCE_NOT)}
+        os.environ[_FORCE] = "1"
+        read_metadata = FileSystemReader.read_metadata
+        FileSystemReader.read_metadata = _checked(read_metadata)  # type: ignore[method-assign]
+        try:
+            yield
+        except CheckpointException as error:
+            first = next(iter(error.failures.values()))[0]
+            raise RunError(f"{folder} cannot be loaded: {type(first).__name__}: {_telling(first)}") from error
+        except pickle.UnpicklingError as error:
+            raise RunError(f"{folder} cannot be loaded: {_telling(error)}") from error
+        finally:
+            FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]
+            del os.environ[_FORCE]
+            os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
+    def checked(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
+        try:
+            with path.open("rb") as file:
+                _MetadataUnpickler(file).load()
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise RunError(f"{path} cannot be read: {error}") from error
+        return read_metadata(self, *args, **kwargs)
+
+    return checked
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Classes of torch's checkpoint metadata, and the few plain ones that occur in it."""
+
+    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _METADATA.get(module, ()):
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        return super().find_class(module, name)
+
+
+def _telling(error: BaseException) -> str:
+    """What torch says of a file, without its advice to trust it."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    line = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
+    return line.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()
