@@ -370,6 +370,77 @@ def test_a_resume_that_cannot_see_what_was_committed_leaves_the_run_as_it_was(
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+REWARD = "task.reward._target_=my_rewards.mine"
+
+
+@pytest.fixture
+def rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module of the user's that leaves a mark where it is imported."""
+    mark = tmp_path / "imported"
+    (tmp_path / "my_rewards.py").write_text(
+        f"import os\nopen({str(mark)!r}, 'w').close()\n\ndef mine(prompt, response):\n    return 1.0\n"
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield mark
+    sys.modules.pop("my_rewards", None)
+
+
+def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
+    launcher: StandIn, rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = first_run("task=jsonl", f"task.path={tmp_path}/prompts.jsonl", REWARD)
+    sys.modules.pop("my_rewards")
+    rewards.unlink()
+    assert cli.main(["resume", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert f"task.reward._target_ is my_rewards.mine in the saved settings of {folder}" in said
+    assert "--allow-target my_rewards" in said
+    assert not rewards.exists(), "it was imported"
+    assert cli.main(["resume", str(folder), "--allow-target", "my_reward"]) == 2
+    assert cli.main(["resume", str(folder), REWARD]) == 0
+    assert cli.main(["resume", str(folder), "--allow-target", "my_rewards"]) == 0
+    assert len(launcher.calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("task._target_=os.system", "task._target_ is os.system"),
+        ("+task.more=[{_target_: os.system}]", "task.more.0._target_ is os.system"),
+        ("task._target_=trinity_sync.tasks.rewards.re.compile", "task._target_ is trinity_sync.tasks.rewards.re"),
+        ("task._target_=trinity_sync.checkpoint.store.discard", "task._target_ is trinity_sync.checkpoint.store"),
+        ("+tracker.mine._target_=os.system", "tracker.mine._target_ is os.system"),
+        ("+hydra.callbacks.evil._target_=os.system", "hydra.callbacks.evil._target_ is os.system"),
+        ("hydra.searchpath=[pkg://my_rewards]", "hydra.searchpath is my_rewards"),
+        ("+hydra.job_logging.handlers.x.class=os.system", "hydra.job_logging.handlers.x.class is os.system"),
+        ("model.trust_remote_code=true", "model.trust_remote_code=true"),
+    ],
+)
+def test_what_the_settings_of_a_foreign_folder_name_is_not_run(
+    launcher: StandIn, rewards: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
+) -> None:
+    folder = first_run("trainer.steps=10")
+    OmegaConf.save([override], folder / ".hydra" / "overrides.yaml")
+    assert cli.main(["resume", str(folder)]) == 2
+    assert said in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+    assert not rewards.exists()
+
+
+def test_an_option_file_of_a_foreign_folder_is_looked_into(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    file = tmp_path / "more" / "experiment" / "more.yaml"
+    file.write_text("# @package _global_\nseed: 11\n")
+    folder = first_run(f"--config-dir={tmp_path}/more", "experiment=more")
+    file.write_text("# @package _global_\ntask:\n  _target_: os.system\n")
+    for arguments in ([], ["experiment=more"]):
+        assert cli.main(["resume", str(folder), *arguments]) == 2
+        assert "task._target_ is os.system" in capsys.readouterr().err
+
+
 def test_how_to_insist_is_handed_on(launcher: StandIn) -> None:
     folder = first_run("trainer.steps=10")
     committed(folder, 4)

@@ -102,6 +102,13 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         action="store_true",
         help="begin again at step 1; checkpoints that are there are set aside as abandoned-*",
     )
+    resume.add_argument(
+        "--allow-target",
+        action="append",
+        default=[],
+        metavar="PREFIX",
+        help="a package of your own that the run's saved settings may name by _target_; may be given several times",
+    )
     resume.set_defaults(command=_resume)
 
     report = commands.add_parser("report", help="write report.html of a run or of a sweep")
@@ -161,6 +168,14 @@ def _resume(options: argparse.Namespace) -> int:
             lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
         )
         overrides = merge_overrides(old, options.overrides)
+        config.check_saved_targets(
+            overrides,
+            options.overrides,
+            config_name=config_name,
+            config_dir=config_dir,
+            allowed=options.allow_target,
+            where=folder,
+        )
         cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(app.explain(error)) from error

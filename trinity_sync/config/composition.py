@@ -21,7 +21,7 @@ def conf_dir() -> Path:
 
 
 def compose(
-    overrides: Sequence[str] = (), *, config_name: str = "config", config_dir: Path | None = None
+    overrides: Sequence[str] = (), *, config_name: str = "config", config_dir: Path | None = None, hydra: bool = False
 ) -> DictConfig:
     """Compose a configuration as the command line would, without running anything.
 
@@ -29,6 +29,7 @@ def compose(
         overrides: as on the command line, such as ``["sync=nccl", "trainer.steps=10"]``.
         config_name: the primary config.
         config_dir: one more folder of option files, as `--config-dir` gives.
+        hydra: with Hydra's own settings, below the key `hydra`.
 
     Raises:
         HydraException, OmegaConfBaseException: an override names what is not there, or has the wrong type.
@@ -42,7 +43,7 @@ def compose(
             search += [str(folder) for folder in folders] if isinstance(folders, list) else []
         overrides.append(f"hydra.searchpath=[{','.join(quote(folder) for folder in search)}]")
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return hydra_compose(config_name, overrides=overrides)
+        return hydra_compose(config_name, overrides=overrides, return_hydra_config=hydra)
 
 
 def quote(text: str) -> str:

@@ -1,0 +1,131 @@
+"""What the saved configuration of a run may have this program run: a resume reads it from a folder that somebody else
+may have made.
+
+It may name the tasks, rewards and trackers that come with this program, and what stands in its own Hydra settings. All
+else the user names again: the value itself on the command line of the resume, or the package with `--allow-target`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_sync.config.composition import compose
+from trinity_sync.errors import ConfigError
+
+OWN = ("trinity_sync.tasks", "trinity_sync.tracking.tensorboard", "trinity_sync.tracking.wandb")
+"""Packages of this program whose classes and functions any configuration may name."""
+
+_RUN = ("_target_", "class", "()")
+"""Keys by which Hydra, and Python's logging that it sets up, are told what to call."""
+_IMPORTED = ("pkg://", "ext://")
+
+
+def check_saved_targets(
+    overrides: Sequence[str],
+    new: Sequence[str],
+    *,
+    config_name: str,
+    config_dir: Path | None,
+    allowed: Sequence[str],
+    where: Path,
+) -> None:
+    """That a run's settings name nothing to be run but what is ours, allowed, or given anew.
+
+    Args:
+        overrides: all of them, the saved ones and then the new ones.
+        new: those that the user has just given.
+        config_name, config_dir: as for `compose`.
+        allowed: packages or dotted names that may be run, too.
+        where: the run's folder, for the error.
+
+    Raises:
+        ConfigError: one does, with its key.
+    """
+    for text in overrides:
+        for name in _packages(text) if text not in new else ():
+            _check("hydra.searchpath", name, allowed, where)
+    cfg = compose(overrides, config_name=config_name, config_dir=config_dir, hydra=True)
+    given = set(_given(new))
+    shipped = {name for _, name in _named(_values(compose(hydra=True).hydra), "")}
+    hydra = _values(cfg.hydra)
+    for key, name in _named(hydra, "hydra"):
+        if name not in shipped and (key, name) not in given:
+            _check(key, name, allowed, where)
+    own = {key: _values(cfg[key]) for key in cfg if key != "hydra" and isinstance(cfg[key], DictConfig)}
+    for key, name in _named(own, ""):
+        if (key, name) not in given:
+            _check(key, name, (*OWN, *allowed), where)
+    key = "model.trust_remote_code"
+    if OmegaConf.select(cfg, key) and (key, True) not in given:
+        raise ConfigError(
+            f"{key}=true in the saved settings of {where} lets code run that comes with a model; where you trust it, "
+            f"give {key}=true again"
+        )
+
+
+def _check(key: str, name: str, allowed: Collection[str], where: Path) -> None:
+    real = name if _below(name, allowed) else None
+    if real is not None:
+        # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
+        real = _home(name)
+    if real is None or not _below(real, allowed):
+        package = name.rpartition(".")[0] if real is None else real
+        raise ConfigError(
+            f"{key} is {name} in the saved settings of {where}, which would be imported and run; where you trust it, "
+            f"add --allow-target {package.partition('.')[0] if real is None else package}"
+        )
+
+
+def _below(name: str, packages: Collection[str]) -> bool:
+    return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+
+def _home(name: str) -> str:
+    """The module that an object was made in; its name where that cannot be found out: then nothing can be run."""
+    try:
+        found = get_object(name)
+    except Exception:
+        return name
+    return str(getattr(found, "__module__", None) or getattr(found, "__name__", None) or type(found).__module__)
+
+
+def _values(node: DictConfig) -> Any:
+    return OmegaConf.to_container(node, resolve=False)
+
+
+def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(key, dotted name) of all that is to be imported, at any depth."""
+    if isinstance(value, dict):
+        for part, inner in value.items():
+            place = f"{key}.{part}" if key else str(part)
+            if part in _RUN and isinstance(inner, str):
+                yield place, inner
+            else:
+                yield from _named(inner, place)
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _named(inner, f"{key}.{index}")
+    elif isinstance(value, str) and value.startswith(_IMPORTED):
+        yield key, value.partition("://")[2].replace("/", ".")
+
+
+def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(key, value) of what stands on the command line itself; choices of options are none: those are files."""
+    for override in OverridesParser.create().parse_overrides(list(new)):
+        key, value = override.get_key_element().lstrip("+~"), override.value()
+        if isinstance(value, dict | list):
+            yield from _named(value, key)
+        else:
+            yield key, value
+
+
+def _packages(text: str) -> Iterator[str]:
+    """Packages in which an override has Hydra look for option files, which it imports for that."""
+    for part in text.split("pkg://")[1:]:
+        yield "".join(char if char.isidentifier() or char.isdigit() or char == "." else " " for char in part).split()[0]
