@@ -83,9 +83,7 @@ def test_a_folder_without_a_manifest_is_listed_with_what_is_wrong(run: Path, cap
     assert "has no manifest.json" in row["problems"][0]
 
 
-def test_what_cannot_be_taken_for_a_checkpoint_is_listed_and_verified_as_what_it_is(
-    run: Path, capsys: Capture
-) -> None:
+def test_what_cannot_be_taken_for_a_checkpoint_is_listed_and_verified_as_what_it_is(run: Path, capsys: Capture) -> None:
     root = run / "checkpoints"
     newer(root / "global_step_20")
     unreadable(root / "global_step_30" / "actor" / "model.pt")
@@ -100,7 +98,10 @@ def test_what_cannot_be_taken_for_a_checkpoint_is_listed_and_verified_as_what_it
     shown = capsys.readouterr().out
     assert "step 20: OF A NEWER VERSION" in shown
     assert "step 30: CANNOT BE READ NOW" in shown
-    assert [row["step"] for row in answer(capsys, "prune", run, "--keep", "keep_last.n=1")[1]["checkpoints"]] == [10, 30]
+    assert [row["step"] for row in answer(capsys, "prune", run, "--keep", "keep_last.n=1")[1]["checkpoints"]] == [
+        10,
+        30,
+    ]
     assert (root / "global_step_20").is_dir()
 
 

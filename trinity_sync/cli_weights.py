@@ -18,7 +18,6 @@ from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
 from trinity_sync.checkpoint.store import scan
 from trinity_sync.cli_ckpt import PATH_HELP, find, newest, of_step, print_json, print_table
-from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import units
 from trinity_sync.tracking.progress import progress_bar
 

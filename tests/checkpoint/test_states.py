@@ -1,4 +1,4 @@
-"""What a step folder is: good, damaged, not to be read now, of a newer version, verl's own. Only damage is passed over."""
+"""What a step folder is: good, damaged, not to be read now, of a newer version, verl's. Only damage is passed over."""
 
 from __future__ import annotations
 

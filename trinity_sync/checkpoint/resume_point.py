@@ -18,7 +18,6 @@ from trinity_sync.checkpoint.trackers import read_tracker, tracker_path
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -85,7 +84,12 @@ def look(root: Path) -> None:
 
 
 def check_all_seen(
-    root: Path, found: CheckpointInfo | None, recorded: Collection[int], *, places: str | None = None, skip_missing: bool = False
+    root: Path,
+    found: CheckpointInfo | None,
+    recorded: Collection[int],
+    *,
+    places: str | None = None,
+    skip_missing: bool = False,
 ) -> None:
     """Compare what was found with what is known to have been committed.
 

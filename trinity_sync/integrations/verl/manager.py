@@ -377,7 +377,9 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         committed = (step_dir(self._root, step) / MANIFEST).exists()
         holder = f"rank {self.rank}"
         # What verl itself wrote has no manifest; nobody deletes it.
-        lease = lease_checkpoint(self._root, step, holder=holder, seconds=self._timeout_s) if committed else nullcontext()
+        lease = (
+            lease_checkpoint(self._root, step, holder=holder, seconds=self._timeout_s) if committed else nullcontext()
+        )
         with lease:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
         self._loaded, self._step, self._saved, self._kinds = step, None, set(), set()

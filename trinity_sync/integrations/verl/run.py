@@ -94,7 +94,10 @@ def open_run(
         lock.enter_context(locked(root, root))
         start = put_in_order(root, resume_step)
         monitor = CheckpointMonitor.get_actor(
-            namespace, save_strategy, str(root), config=replace(monitor_config or MonitorConfig(), attempt=start.attempt)
+            namespace,
+            save_strategy,
+            str(root),
+            config=replace(monitor_config or MonitorConfig(), attempt=start.attempt),
         )
         synchronizer = Synchronizer.get_actor(
             replace(synchronizer_config or SynchronizerConfig(), checkpoint_dir=str(root)), namespace
