@@ -142,7 +142,7 @@ def _run(
         _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
 
 
-def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str | None) -> None:
+def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
     """Remove what the end of the run has left. What cannot be is said, not raised: how the run went matters more.
 
     Whoever was writing is gone by now, or about to go in a cluster that goes on: what a save had staged when the run

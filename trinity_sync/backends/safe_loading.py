@@ -1,6 +1,6 @@
 """Loads through libraries that would run what is pickled in a file, without running it.
 
-torch, torch.distributed.checkpoint, megatron-core and verl unpickle parts of a checkpoint with all that Python can name.
+torch.distributed.checkpoint, megatron-core and verl unpickle parts of a checkpoint with all that Python can name.
 `nothing_runs` has them make objects of an allow-list only, on whatever path they come to a pickle.
 """
 

@@ -109,7 +109,8 @@ def check_all_seen(
     gone = [step for step in known if found is not None and step > found.step and step not in there]
     if gone and found is not None and not skip_missing:
         raise UnseenError(
-            f"{_steps(gone)} committed, but the newest checkpoint found in {places or root} is that of step {found.step}"
+            f"{_steps(gone)} committed, but the newest checkpoint found in {places or root} is that of step "
+            f"{found.step}"
         )
 
 
