@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from trinity_sync.checkpoint import CheckpointMonitor
+from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
