@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +269,6 @@ def _engine(model: str, strategy: str, fsdp_size: int, **of_model: Any) -> Any:
 
 
 def _step(engine: Any, rank: int, number: int) -> None:
-    from functools import partial
-
     import numpy as np
     from verl.workers.utils.losses import sft_loss
 
@@ -333,12 +332,15 @@ def _distributed(
     import torch
     import torch.distributed as dist
 
+    from trinity_sync.backends.meetings import Meetings
+
     ranks = dist.get_world_size()
-    backend.open_group(LIMIT_S)
+    meetings = Meetings.of_default_group(LIMIT_S)
     lazy = Lazy(backend, backend.state("dcp"))
     facts: dict[str, Any] = {"dcp_saved": _whole(backend)}
     _step(engine, rank, 7)
-    lazy.write(saves / "dcp" / "actor")
+    facts["dcp_failed"] = _fail_together(lazy, meetings, saves, rank, ranks)
+    lazy.write(saves / "dcp" / "actor", meetings.begin("the state"))
     torch.manual_seed(1)
     facts["dcp_changed"] = _whole(backend)
     second = Lazy(backend, backend.state("dcp"))
@@ -357,6 +359,35 @@ def _distributed(
         facts["dcp_of_two"] = expected
         facts["dcp_of_two_loaded"] = _whole(backend)
     return facts
+
+
+def _fail_together(lazy: Lazy, meetings: Any, saves: Path, rank: int, ranks: int) -> list[str]:
+    """What a rank is told of saves that the last rank gives up before it writes, cannot write, and is late to."""
+    import torch.distributed as dist
+
+    from trinity_sync.errors import RunError
+
+    last, told = rank == ranks - 1, []
+    store = dist.distributed_c10d._get_default_store()
+    for name in ("no-turn", "torn", "late"):
+        gave_up = f"the others gave up in {saves.name}"
+        try:
+            meetings.timeout_s = 0.5 if name == "late" and not last else LIMIT_S
+            meeting = meetings.begin(name)
+            if last and name == "no-turn":
+                meeting.give_up(RunError("the monitor is gone"))
+                raise RunError("no turn")
+            if last and name == "torn":
+                (saves / name / "dcp" / f"__{rank}_0.distcp").mkdir(parents=True)
+            if last and name == "late" and ranks > 1:
+                assert store.get(gave_up)
+            lazy.write(saves / name, meeting)
+        except RunError as error:
+            told.append(str(error))
+        if name == "late" and not last:
+            store.set(gave_up, "")
+    meetings.timeout_s = LIMIT_S
+    return told
 
 
 def _whole(backend: Any) -> str:
@@ -420,13 +451,14 @@ class Lazy:
         self.held += 1
         self._snapshot.hold_until_copied(LIMIT_S)
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, meeting: Any = None) -> None:
         from trinity_sync.weights.image import fill
 
         folder.mkdir(parents=True, exist_ok=True)
         names = self._snapshot.names - {"dcp"}
         if names < self._snapshot.names:
-            self._backend.write_distributed(self._snapshot.tensors("dcp", LIMIT_S), folder / "dcp")
+            copied = partial(self._snapshot.copied, timeout_s=LIMIT_S)
+            self._backend.write_distributed(self._snapshot.live("dcp"), copied, folder / "dcp", meeting)
         for image in self._snapshot.file_images(folder, LIMIT_S, names):
             fill(Path(image.path), image.extents, self._segment, durable=False)
 

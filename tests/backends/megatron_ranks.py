@@ -189,11 +189,17 @@ def _case(case: Mapping[str, Any], models: Path, folder: Path) -> dict[str, Any]
     from trinity_sync.backends.megatron.backend import MegatronBackend
 
     engine = build(case, models)
-    backend = MegatronBackend(engine, "BF16", 60.0)
+    backend = MegatronBackend(engine, "BF16")
     facts: dict[str, Any] = {}
     for action in case["do"]:
         facts |= _ACTIONS[action](case, engine, backend, models, folder)
     return facts
+
+
+def meetings(timeout_s: float = 60.0) -> Any:
+    from trinity_sync.backends.meetings import Meetings
+
+    return Meetings.of_default_group(timeout_s)
 
 
 def _train(engine: Any, number: int) -> None:
@@ -260,7 +266,7 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     saved = folder / case["save"]
     facts = {"before_save": digest(backend, case["world"])}
     with _copied_late() as reached:
-        copying, write = backend.begin_save(saved, lazily=True)
+        copying, write = backend.begin_save(saved, meetings().begin("the state"), lazily=True)
     facts["rng_saved"] = _rng()
     backend.before_change(reached.set)
     backend.before_change(lambda: copying.hold_until_copied(60))
@@ -323,7 +329,7 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     backend.load(folder / case["load"])
     facts = {"loaded": digest(backend, case["world"]), "lr": engine.optimizer.param_groups[0]["lr"]}
     again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case['world']}"
-    backend.begin_save(again)[1]()
+    backend.begin_save(again, meetings().begin("the state"))[1]()
     dist.barrier()
     spans = sorted(span[:2] for chunk in engine.module for span in chunk.buffers[0].param_index_map.values())
     facts["contents"] = checkpoint_hashes(again, spans)
@@ -391,24 +397,42 @@ def _late(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
 
 
 def _failing(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
-    """A save that the last rank cannot write, one that it could not copy, and one after them."""
+    """Saves that one rank cannot write or copy, comes late to, or gives up before it writes; one after each."""
     import torch.distributed as dist
 
     from trinity_sync.errors import RunError
 
     rank, last = dist.get_rank(), dist.get_world_size() - 1
-    told = []
-    for name in ("torn", "not-copied"):
-        copying, write = backend.begin_save(folder / name)
+    own = meetings()
+    told, after = {}, []
+
+    def save(name: str) -> int:
+        meeting = own.begin(name)
+        copying, write = backend.begin_save(folder / name, meeting)
         if rank == last and name == "torn":
-            (folder / "torn" / "model" / "dist_ckpt" / f"__{last}_0.distcp").mkdir()
+            (folder / name / "model" / "dist_ckpt" / f"__{last}_0.distcp").mkdir(parents=True)
         if rank == last and name == "not-copied":
             copying._error = RuntimeError("out of memory")
+        if rank == last and name == "no-turn":
+            meeting.give_up(RunError("the monitor is gone"))
+            raise RunError("no turn")
+        if rank == last and name == "late":
+            store = dist.distributed_c10d._get_default_store()
+            assert store.get("the others gave up")
+        return len(write())
+
+    (folder / "no-folder").write_text("in the way")
+    for name in ("torn", "not-copied", "no-turn", "no-folder", "late"):
+        own.timeout_s = 0.5 if name == "late" and rank != last else 60.0
         try:
-            write()
+            save(name)
         except RunError as error:
-            told.append(str(error))
-    return {"told": told, "after": len(backend.begin_save(folder / "sound")[1]())}
+            told[name] = str(error)
+        if name == "late" and rank != last:
+            dist.distributed_c10d._get_default_store().set("the others gave up", "")
+        own.timeout_s = 60.0
+        after.append(save(f"after-{name}"))
+    return {"told": told, "after": after}
 
 
 def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:

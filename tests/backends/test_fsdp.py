@@ -128,6 +128,21 @@ def test_the_format_for_any_number_of_ranks_restores_weights_and_optimizer(facts
         assert rank["dcp_loaded"] == rank["dcp_saved"] != rank["dcp_changed"]
 
 
+@every_case
+def test_a_rank_that_fails_or_is_late_fails_such_a_save_on_all_ranks_and_the_next_one_is_sound(
+    facts: Facts, case: str
+) -> None:
+    """The next one is what is loaded, above."""
+    *others, last = (rank["dcp_failed"] for rank in facts[case])
+    name = f"rank {len(others)}"
+    assert last[0] == "no turn"
+    assert last[1].startswith(f"{name}: Is a directory")
+    for told in others:
+        assert told[0] == f"{name}: the monitor is gone"
+        assert told[1] == last[1]
+        assert told[2] == last[2] == f"{name} did not plan its share (late) within 0.5 s"
+
+
 @pytest.mark.parametrize("case", ONE)
 def test_what_two_ranks_of_fsdp2_saved_is_loaded_by_one_of_either_engine(facts: Facts, case: str) -> None:
     (rank,) = facts[case]

@@ -187,12 +187,17 @@ def test_the_functions_for_verl_programs_save_upload_and_send_the_weights(two: F
     assert {first["saved_digest"], last["received"]} == {first["digest"]}
 
 
-def test_a_rank_that_cannot_write_or_copy_fails_the_save_on_all_ranks_and_the_next_one_is_sound(two: Facts) -> None:
-    for rank in two["bad"]:
-        not_written, not_copied = rank["told"]
-        assert "rank 1: Is a directory" in not_written
-        assert "rank 1: the training state could not be copied: out of memory" in not_copied
-        assert rank["after"] >= 3
+def test_a_rank_that_fails_or_is_late_fails_the_save_on_all_ranks_and_the_next_one_is_sound(two: Facts) -> None:
+    first, last = two["bad"]
+    assert "rank 1: Is a directory" in first["told"]["torn"]
+    assert "rank 1: the training state could not be copied: out of memory" in first["told"]["not-copied"]
+    assert first["told"]["no-turn"] == "rank 1: the monitor is gone"
+    assert "Not a directory" in first["told"]["no-folder"]
+    assert first["told"]["late"] == "rank 1 did not write its share (late) within 0.5 s"
+    assert last["told"] == first["told"] | {"no-turn": "no turn"}
+    for rank in (first, last):
+        assert len(rank["after"]) == 5
+        assert min(rank["after"]) >= 3
 
 
 def test_nothing_that_is_pickled_in_a_checkpoint_runs(two: Facts) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.distributed as dist
 
 from tests import local_ray
+from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, store
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
@@ -54,6 +57,13 @@ class PretendBackend:
         for callback in self._callbacks:
             callback()
         self.weights["weight"].fill_(step)
+
+
+def meetings(ranks: int) -> list[Meetings]:
+    """Of ranks in this process."""
+    limit = timedelta(seconds=LIMIT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    return [Meetings(store, rank, ranks, LIMIT) for rank in range(ranks)]
 
 
 class Saves:
@@ -100,8 +110,8 @@ class Saves:
     def saver(self, backend: Any, *, lazy: bool = True, part: str = PART) -> StateSaver:
         backend.part = part
         coordinator = CheckpointCoordinator(self.monitor, job_id=part, timeout_s=LIMIT, attempt=self.attempt)
-        options: dict[str, Any] = {"writes_metadata": part == PART, "form": "verl", "lazy": lazy, "timeout_s": LIMIT}
-        return StateSaver(backend, self.agent, coordinator, part, **options)
+        options: dict[str, Any] = {"writes_metadata": part == PART, "form": "verl", "lazy": lazy}
+        return StateSaver(backend, self.agent, coordinator, meetings(1)[0], part, **options)
 
     def begin(self, step: int, parts: list[str] | None = None) -> Path:
         return Path(ray.get(self.monitor.begin.remote(step, self.attempt, FULL, parts or [PART]), timeout=LIMIT))
@@ -161,6 +171,25 @@ def test_a_state_that_grows_gets_a_larger_segment(saves: Saves, step: int) -> No
         backend.weights["weight"] = torch.full((5000 * (number - step + 1),), float(number))
         saver.save(number, saves.begin(number))
         assert saves.committed(number)["weight"].shape == (5000 * (number - step + 1),)
+
+
+def test_a_state_that_cannot_be_had_fails_its_step_and_not_the_run(
+    saves: Saves, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = PretendBackend()
+    saver = saves.saver(backend)
+    with monkeypatch.context() as patch:
+
+        def no_room(form: str) -> Mapping[str, Any]:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(backend, "state", no_room)
+        saver.save(step, saves.begin(step))
+    with pytest.raises(RunError, match=f"step {step} failed.*part '{PART}' failed.*No space left"):
+        ray.get(saves.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
+    saver.save(step + 1, saves.begin(step + 1))
+    assert saves.committed(step + 1)["weight"].eq(0).all()
+    saver.finish()
 
 
 @ray.remote(num_cpus=0)

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from trinity_sync.backends.meetings import Meeting
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
 from trinity_sync.weights.tensors import Saved
@@ -59,13 +60,18 @@ class Backend(Protocol):
         """
         ...
 
-    def open_group(self, timeout_s: float) -> None:
-        """Make the process group that `write_distributed` uses, if any, with this limit for its waits. Collective."""
-        ...
+    def write_distributed(
+        self, value: Any, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+    ) -> list[Path]:
+        """Write what `state` gave under `DISTRIBUTED` into `folder`; the files that this rank wrote. Collective; called
+        in a thread beside training.
 
-    def write_distributed(self, value: Any, folder: Path) -> list[Path]:
-        """Write a copy of what `state` gave under `DISTRIBUTED` into `folder`; the files that this rank wrote.
-        Collective; called in a thread beside training.
+        Args:
+            copied: a plain tensor of this rank below `value` -> its copy in the CPU's memory.
+            meeting: of the save.
+
+        Raises:
+            RunError: on all ranks, where one could not.
         """
         ...
 
@@ -91,17 +97,20 @@ class WritesItself(Protocol):
 
     deadline: Deadline
 
-    def begin_save(self, folder: Path, *, lazily: bool = False) -> tuple[Copying, Callable[[], list[Path]]]:
-        """Copy the training state for `folder`. Collective.
+    def begin_save(
+        self, folder: Path, meeting: Meeting, *, lazily: bool = False
+    ) -> tuple[Copying, Callable[[], list[Path]]]:
+        """Copy the training state for `folder`. Collective; writes nothing yet.
 
         Args:
-            folder: of the checkpoint; is made.
+            folder: of the checkpoint; is made by what is returned.
+            meeting: of the save.
             lazily: where the deadline allows it, the copy may still be under way on return, and has to be waited for
                 before the state changes.
 
         Returns:
-            The copy, and what writes it and returns this rank's files; collective too, and called on a background
-            thread of every rank while training goes on.
+            The copy, and what writes it and returns this rank's files, or raises RunError on all ranks; collective
+            too, and called on a background thread of every rank while training goes on.
         """
         ...
 

@@ -27,8 +27,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
 from verl.utils.fsdp_utils import fsdp_version
 
+from trinity_sync.backends import dcp_files
 from trinity_sync.backends.base import Deadline, Format
 from trinity_sync.backends.fsdp_state import FsdpState
+from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import Shard, flat_range, row_slice, whole
@@ -164,11 +166,10 @@ class FsdpBackend:
     def state(self, form: Format) -> Mapping[str, Any]:
         return self._state.files(form)
 
-    def open_group(self, timeout_s: float) -> None:
-        self._state.open_group(timeout_s)
-
-    def write_distributed(self, value: Any, folder: Path) -> list[Path]:
-        return self._state.write_distributed(value, folder)
+    def write_distributed(
+        self, value: Any, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+    ) -> list[Path]:
+        return dcp_files.write(value, copied, folder, meeting)
 
     def before_change(self, callback: Callable[[], None]) -> None:
         self._engine.optimizer.register_step_pre_hook(lambda *_: callback())

@@ -13,7 +13,6 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +53,9 @@ class FsdpState:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        self._group: Any = None
 
     def files(self, form: Format) -> dict[str, Any]:
-        """File name -> live value, with `DISTRIBUTED` in place of a file for what `write_distributed` takes.
+        """File name -> live value, with `DISTRIBUTED` in place of a file for what `dcp_files.write` takes.
         Collective.
         """
         extra = {
@@ -73,19 +71,6 @@ class FsdpState:
                 names["optim"]: self._engine.optimizer.state_dict(),
                 names["extra_state"]: extra,
             }
-
-    def write_distributed(self, value: Any, folder: Path) -> list[Path]:
-        """Write what `files` gave under `DISTRIBUTED`, or a copy of it; the files that this rank wrote. Collective, in
-        a thread of its own if need be: it uses the process group of `open_group`, which nothing else uses.
-        """
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
-        dcp.save(value, storage_writer=writer, process_group=self._group)
-        written = sorted(folder.glob(f"__{self._rank}_*"))
-        return [*written, folder / ".metadata"] if self._rank == 0 else written
-
-    def open_group(self, timeout_s: float) -> None:
-        """Make the process group of `write_distributed`, whose waits are limited to `timeout_s`. Collective."""
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def load(self, folder: Path) -> None:
         """Restore what was saved below `folder`, in either format. Collective.

@@ -103,6 +103,7 @@ class CheckpointCoordinator:
         *,
         part: str | None = None,
         hands_over: bool = False,
+        on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
         """Run `save_fn` in the background. The state that it writes has to be a snapshot already.
 
@@ -112,6 +113,7 @@ class CheckpointCoordinator:
             part: the part's name; None: the part is only counted.
             hands_over: `save_fn` gives the part to another writer, which has its turn when `save_fn` returns and
                 reports the part's end. Until then this process answers for the part; it takes no turn of its own.
+            on_failure: called with what ends the save, also before `save_fn` had its turn.
 
         Raises:
             what the earlier save of this name raised; this one is not started then, and its part is reported failed.
@@ -134,6 +136,7 @@ class CheckpointCoordinator:
                 save.error = error
                 with self._lock:
                     self._untold.append(error)
+                on_failure(error)
 
         save.thread = threading.Thread(target=run, name=f"save-{name}-{global_step}", daemon=True)
         self._saves[name] = save
@@ -158,6 +161,11 @@ class CheckpointCoordinator:
             what `save_fn` raises, at once, after it was reported.
         """
         self._save(_Part(global_step, part, is_state_dict, secrets.token_hex(16)), save_fn, queues=queues, reports=True)
+
+    def fail(self, global_step: int, part: str, error: BaseException) -> None:
+        """This process cannot save its part, and has not begun to."""
+        with contextlib.suppress(RunError):  # without its monitor the step fails anyway
+            self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), _describe(error))
 
     def wait_all(self) -> None:
         """Return when no background save is running.

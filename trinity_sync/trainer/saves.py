@@ -34,6 +34,10 @@ _DIGEST = "weights-digest"
 # The ranks are between two steps when they are asked, or gone.
 _ASK_S = 30.0
 
+# A rank waits for its earlier save, for the agent and for the other ranks, within the limit each, and tells itself what
+# did not come: then the save fails, and the run goes on.
+_WAITS_OF_A_RANK = 3
+
 
 class SaveLog(Protocol):
     """Where saves report."""
@@ -117,7 +121,7 @@ class FullSaves:
             data: where the run is in its data, where that is more than the step; see `data_position`.
 
         Raises:
-            TrinityError: a rank cannot copy its state.
+            TrinityError: a rank is gone, or the monitor.
         """
         self.poll()
         self._log.saving(step)
@@ -139,7 +143,11 @@ class FullSaves:
             raise _SaveFailed(str(error)) from error
         call = self._monitor.wait_committed.remote(step, settings.attempt, settings.timeout_s, kind="full")
         blocked = self._trainer.call(
-            "save", step, str(folder), what=f"copy the state of step {step}", timeout_s=settings.timeout_s
+            "save",
+            step,
+            str(folder),
+            what=f"copy the state of step {step}",
+            timeout_s=_WAITS_OF_A_RANK * settings.timeout_s + _ASK_S,
         )
         self._pending[call] = (step, max(blocked))
         state: dict[str, Any] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}

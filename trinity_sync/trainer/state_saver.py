@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import mmap
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trinity_sync.backends.base import DISTRIBUTED, Backend, Format
+from trinity_sync.backends.meetings import Meeting, Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.sync.remote import is_answered, resolve_one
 from trinity_sync.sync.state import StatePart
+from trinity_sync.trainer.saver import Saver
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.staging import pin_segment, unpin_segment
@@ -25,18 +27,15 @@ from trinity_sync.weights.staging import pin_segment, unpin_segment
 _AGENT = "the node agent"
 
 
-class StateSaver:
+class StateSaver(Saver):
     """Saves of one rank.
 
     Args:
         backend: of the engine.
         agent: handle of this node's agent.
-        coordinator: of this process.
-        part: name of the rank's part.
+        coordinator, meetings, part, lazy: see `Saver`.
         writes_metadata: this rank writes what all have in common (rank 0).
         form: format of the files.
-        lazy: copy during the next forward and backward where the engine allows it.
-        timeout_s: limit of each wait, seconds.
     """
 
     def __init__(
@@ -44,73 +43,49 @@ class StateSaver:
         backend: Backend,
         agent: Any,
         coordinator: CheckpointCoordinator,
+        meetings: Meetings,
         part: str,
         *,
         writes_metadata: bool,
         form: Format,
         lazy: bool,
-        timeout_s: float,
     ) -> None:
+        super().__init__(backend.deadline, coordinator, meetings, part, lazy=lazy)
         self._backend = backend
         self._agent = agent
-        self._coordinator = coordinator
-        self._part = part
         self._writes_metadata = writes_metadata
         self._format: Format = form
-        self._lazy = lazy and backend.deadline == "optimizer_step"
-        self._timeout_s = timeout_s
         self._reserved = -1
         self._reserving: Any = None
         self._written: Any = None
         self._segment: mmap.mmap | None = None
-        self._copying: Snapshot | None = None
-        self._step = -1
-        self._blocked_s = 0.0
-        if form == "dcp":
-            backend.open_group(timeout_s)
         if self._lazy:
             backend.before_change(self._hold)
 
     def prepare(self) -> None:
         """Have the agent make the segment, so that the first save does not wait for it. Once the optimizer has its
-        states. Collective.
+        states.
         """
         if self._reserved < 0:
             self._reserve(plan(self._backend.state(self._format)))
 
-    def save(self, step: int, folder: Path) -> float:
-        """Begin to save the state after `step` into the staging folder `folder`. Collective.
-
-        Returns:
-            Seconds in which training stood still so far; see `blocked_s`.
-        """
-        started = time.perf_counter()
-        self._hold()
-        self._coordinator.settle()
+    def _ready(self, step: int) -> None:
+        super()._ready(step)
         self._wait_written(step)
+
+    def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
         planned = plan(self._backend.state(self._format))
         snapshot = Snapshot(planned, self._segment_for(planned), f"the state of step {step}")
         self._coordinator.save_async(
-            "full", lambda: self._hand_over(snapshot, step, folder), step, part=self._part, hands_over=True
+            "full",
+            lambda: self._hand_over(snapshot, step, folder, meeting),
+            step,
+            part=self._part,
+            hands_over=True,
+            on_failure=meeting.give_up,
         )
         self._copying = snapshot
         snapshot.copy(in_background=self._lazy)  # last: what comes after it shares the processor with it
-        self._step, self._blocked_s = step, time.perf_counter() - started
-        return self._blocked_s
-
-    def blocked_s(self, step: int) -> float:
-        """Seconds in which training stood still for the save of `step`, or 0 where that was long ago."""
-        return self._blocked_s if step == self._step else 0.0
-
-    def finish(self) -> None:
-        """Wait until the saves of this rank are handed over; raises what the newest of them raised."""
-        self._coordinator.wait_all()
-
-    def _hold(self) -> None:
-        """Called on the training thread before the state changes."""
-        if self._copying is not None:
-            self._blocked_s += self._copying.hold_until_copied(self._timeout_s)
-            self._copying = None
 
     def _wait_written(self, step: int) -> None:
         """There is one segment: what was saved before has to be on the disk. The agent was asked in time (after the
@@ -122,7 +97,7 @@ class StateSaver:
         written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
         resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
 
-    def _hand_over(self, snapshot: Snapshot, step: int, folder: Path) -> None:
+    def _hand_over(self, snapshot: Snapshot, step: int, folder: Path, meeting: Meeting) -> None:
         names = snapshot.names
         target = folder / "actor"
         target.mkdir(parents=True, exist_ok=True)
@@ -131,8 +106,8 @@ class StateSaver:
             for image in snapshot.file_images(target, self._timeout_s, names - {DISTRIBUTED})
         ]
         if DISTRIBUTED in names:
-            value = snapshot.tensors(DISTRIBUTED, self._timeout_s)
-            written = self._backend.write_distributed(value, target / DISTRIBUTED)
+            copied = partial(snapshot.copied, timeout_s=self._timeout_s)
+            written = self._backend.write_distributed(snapshot.live(DISTRIBUTED), copied, target / DISTRIBUTED, meeting)
             files += [(str(path.relative_to(folder)), ()) for path in written]
         if self._writes_metadata:
             files += [(str(path.relative_to(folder)), ()) for path in self._backend.write_metadata(target)]

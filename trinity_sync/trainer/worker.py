@@ -36,6 +36,7 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from trinity_sync.backends.fsdp import FsdpBackend
+from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.process import own_log, peak_rss
 from trinity_sync.protocol.versions import Version
@@ -45,10 +46,11 @@ from trinity_sync.sync.parts import part_name
 from trinity_sync.sync.remote import this_process
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.rendezvous import join_group
+from trinity_sync.trainer.saver import Saver
 from trinity_sync.trainer.spec import RankInfo, WorkerSpec
 from trinity_sync.trainer.stager import WeightStager
 from trinity_sync.trainer.state_saver import StateSaver
-from trinity_sync.trainer.whole_saver import Saver, WholeSaver
+from trinity_sync.trainer.whole_saver import WholeSaver
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import pin_segment
@@ -134,20 +136,19 @@ class TrinityWorker(TrainingWorker):
             timeout_s=timeout_s,
             attempt=attempt,
         )
+        meetings = Meetings.of_default_group(timeout_s)
         if self._spec.strategy == "megatron":
-            self._saver = WholeSaver(
-                self._backend, coordinator, self._part, lazy=self._spec.lazy_snapshot, timeout_s=timeout_s
-            )
+            self._saver = WholeSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
             return
         self._saver = StateSaver(
             self._backend,
             agent,
             coordinator,
+            meetings,
             self._part,
             writes_metadata=self.rank == 0,
             form=self._spec.checkpoint_format,
             lazy=self._spec.lazy_snapshot,
-            timeout_s=timeout_s,
         )
 
     # -- training
@@ -204,7 +205,8 @@ class TrinityWorker(TrainingWorker):
     # -- checkpoints
 
     def save(self, step: int, folder: str) -> float:
-        """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective.
+        """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective. What it fails of
+        fails the step at the monitor, and is not raised.
 
         Returns:
             Seconds in which the trainer was blocked so far.
@@ -250,7 +252,7 @@ def _backend(spec: WorkerSpec, engine: Any) -> Any:
     if spec.strategy == "megatron":
         from trinity_sync.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(engine, spec.wire_dtype, spec.timeout_s)
+        return MegatronBackend(engine, spec.wire_dtype)
     return FsdpBackend(engine, spec.wire_dtype)
 
 

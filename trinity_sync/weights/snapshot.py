@@ -25,7 +25,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.image import Extent
 from trinity_sync.weights.layout import ALIGNMENT, Segment
-from trinity_sync.weights.torch_file import Hole, rebuilt, storages, write_skeleton
+from trinity_sync.weights.torch_file import Hole, storages, write_skeleton
 
 _MAX_CONSTANT_BYTES = 1 << 20
 
@@ -90,6 +90,7 @@ class Snapshot:
         if plan.nbytes > held:
             raise RunError(f"{what} needs {plan.nbytes} bytes, its segment has {held}")
         self._target = torch.frombuffer(segment, dtype=torch.uint8)
+        self._places = {storage._cdata: offset for storage, offset in plan.places}
         devices = {storage.device for storage, _ in plan.places}
         self._copying = Copying(self._pairs(), devices, what)
 
@@ -110,23 +111,22 @@ class Snapshot:
         """
         return self._copying.hold_until_copied(timeout_s)
 
-    def tensors(self, name: str, timeout_s: float) -> Any:
-        """A value of the state with its tensors in the segment instead of where training changes them.
+    def live(self, name: str) -> Any:
+        """A value of the state as it was planned, with tensors that training changes; `copied` has what they held."""
+        return self._plan.files[name]
+
+    def copied(self, tensor: torch.Tensor, timeout_s: float) -> torch.Tensor:
+        """The copy of a plain tensor of the state, in the segment.
 
         Raises:
             RunError: the copy failed.
             WaitTimeout: the copy takes longer than `timeout_s`.
         """
         self._copying.wait_whole(timeout_s)
-        places = self._offsets()
-
-        def place(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            start = places[storage._cdata]
-            held = self._target[start : start + storage.nbytes()].view(tensor.dtype)
-            return held.as_strided(tensor.size(), tensor.stride(), held.storage_offset() + tensor.storage_offset())
-
-        return rebuilt(self._plan.files[name], place)
+        storage = tensor.untyped_storage()
+        start = self._places[storage._cdata]
+        held = self._target[start : start + storage.nbytes()].view(tensor.dtype)
+        return held.as_strided(tensor.size(), tensor.stride(), held.storage_offset() + tensor.storage_offset())
 
     def file_images(self, folder: Path, timeout_s: float, names: Collection[str] | None = None) -> list[FileImage]:
         """Write the skeletons of files below `folder`, which exists, and say what goes into them.
@@ -140,7 +140,7 @@ class Snapshot:
             OSError: a skeleton cannot be written.
         """
         self._copying.wait_whole(timeout_s)
-        places = self._offsets()
+        places = self._places
         images = []
         for name in self._plan.files if names is None else names:
             path, value = folder / name, self._plan.files[name]
@@ -155,9 +155,6 @@ class Snapshot:
         for storage, offset in self._plan.places:
             source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             yield source, self._target[offset : offset + storage.nbytes()]
-
-    def _offsets(self) -> dict[int, int]:
-        return {storage._cdata: offset for storage, offset in self._plan.places}
 
 
 def _write_constants(path: Path, holes: list[Hole]) -> None:

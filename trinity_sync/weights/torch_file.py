@@ -13,14 +13,14 @@ lets us see each storage as the pickler meets it, in the order in which it numbe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from trinity_sync.errors import RunError
@@ -67,31 +67,6 @@ def storages(value: Any) -> list[torch.UntypedStorage]:
         storage = tensor.untyped_storage()
         found.setdefault(storage._cdata, storage)
     return list(found.values())
-
-
-def rebuilt(value: Any, place: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A nested container like `value` with every plain tensor of this rank replaced by ``place(tensor)``."""
-    if isinstance(value, DTensor):
-        return DTensor.from_local(
-            place(value._local_tensor),
-            value.device_mesh,
-            value.placements,
-            run_check=False,
-            shape=value.shape,
-            stride=value.stride(),
-        )
-    if isinstance(value, ShardedTensor):
-        shards = [Shard(place(shard.tensor), shard.metadata) for shard in value.local_shards()]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, value.metadata(), process_group=value._process_group
-        )
-    if isinstance(value, torch.Tensor):
-        return place(value)
-    if isinstance(value, Mapping):
-        return {key: rebuilt(item, place) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(rebuilt(item, place) for item in value)
-    return value
 
 
 def write_skeleton(value: Any, path: Path) -> list[Hole]:

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu, unwrap_model
 
 from trinity_sync.backends.base import Deadline
+from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.megatron.checkpoint import Checkpoints
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 from trinity_sync.backends.megatron.placement import Geometry, Piece, pieces
@@ -34,15 +35,14 @@ class MegatronBackend:
     Args:
         engine: verl's engine, initialised.
         wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
-        timeout_s: limit of a collective, seconds.
     """
 
-    def __init__(self, engine: Any, wire_dtype: str, timeout_s: float) -> None:
+    def __init__(self, engine: Any, wire_dtype: str) -> None:
         self._engine = engine
         self._wire_dtype = wire_dtype
         self._places = _places(engine.module)
         self._pieces = self._find_pieces()
-        self._checkpoints = Checkpoints(engine, timeout_s)
+        self._checkpoints = Checkpoints(engine)
         self._before_change: list[Callable[[], None]] = []
         engine.optimizer.step = partial(self._step, engine.optimizer.step)
 
@@ -72,10 +72,12 @@ class MegatronBackend:
 
     # -- full checkpoints
 
-    def begin_save(self, folder: Path, *, lazily: bool = False) -> tuple[Copying, Callable[[], list[Path]]]:
+    def begin_save(
+        self, folder: Path, meeting: Meeting, *, lazily: bool = False
+    ) -> tuple[Copying, Callable[[], list[Path]]]:
         self._gather_parameters()
         with self._on_device():
-            return self._checkpoints.begin(folder, in_background=lazily and self.deadline == "optimizer_step")
+            return self._checkpoints.begin(folder, meeting, in_background=lazily and self.deadline == "optimizer_step")
 
     def load(self, folder: Path) -> None:
         """Restore what `begin_save` saved, in any layout that its format allows. Collective."""

@@ -11,7 +11,6 @@ import gc
 import json
 import random
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
+from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.backends.megatron.resume import saved_layout
 from trinity_sync.backends.megatron.writer import Copies, Pending, Planner, finalise
@@ -38,26 +38,24 @@ class Checkpoints:
 
     Args:
         engine: verl's, initialised.
-        timeout_s: limit of the exchange in which the ranks of a save come together, seconds.
     """
 
-    def __init__(self, engine: Any, timeout_s: float) -> None:
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._timeout_s = timeout_s
         self._planners = {name: Planner() for name in (_MODEL, _OPTIMIZER, _EXTRA)}
         self._own_shards = optimizer_state.OwnShards()
         self._copies = Copies()
         # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
         gc.freeze()
 
-    def begin(self, folder: Path, *, in_background: bool) -> tuple[Copying, Callable[[], list[Path]]]:
+    def begin(self, folder: Path, meeting: Meeting, *, in_background: bool) -> tuple[Copying, Callable[[], list[Path]]]:
         """Copy the state between two steps, or beginning between them.
 
         Args:
-            folder: the checkpoint's; is made.
+            folder: the checkpoint's.
+            meeting: of the save.
             in_background: the state does not change before the copy is waited for.
 
         Returns:
@@ -71,16 +69,12 @@ class Checkpoints:
         with self._own_shards.used_by(engine.optimizer):
             optimizer = manager._build_optimizer_state_dict(model, content)
         trees = {_MODEL: model, _OPTIMIZER: optimizer, _EXTRA: self._extra()}
-        if dist.get_rank() == 0:
-            for name in trees:
-                (folder / name).mkdir(parents=True, exist_ok=True)
-        dist.barrier()
         pending = [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
         copying = self._copies.begin(pending, in_background=in_background)
-        return copying, lambda: self._write(folder, pending, copying)
+        return copying, lambda: self._write(folder, pending, copying, meeting)
 
-    def _write(self, folder: Path, pending: list[Pending], copying: Copying) -> list[Path]:
-        files = finalise(pending, self._group, lambda: copying.wait_whole(self._timeout_s))
+    def _write(self, folder: Path, pending: list[Pending], copying: Copying, meeting: Meeting) -> list[Path]:
+        files = finalise(pending, meeting, lambda: copying.wait_whole(meeting.timeout_s))
         return files + (self._write_metadata(folder) if dist.get_rank() == 0 else [])
 
     def _write_metadata(self, folder: Path) -> list[Path]:

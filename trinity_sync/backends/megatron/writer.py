@@ -7,24 +7,29 @@ by all ranks in the training thread. Here a save is
 1. `Planner.plan` on the training thread of all ranks (collective): who writes which shard; and `Copies`, which copies
    these shards, then or beside the next step;
 2. `Pending.write` on a background thread of each rank: its own files, no communication;
-3. `finalise` on that thread (collective, over a process group that nothing else uses): the results come together and
-   rank 0 writes the metadata, or every rank raises what went wrong on whichever rank.
+3. `finalise` on that thread (collective, in the save's meeting): the results come together and rank 0 writes the
+   metadata, or every rank raises what went wrong on whichever rank.
+
+Nothing touches the disk before 2: a disk that is full or slow must not stop the training thread of one rank, for which
+the others would wait in the next collective call.
 
 The files are megatron-core's, so its own loaders and verl read them.
 """
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing import save
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.serialization import _CONTENT_METADATA_KEY
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
@@ -37,7 +42,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.backends.meetings import Meeting
 from trinity_sync.weights.copying import Copying, HostMemory
 
 _FORMAT = ("torch_dist", 1)
@@ -45,6 +50,10 @@ _FORMAT = ("torch_dist", 1)
 
 class _Share(FileSystemWriterAsync):
     """One rank's share of one state dict, in one file."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Without making the folder."""
+        return plan
 
     def prepare_write_data(self, plan: Any, planner: Any) -> None:
         self._file = f"{plan.storage_data.prefix}0.distcp"
@@ -55,6 +64,7 @@ class _Share(FileSystemWriterAsync):
         if not self.items:
             return [], []
         path = Path(self.checkpoint_dir) / self._file
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Plain bytes first: megatron-core reads them so.
         ordered = sorted(self.items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
         with path.open("wb") as stream:
@@ -87,10 +97,11 @@ class _Strategy(TorchDistSaveShardedStrategy):
 class Pending:
     """A state dict that is planned, and not yet written."""
 
-    def __init__(self, folder: Path, share: _Share, metadata: Any) -> None:
+    def __init__(self, folder: Path, share: _Share, metadata: Any, common: bytes) -> None:
         self.folder = folder
         self.metadata = metadata
         self._share = share
+        self._common = common
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -109,10 +120,12 @@ class Pending:
 
     def close(self, results: Sequence[Sequence[Any]]) -> list[Path]:
         """Rank 0: write the metadata from the results of all ranks; the files that are there besides theirs."""
+        self.folder.mkdir(parents=True, exist_ok=True)
         # The ranks' plans would let a later save with the same layout skip its planning. They need classes of
         # megatron-core to be read, and nothing here uses them.
         del self.metadata.all_local_plans
         self._share.finish(self.metadata, list(results))
+        (self.folder / COMMON_STATE_FNAME).write_bytes(self._common)
         save_config(CheckpointingConfig(*_FORMAT), str(self.folder))
         return sorted(path for path in self.folder.iterdir() if path.suffix != ".distcp")
 
@@ -133,19 +146,15 @@ class Planner:
 
         Args:
             state: sharded state dict; is used up.
-            folder: exists and is empty.
+            folder: where it is going to be.
             content: what megatron-core notes about the content, for the load.
         """
-        save(
-            state,
-            str(folder),
-            self._shared,
-            validate_access_integrity=not self._checked,
-            async_sharded_save=True,
-            content_metadata=content,
-        )
+        sharded, common = save_preprocess({**state, _CONTENT_METADATA_KEY: content}, not self._checked)
+        self._shared.async_save(sharded, folder)
         self._checked = True
-        return Pending(folder, self._strategy.share, self._strategy.metadata)
+        data = io.BytesIO()
+        torch.save(common, data)
+        return Pending(folder, self._strategy.share, self._strategy.metadata, data.getvalue())
 
 
 class Copies:
@@ -169,12 +178,12 @@ class Copies:
         return copying
 
 
-def finalise(pending: Sequence[Pending], group: dist.ProcessGroup, wait_copied: Callable[[], None]) -> list[Path]:
-    """Write all of them and make them checkpoints. Collective over `group`, on a thread of its own.
+def finalise(pending: Sequence[Pending], meeting: Meeting, wait_copied: Callable[[], None]) -> list[Path]:
+    """Write all of them and make them checkpoints. Collective, on a thread of its own.
 
     Args:
         pending: of one save.
-        group: nothing else uses it.
+        meeting: of that save.
         wait_copied: returns when what is pending is copied; what it raises fails the save on all ranks.
 
     Returns:
@@ -183,41 +192,22 @@ def finalise(pending: Sequence[Pending], group: dist.ProcessGroup, wait_copied: 
     Raises:
         RunError: on all ranks, where one could not write; says which, and why.
     """
-    results: list[list[Any]] = []
     files: list[Path] = []
-    failure: str | None = None
-    try:
+
+    def write() -> list[list[Any]]:
         wait_copied()
+        results = []
         for one in pending:
             found, paths = one.write()
             results.append(found)
-            files += paths
-    except OSError as error:
-        failure = f"{error.strerror or error} ({error.filename or pending[0].folder.parent})"
-    except TrinityError as error:
-        failure = str(error)
-    except Exception as error:
-        failure = f"{type(error).__name__}: {error}"
-    everyone = _gathered((failure, results), group)
-    _raise_failures([told for told, _ in everyone])
-    failure = None
-    if dist.get_rank() == 0:
-        try:
-            for index, one in enumerate(pending):
-                files += one.close([found[index] for _, found in everyone])
-        except OSError as error:
-            failure = f"{error.strerror or error} ({error.filename})"
-    _raise_failures(_gathered(failure, group))
+            files.extend(paths)
+        return results
+
+    def close() -> list[None]:
+        for index, one in enumerate(pending):
+            files.extend(one.close([found[index] for found in everyone]))
+        return [None] * meeting.ranks
+
+    everyone = meeting.gather("write its share", write)
+    meeting.scatter("write the metadata", close)
     return files
-
-
-def _gathered(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group)
-    return found
-
-
-def _raise_failures(told: Sequence[str | None]) -> None:
-    failed = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why is not None]
-    if failed:
-        raise RunError(f"the checkpoint could not be written: {'; '.join(failed)}")

@@ -1,0 +1,235 @@
+"""How the ranks of a trainer do a save together, without a process group.
+
+A process group ends with its first timeout, and a rank that fails before a collective call leaves its peers in it. What
+the ranks of a save have to tell each other is little, and goes through torch's key-value store: in meetings, one for
+each save, that go from stage to stage. All ranks pass a stage or none: the first one that fails, or has waited too long
+for another, decides that for all of them, and who comes later is told so at once. The next meeting has keys of its own,
+so nothing of a failed one reaches it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+
+T = TypeVar("T")
+
+_CHUNK_BYTES = 4 << 20
+"""Of what a rank tells; the store closes the connection over values of more than 8 MiB."""
+
+_GO = "go"
+
+
+class Meetings:
+    """One rank's part in the meetings. All ranks begin the same ones, in the same order.
+
+    Args:
+        store: reached by all ranks, and served by rank 0.
+        rank: this one.
+        ranks: how many there are.
+        timeout_s: limit of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        # A client is held for as long as it waits. One waits beside training, and must not hold up the other.
+        self._here, self._beside = store.clone(), store.clone()
+        self._store = store  # on rank 0 its server ends with it
+        self._number = 0
+        self._over: list[Meeting] = []
+
+    @classmethod
+    def of_default_group(cls, timeout_s: float) -> Meetings:
+        """Of the ranks of torch's default process group, through the store in which they met. All ranks make the same
+        ones, in the same order.
+        """
+        store, rank = _get_default_store(), dist.get_rank()
+        number = store.add(f"saves/made-by-{rank}", 1)
+        return cls(dist.PrefixStore(f"saves/{number}", store), rank, dist.get_world_size(), timeout_s)
+
+    def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> Meeting:
+        """Begin the next one, on the training thread. Whoever returns may make calls that need all ranks.
+
+        Args:
+            what: the save is of, such as ``"step 20"``.
+            prepare: whatever this rank has to do before.
+
+        Raises:
+            RunError: on all ranks, where one could not prepare or did not come; says which, and why.
+        """
+        self._number += 1
+        meeting = Meeting(self, f"{self._number}/", what, self._here, self._beside)
+        over, self._over = self._over, [*self._over, meeting]
+        meeting.begin(prepare)
+        for earlier in over:  # all ranks are here, so nobody is there any more
+            earlier.forget()
+        self._over = [meeting]
+        return meeting
+
+
+class Meeting:
+    """See `Meetings.begin`. All ranks go through the same stages; what a stage raises ends the meeting.
+
+    Attributes:
+        rank: this one.
+        ranks: how many there are.
+        timeout_s: limit of the wait for the others in each stage, seconds.
+    """
+
+    def __init__(self, of: Meetings, prefix: str, what: str, here: Any, beside: Any) -> None:
+        self.rank, self.ranks, self.timeout_s = of.rank, of.ranks, of.timeout_s
+        self._prefix = prefix
+        self._what = what
+        self._here = here
+        self._beside = beside
+        self._stage = 0
+        self._keys: list[str] = []
+
+    def begin(self, prepare: Callable[[], None]) -> None:
+        """The first stage; see `Meetings.begin`."""
+        with self._next(self._here, "begin to save", range(self.ranks)) as stage:
+            stage.do(prepare)
+            stage.arrive()
+            stage.wait()
+
+    def gather(self, what: str, work: Callable[[], T]) -> list[T]:
+        """Do something on every rank.
+
+        Args:
+            what: for errors, such as ``"write its share"``.
+            work: gives something that can be pickled.
+
+        Returns:
+            The results of all ranks on rank 0, in rank order; nothing on the others.
+
+        Raises:
+            RunError: on all ranks, where one failed or did not come; says which, and why.
+        """
+        with self._next(self._beside, what, range(self.ranks)) as stage:
+            stage.put(self.rank, stage.do(work))
+            stage.arrive()
+            stage.wait()
+            return [stage.get(rank) for rank in range(self.ranks)] if self.rank == 0 else []
+
+    def scatter(self, what: str, work: Callable[[], Sequence[T]]) -> T:
+        """Do something on rank 0; errors as for `gather`.
+
+        Args:
+            work: gives something for each rank.
+
+        Returns:
+            What there was for this one.
+        """
+        with self._next(self._beside, what, [0]) as stage:
+            if self.rank == 0:
+                for rank, value in enumerate(stage.do(work)):
+                    stage.put(rank, value)
+                stage.decide(_GO)
+            stage.wait()
+            found: T = stage.get(self.rank)
+            return found
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot go on: nobody passes the next stage. While this rank is in none."""
+        with suppress(RunError), self._next(self._beside, "go on", [self.rank]) as stage:
+            stage.decide(f"rank {self.rank}: {_describe(error)}")
+
+    def forget(self) -> None:
+        """Remove what this rank has left in the store: it would grow with every save."""
+        for key in self._keys:
+            self._here.delete_key(key)
+
+    @contextmanager
+    def _next(self, store: Any, what: str, awaited: Iterable[int]) -> Iterator[_Stage]:
+        self._stage += 1
+        try:
+            yield _Stage(self, store, f"{self._prefix}{self._stage}/", f"{what} ({self._what})", awaited)
+        except dist.DistError as error:
+            raise RunError(
+                f"rank 0, through which the ranks {what} together ({self._what}), is gone: {error}"
+            ) from error
+
+
+class _Stage:
+    """One stage of a meeting, as one rank goes through it."""
+
+    def __init__(self, meeting: Meeting, store: Any, prefix: str, what: str, awaited: Iterable[int]) -> None:
+        self._rank, self._ranks, self._timeout_s = meeting.rank, meeting.ranks, meeting.timeout_s
+        self._keys = meeting._keys
+        self._store = store
+        self._prefix = prefix
+        self._what = what
+        self._awaited = awaited
+        if self._rank == 0:
+            self._keys += [f"{prefix}arrived", f"{prefix}decision"]
+
+    def do(self, work: Callable[[], T]) -> T:
+        """Do this rank's work; what it fails of ends the stage on all ranks."""
+        try:
+            return work()
+        except BaseException as error:
+            decision = self.decide(f"rank {self._rank}: {_describe(error)}")
+            if not isinstance(error, Exception):
+                raise
+            raise RunError(decision) from error
+
+    def put(self, rank: int, value: Any) -> None:
+        """Leave something for `get`."""
+        data = pickle.dumps(value)
+        starts = range(0, len(data), _CHUNK_BYTES)
+        for number, start in enumerate(starts):
+            self._set(f"value-{rank}-{number}", data[start : start + _CHUNK_BYTES])
+        self._set(f"value-{rank}", str(len(starts)))
+
+    def get(self, rank: int) -> Any:
+        """What was left for or by a rank, once the stage is passed."""
+        chunks = int(self._store.get(f"{self._prefix}value-{rank}"))
+        return pickle.loads(b"".join(self._store.get(f"{self._prefix}value-{rank}-{n}") for n in range(chunks)))
+
+    def arrive(self) -> None:
+        """This rank is done; the last one decides that the stage is passed."""
+        self._set(f"rank-{self._rank}", "")
+        if self._store.add(f"{self._prefix}arrived", 1) == self._ranks:
+            self.decide(_GO)
+
+    def wait(self) -> None:
+        """Until it is decided."""
+        key = f"{self._prefix}decision"
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout_s))
+            decision = self._store.get(key).decode()
+        except dist.DistStoreError:
+            decision = self.decide(str(WaitTimeout(self._missing(), self._what, self._timeout_s)))
+        if decision != _GO:
+            raise RunError(decision)
+
+    def decide(self, decision: str) -> str:
+        """Decide, unless somebody has; what was decided."""
+        return self._store.compare_set(f"{self._prefix}decision", "", decision).decode()
+
+    def _missing(self) -> str:
+        missing = [rank for rank in self._awaited if not self._store.check([f"{self._prefix}rank-{rank}"])]
+        return ", ".join(f"rank {rank}" for rank in missing)
+
+    def _set(self, name: str, value: Any) -> None:
+        self._store.set(self._prefix + name, value)
+        self._keys.append(self._prefix + name)
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    if isinstance(error, TrinityError):
+        return str(error)
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
