@@ -65,6 +65,15 @@ def test_the_models_folder_is_looked_into(tmp_path: Path) -> None:
     assert "mamba" in refused("backend=megatron", f"model.path={tmp_path}")
 
 
+def test_dtype_and_generators_are_those_of_the_configuration() -> None:
+    cfg = compose(["backend=megatron"])
+    assert worker_spec(cfg, "model", "logs").engine["dtype"] == "bfloat16"
+    assert worker_spec(cfg, "model", "logs").restore_rng
+    cfg = compose(["backend=megatron", "backend.dtype=fp16", "backend.restore_rng=false"])  # which `check` refuses
+    assert worker_spec(cfg, "model", "logs").engine["dtype"] == "float16"
+    assert not worker_spec(cfg, "model", "logs").restore_rng
+
+
 def test_verls_settings_reach_its_configs() -> None:
     late = "backend.overrides.override_ddp_config={overlap_param_gather: true, overlap_grad_reduce: true}"
     cfg = compose(["backend=megatron", "backend.tp=2", late, "trainer.gradient_checkpointing=true"])

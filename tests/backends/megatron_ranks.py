@@ -259,6 +259,7 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     import numpy as np
     import torch
 
+    from trinity_sync.backends.megatron.backend import MegatronBackend
     from trinity_sync.checkpoint.reading import open_weights
 
     torch.manual_seed(100 + torch.distributed.get_rank())
@@ -283,6 +284,12 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     facts["lr_next"] = engine.optimizer.param_groups[0]["lr"]
 
     torch.manual_seed(999)
+    own = _rng()
+    MegatronBackend(engine, "BF16", restore_rng=False).load(saved)
+    facts["rng_kept"] = _rng() == own
+    facts["persistent_buffers"] = [
+        name for chunk in engine.module for name in chunk.state_dict() if name in dict(chunk.named_buffers())
+    ]
     backend.load(saved)
     facts["loaded"], facts["rng_loaded"] = digest(backend, case["world"]), _rng()
     _train(engine, 2)

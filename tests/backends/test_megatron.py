@@ -122,6 +122,14 @@ def test_a_resumed_engine_goes_on_bit_for_bit(case_facts: list[dict[str, Any]]) 
         assert rank["next_state_after_load"] == rank["next_state"]
         assert rank["lr_next_after_load"] == rank["lr_next"]
         assert rank["rng_loaded"] == rank["rng_saved"]
+        assert rank["rng_kept"], "backend.restore_rng=false"
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("save"))
+def test_models_hold_nothing_that_a_forward_pass_changes(case_facts: list[dict[str, Any]]) -> None:
+    """So what is saved may be copied beside one. A family with persistent buffers has to copy these at once."""
+    for rank in case_facts:
+        assert rank["persistent_buffers"] == []
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("save"))

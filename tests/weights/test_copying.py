@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,6 +64,24 @@ def test_places_have_storages_of_their_own_and_are_the_same_at_the_next_save() -
     assert all(place.untyped_storage().nbytes() == place.nbytes for place in first)
     again = memory.places(tensors)
     assert [place.data_ptr() for place in again] == [place.data_ptr() for place in first]
+
+
+def test_as_much_is_page_locked_as_there_is_to_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's runtime is a stand-in here. torch's own pinned memory comes in powers of two, and is kept when it is let
+    go.
+    """
+    locked: dict[int, int] = {}
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda start, nbytes, flags: locked.update({start: nbytes}) or 0,
+        cudaHostUnregister=lambda start: locked.pop(start) and 0,
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    memory = HostMemory()
+    for numel in (1_100_000, 1_100_000, 2_200_000):
+        [place] = memory.places([torch.empty(numel, dtype=torch.uint8)])
+        assert locked.keys() == {place.data_ptr()}
+        assert numel <= sum(locked.values()) < numel + 2 * mmap.PAGESIZE
 
 
 def test_memory_grows_where_more_is_to_be_copied() -> None:

@@ -79,7 +79,8 @@ class FsdpBackend:
         for name in sorted(names & buffers.keys()):
             if self._rank == 0:
                 shape, dtype = tuple(buffers[name].shape), self._wire(buffers[name].dtype)
-                pieces.append((whole(name, dtype, shape), lambda name=name: dict(self._clean_buffers())[name]))
+                # A copy: what is staged beside the next forward pass must not be what that pass changes.
+                pieces.append((whole(name, dtype, shape), lambda name=name: dict(self._clean_buffers())[name].clone()))
         return pieces
 
     def _clean_buffers(self) -> list[tuple[str, torch.Tensor]]:

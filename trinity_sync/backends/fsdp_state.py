@@ -65,9 +65,13 @@ class FsdpState:
         names = {name: self._file(name) for name in ("model", "optim", "extra_state")}
         with self._on_device(), self._sharded():
             if form == "dcp":
-                return {DISTRIBUTED: self._distributed(), names["extra_state"]: extra}
+                state = self._distributed()
+                self._detach_buffers(state["model"])
+                return {DISTRIBUTED: state, names["extra_state"]: extra}
+            model = self._engine.module.state_dict()
+            self._detach_buffers(model)
             return {
-                names["model"]: self._engine.module.state_dict(),
+                names["model"]: model,
                 names["optim"]: self._engine.optimizer.state_dict(),
                 names["extra_state"]: extra,
             }
@@ -86,6 +90,15 @@ class FsdpState:
                 self._engine.optimizer.load_state_dict(_load(folder / self._file("optim")))
         self._load_extra(folder)
         dist.barrier()
+
+    def _detach_buffers(self, model: dict[str, Any]) -> None:
+        """Put copies in place of the buffers, which a forward pass may change: training waits for the optimizer's step
+        only. They are small; the parameters stay what they are.
+        """
+        live = {buffer.untyped_storage()._cdata for buffer in self._engine.module.buffers()}
+        for name, value in model.items():
+            if type(value) is torch.Tensor and value.untyped_storage()._cdata in live:
+                model[name] = value.clone()
 
     # -- torch.distributed.checkpoint
 

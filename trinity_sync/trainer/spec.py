@@ -38,6 +38,7 @@ class WorkerSpec:
         bucket_bytes: unit of transfer and checking.
         checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
         lazy_snapshot: copy training states during the next forward and backward (`checkpoint.snapshot`).
+        restore_rng: a load restores the random generators too (`backend.restore_rng`; always on FSDP).
         timeout_s: limit of a collective of the engine's process group, seconds.
         log_dir: where the rank logs, None for Ray's own logs.
     """
@@ -61,6 +62,7 @@ class WorkerSpec:
     checkpoint_format: Literal["verl", "dcp"]
     lazy_snapshot: bool
     timeout_s: float
+    restore_rng: bool = True
     log_dir: str | None = None
 
 
@@ -149,6 +151,7 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         checkpoint_format=cfg.checkpoint.format,
         lazy_snapshot=cfg.checkpoint.snapshot == "lazy",
         timeout_s=backend.timeout_s,
+        restore_rng=backend.get("restore_rng", True),
         log_dir=log_dir,
     )
 
@@ -190,7 +193,7 @@ def _megatron(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
         "tensor_model_parallel_size": backend.tp,
         "pipeline_model_parallel_size": backend.pp,
         "sequence_parallel": backend.sequence_parallel,
-        "dtype": "bfloat16",
+        "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[backend.dtype],  # as verl names it
         "vanilla_mbridge": True,
         "seed": cfg.seed,
         "dist_ckpt_optim_fully_reshardable": backend.optimizer_format == "fully_reshardable",

@@ -252,7 +252,7 @@ def _backend(spec: WorkerSpec, engine: Any) -> Any:
     if spec.strategy == "megatron":
         from trinity_sync.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(engine, spec.wire_dtype)
+        return MegatronBackend(engine, spec.wire_dtype, restore_rng=spec.restore_rng)
     return FsdpBackend(engine, spec.wire_dtype)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights.layout import ALIGNMENT
+from trinity_sync.weights.staging import pin_segment, unpin_segment
 
 _CHUNK_BYTES = 64 << 20
 
@@ -96,11 +99,11 @@ class Copying:
 
 class HostMemory:
     """Memory for copies of the same tensors, save after save: page faults are paid for once. Page-locked where there
-    are GPUs.
+    are GPUs, as it is: torch's own pinned memory comes in powers of two, and is kept when it is let go.
     """
 
     def __init__(self) -> None:
-        self._held = torch.empty(0, dtype=torch.uint8)
+        self._held: mmap.mmap | None = None
 
     def places(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """A place for each tensor, of its shape and dtype and with a storage of its own bytes only. What was handed out
@@ -109,10 +112,13 @@ class HostMemory:
         starts = [0]
         for tensor in tensors:
             starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
-        if self._held.nbytes < starts[-1]:
-            self._held = torch.empty(0, dtype=torch.uint8)  # before the larger one is there
-            self._held = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        held = self._held.numpy()
+        if self._held is None or len(self._held) < starts[-1]:
+            if self._held is not None:
+                unpin_segment(self._held)
+            self._held = None  # before the larger one is there
+            self._held = mmap.mmap(-1, max(starts[-1], mmap.PAGESIZE))
+            pin_segment(self._held)
+        held = np.frombuffer(self._held, np.uint8)
         return [
             torch.from_numpy(held[start : start + tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
             for tensor, start in zip(tensors, starts[:-1], strict=True)

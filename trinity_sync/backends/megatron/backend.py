@@ -35,14 +35,16 @@ class MegatronBackend:
     Args:
         engine: verl's engine, initialised.
         wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
+        restore_rng: a load in the layout of the save restores the random generators too.
     """
 
-    def __init__(self, engine: Any, wire_dtype: str) -> None:
+    def __init__(self, engine: Any, wire_dtype: str, *, restore_rng: bool = True) -> None:
         self._engine = engine
         self._wire_dtype = wire_dtype
         self._places = _places(engine.module)
         self._pieces = self._find_pieces()
         self._checkpoints = Checkpoints(engine)
+        self._restore_rng = restore_rng
         self._before_change: list[Callable[[], None]] = []
         engine.optimizer.step = partial(self._step, engine.optimizer.step)
 
@@ -82,7 +84,7 @@ class MegatronBackend:
     def load(self, folder: Path) -> None:
         """Restore what `begin_save` saved, in any layout that its format allows. Collective."""
         with self._on_device():
-            self._checkpoints.load(folder)
+            self._checkpoints.load(folder, restore_rng=self._restore_rng)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

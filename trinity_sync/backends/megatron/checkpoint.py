@@ -91,8 +91,9 @@ class Checkpoints:
         mine = ShardedObject(_RANK_RNG, rng_state(), (ranks,), (rank,), replica_id=0)
         return {**self._manager._build_extra_state_dict(), _RANK_RNG: mine}
 
-    def load(self, folder: Path) -> None:
-        """Restore model, optimizer and learning rate; in the layout of the save the random generators too.
+    def load(self, folder: Path, *, restore_rng: bool = True) -> None:
+        """Restore model, optimizer and learning rate; with `restore_rng`, in the layout of the save, the random
+        generators too.
 
         Any layout of the same model can load an optimizer that was saved as ``fully_reshardable``.
 
@@ -120,7 +121,7 @@ class Checkpoints:
         scheduler.num_steps = 0
         scheduler.load_state_dict(loaded["lr_scheduler"])
 
-        if _ranks(saved_layout(folder)) == _ranks(layout(engine)):
+        if restore_rng and _ranks(saved_layout(folder)) == _ranks(layout(engine)):
             loaded = load_dist_checkpointing(self._extra(), str(folder / _EXTRA))
             set_rng_state(loaded[_RANK_RNG])
 
