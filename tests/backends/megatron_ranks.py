@@ -485,7 +485,7 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from trinity_sync.integrations import verl_megatron
+    from trinity_sync.integrations.verl import megatron as verl_megatron
     from trinity_sync.weights.tensors import state_digest
 
     log, kept = logging.getLogger("test"), list(load_file(models / case["model"] / "model.safetensors"))
