@@ -485,7 +485,8 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from trinity_sync.integrations.verl import megatron as verl_megatron
+    from trinity_sync.errors import RunError
+    from trinity_sync.integrations import verl
     from trinity_sync.weights.tensors import state_digest
 
     log, kept = logging.getLogger("test"), list(load_file(models / case["model"] / "model.safetensors"))
@@ -507,8 +508,30 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
             save()
 
     class Synchronizer:
-        def set_model_state_dict(self, state: dict[str, Any], step: int) -> None:
+        def set_model_state_dict(self, pairs: Any, step: int, *, attempt: int, wire_dtype: str | None) -> None:
+            state = {name: tensor.clone() for name, tensor in pairs}
             calls.append((step, state_digest({name: state[name] for name in kept}, "BF16"), len(state) - len(kept)))
+            assert (attempt, wire_dtype) == (2, "BF16")
+
+    class Refusing(Coordinator):
+        """The last rank gets no turn, and rank 0's Synchronizer takes one tensor."""
+
+        def save_sync(self, save: Any, *args: Any, **kwargs: Any) -> None:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                raise RunError("no turn")
+            save()
+
+        def set_model_state_dict(self, pairs: Any, step: int, **kwargs: Any) -> None:
+            next(iter(pairs))
+            raise RunError("no room")
+
+    class Broken:
+        """The last rank cannot bring the model to the device."""
+
+        def get_per_tensor_param(self) -> Any:
+            if dist.get_rank() == dist.get_world_size() - 1:
+                raise RuntimeError("out of memory")
+            return engine.get_per_tensor_param()
 
     manager = engine.checkpoint_mananager
     contents = list(manager.checkpoint_save_contents)
@@ -516,10 +539,10 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
     if dist.get_rank() == 0:
         staged.mkdir(parents=True)
     dist.barrier()
-    verl_megatron.megatron_save_state_dict(engine, None, 3, coordinator, log)
+    verl.megatron_save_state_dict(engine, None, 3, coordinator, log)
     manager.use_dist_checkpointing = False  # as verl has it by default
     paths = list(manager.previous_saved_paths)
-    verl_megatron.megatron_save_state_dict(engine, str(place), 3, coordinator, log)
+    verl.megatron_save_state_dict(engine, str(place), 3, coordinator, log)
     facts: dict[str, Any] = {"contents_after": manager.checkpoint_save_contents == contents}
     facts["left_to_us"] = manager.previous_saved_paths == paths and not place.exists()
 
@@ -527,7 +550,7 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
         return {str(path): path.stat().st_mtime_ns for path in staged.rglob("*") if path.is_file()}
 
     written, coordinator.committed = files(), True
-    verl_megatron.megatron_save_state_dict(engine, str(place), 3, coordinator, log)
+    verl.megatron_save_state_dict(engine, str(place), 3, coordinator, log)
     facts["again"] = files() == written
     place = staged
     facts["saved"] = sorted({path.relative_to(place).parts[0] for path in place.rglob("*") if path.is_file()})
@@ -540,11 +563,25 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
         "BF16",
     )
 
-    verl_megatron.megatron_upload_state_dict(engine, Synchronizer(), 0, log)
-    verl_megatron.megatron_upload_state_dict(engine, Synchronizer(), 4, log)
+    facts["failures"] = []
+    for call in (
+        lambda: verl.megatron_save_state_dict(engine, str(place), 3, Refusing(), log),
+        lambda: verl.megatron_upload_state_dict(engine, Refusing(), 3, log),
+        lambda: verl.megatron_upload_state_dict(Broken(), Synchronizer(), 3, log),
+        lambda: verl.megatron_sync_weight_nccl(Broken(), None),
+    ):
+        try:
+            call()
+        except RunError as error:
+            facts["failures"].append(str(error))
+    verl.megatron_upload_state_dict(engine, Synchronizer(), 0, log)
+    verl.megatron_upload_state_dict(engine, Synchronizer(), 4, log, attempt=2, wire_dtype="BF16")
     facts["calls"] = calls
     facts["digest"] = digest(backend, case["world"])
-    facts["received"] = _received(engine, verl_megatron.megatron_sync_weight_nccl, kept)
+    meta = verl.megatron_state_dict_meta(engine, wire_dtype="BF16")
+    facts["meta"] = sorted(name for name, _, _ in meta)
+    facts["received"] = _received(engine, verl.megatron_sync_weight_nccl, kept)
+    facts["kept"] = sorted(kept)
     return facts
 
 

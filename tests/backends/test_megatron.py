@@ -193,6 +193,22 @@ def test_the_functions_for_verl_programs_save_upload_and_send_the_weights(two: F
     assert first["again"]
     assert last["again"], "of what is committed nothing is written again"
     assert {first["saved_digest"], last["received"]} == {first["digest"]}
+    assert set(first["kept"]) <= set(first["meta"])
+    assert last["meta"] == []
+
+
+def test_what_one_rank_fails_of_in_these_functions_is_raised_on_all_and_leaves_none_behind(two: Facts) -> None:
+    """What follows them, above, works."""
+    first, last = two["pp2"]
+    assert first["failures"] == last["failures"]
+    no_turn, no_room, *not_begun = first["failures"]
+    assert "rank 1: RunError: could not begin to save the weights of step 3" in no_turn
+    assert "rank 1: RunError: no turn" in no_turn
+    assert no_room == "could not upload version 3: rank 0: RunError: no room"
+    assert not_begun == [
+        "could not upload version 3: rank 1: RuntimeError: out of memory",
+        "could not broadcast the weights: rank 1: RuntimeError: out of memory",
+    ]
 
 
 def test_a_rank_that_fails_or_is_late_fails_the_save_on_all_ranks_and_the_next_one_is_sound(two: Facts) -> None:

@@ -16,6 +16,10 @@ _HOME = {
     "fsdp_upload_state_dict": "functions",
     "fsdp_sync_weight_nccl": "functions",
     "fsdp_state_dict_meta": "functions",
+    "megatron_save_state_dict": "megatron",
+    "megatron_upload_state_dict": "megatron",
+    "megatron_sync_weight_nccl": "megatron",
+    "megatron_state_dict_meta": "megatron",
     "open_run": "run",
 }
 
@@ -25,6 +29,10 @@ __all__ = [
     "fsdp_state_dict_meta",
     "fsdp_sync_weight_nccl",
     "fsdp_upload_state_dict",
+    "megatron_save_state_dict",
+    "megatron_state_dict_meta",
+    "megatron_sync_weight_nccl",
+    "megatron_upload_state_dict",
     "open_run",
     "use_in",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.integrations.verl import files
+from trinity_sync.integrations.verl import files, weights
 from trinity_sync.integrations.verl.parameters import parameters
-from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.state import StateCopy, sharded
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.stream import BUCKET_BYTES, broadcast_each, broadcast_packed, describe
+from trinity_sync.sync.stream import BUCKET_BYTES
 
 
 def fsdp_save_state_dict(
@@ -91,12 +90,7 @@ def fsdp_upload_state_dict(
     """
     if global_step == 0:
         return
-    tensors = parameters(engine)
-
-    def publish(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        synchronizer.set_model_state_dict(pairs, global_step, attempt=attempt, wire_dtype=wire_dtype)
-
-    use_on_first_rank(f"upload version {global_step}", tensors, publish)
+    weights.upload(_tensors(engine), synchronizer, global_step, attempt=attempt, wire_dtype=wire_dtype)
     logger.info("version %d was uploaded", global_step)
 
 
@@ -104,8 +98,7 @@ def fsdp_state_dict_meta(engine: Any, *, wire_dtype: str | None = None) -> list[
     """(name, dtype as torch prints it, shape) of what `fsdp_sync_weight_nccl` sends, in order: for
     `Synchronizer.setup_weight_sync_group`. On rank 0; empty elsewhere.
     """
-    tensors = parameters(engine)
-    return use_on_first_rank("describe the weights", tensors, lambda pairs: describe(pairs, wire_dtype)) or []
+    return weights.meta(_tensors(engine), wire_dtype)
 
 
 def fsdp_sync_weight_nccl(
@@ -133,19 +126,16 @@ def fsdp_sync_weight_nccl(
     Raises:
         RunError: on every rank, where a broadcast failed; the group is of no use any more then.
     """
-    tensors = parameters(engine)
+    weights.send(
+        _tensors(engine),
+        model_update_group,
+        packed=packed,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+        verify=verify,
+        timeout_s=timeout_s,
+    )
 
-    def send(pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if packed:
-            broadcast_packed(
-                model_update_group,
-                pairs,
-                wire_dtype=wire_dtype,
-                bucket_bytes=bucket_bytes,
-                verify=verify,
-                timeout_s=timeout_s,
-            )
-        else:
-            broadcast_each(model_update_group, pairs, wire_dtype=wire_dtype, timeout_s=timeout_s)
 
-    use_on_first_rank("broadcast the weights", tensors, send)
+def _tensors(engine: Any) -> weights.OpenTensors:
+    return lambda: parameters(engine)

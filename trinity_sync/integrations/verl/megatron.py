@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.integrations.verl import weights
 from trinity_sync.integrations.verl.parameters import parameters
-from trinity_sync.integrations.verl.ranks import together
-
-
-class _Receiver(Protocol):
-    """Where versions go: `trinity_sync.sync.Synchronizer`."""
-
-    def set_model_state_dict(self, model_state_dict: dict[str, torch.Tensor], trainer_step: int) -> Any:
-        """Take the weights of a step."""
-        ...
+from trinity_sync.integrations.verl.ranks import together, together_inside
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.stream import BUCKET_BYTES
 
 
 def megatron_save_state_dict(
@@ -46,16 +42,20 @@ def megatron_save_state_dict(
         logger: told what was saved.
 
     Raises:
-        what the engine raises, after it was reported to the monitor; RunError on every rank where one does not reach
-        the monitor.
+        RunError: on every rank, where one could not, after it was reported to the monitor.
     """
     if local_path is None:
         return
     part = f"model-rank-{dist.get_rank():05d}"
-    staged = coordinator.staged(local_path, global_step)
+    what = f"save the weights of step {global_step}"
+
+    def look() -> tuple[Path, bool]:
+        return coordinator.staged(local_path, global_step), coordinator.is_saved(part, global_step)
+
     # What one rank skipped and another wrote would keep the other in its barrier.
-    what = f"begin to save the weights of step {global_step}"
-    if all(together(what, lambda: coordinator.is_saved(part, global_step))):
+    found = together(f"begin to {what}", look)
+    staged, _ = found[dist.get_rank()]
+    if all(saved for _, saved in found):
         coordinator.save_sync(lambda: (), global_step, True, part=part)
         logger.info("the weights of step %d are committed already", global_step)
         return
@@ -64,7 +64,11 @@ def megatron_save_state_dict(
         with _model_only(engine.checkpoint_mananager):  # verl spells it so
             engine.save_checkpoint(str(staged), global_step=global_step)
 
-    coordinator.save_sync(save, global_step, True, part=part)
+    together_inside(
+        what,
+        lambda enter: coordinator.save_sync(enter, global_step, True, part=part),
+        save,
+    )
     logger.info("the weights of step %d were written for %s", global_step, local_path)
 
 
@@ -88,48 +92,88 @@ def _set(config: Any, name: str, value: Any) -> None:
     object.__setattr__(config, name, value)
 
 
-def megatron_upload_state_dict(engine: Any, synchronizer: _Receiver, global_step: int, logger: logging.Logger) -> None:
+def megatron_upload_state_dict(
+    engine: Any,
+    synchronizer: Synchronizer,
+    global_step: int,
+    logger: logging.Logger,
+    *,
+    attempt: int = 0,
+    wire_dtype: str | None = None,
+) -> None:
     """Hand the full weights to the Synchronizer under this version; a barrier at the end. Step 0 uploads nothing.
 
+    Each tensor is gathered from all ranks and let go on all but rank 0, which packs it.
+
     Args:
-        engine: verl's Megatron engine; each tensor is gathered on all ranks, and kept on rank 0 only.
+        engine: verl's Megatron engine.
         synchronizer: used by rank 0.
         global_step: the version.
         logger: told what was uploaded.
+        attempt: of the run.
+        wire_dtype: of floating tensors on their way, such as ``"BF16"``; None: as they are.
 
     Raises:
-        what the Synchronizer raises, on rank 0, after the barrier.
+        RunError: on every rank, where one could not.
     """
     if global_step == 0:
         return
-    first = dist.get_rank() == 0
-    state = {name: tensor.detach().cpu().clone() for name, tensor in _each_once(engine) if first}
-    try:
-        if first:
-            synchronizer.set_model_state_dict(state, global_step)
-    finally:
-        dist.barrier()
+    weights.upload(_tensors(engine), synchronizer, global_step, attempt=attempt, wire_dtype=wire_dtype)
     logger.info("version %d was uploaded", global_step)
 
 
-def megatron_sync_weight_nccl(engine: Any, model_update_group: Any) -> None:
-    """Broadcast all parameters from rank 0 to the explorers in the group, one broadcast per parameter in the order of
-    `get_per_tensor_param()`, a tied one once.
+def megatron_state_dict_meta(engine: Any, *, wire_dtype: str | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(name, dtype as torch prints it, shape) of what `megatron_sync_weight_nccl` sends, in order: for
+    `Synchronizer.setup_weight_sync_group`. On rank 0; empty elsewhere.
+    """
+    return weights.meta(_tensors(engine), wire_dtype)
+
+
+def megatron_sync_weight_nccl(
+    engine: Any,
+    model_update_group: Any,
+    *,
+    packed: bool = False,
+    wire_dtype: str | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    verify: bool = True,
+    timeout_s: float = 600.0,
+) -> None:
+    """Broadcast all parameters from rank 0 to the explorers in the group, in the order of `get_per_tensor_param()`, a
+    tied one once.
 
     Args:
         engine: verl's Megatron engine; all ranks gather, rank 0 sends.
         model_update_group: process group of rank 0 (its rank 0) and the explorers; None on the other ranks.
+        packed: in buckets, each followed by its digest, for our receiver. Else one broadcast per parameter, as the
+            receivers of others expect it. `trinity_sync.sync.stream.receive` takes both.
+        wire_dtype: of floating parameters on their way, such as ``"BF16"``; None: as they are.
+        bucket_bytes: length of a bucket.
+        verify: send the digests of buckets (packed only).
+        timeout_s: limit of every broadcast, seconds.
+
+    Raises:
+        RunError: on every rank, where one failed; the group is of no use any more then.
     """
-    sends = dist.get_rank() == 0
-    for _, tensor in _each_once(engine):
-        if sends:
-            dist.broadcast(tensor.detach().contiguous(), group_src=0, group=model_update_group)
+    weights.send(
+        _tensors(engine),
+        model_update_group,
+        packed=packed,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+        verify=verify,
+        timeout_s=timeout_s,
+    )
 
 
-def _each_once(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(engine: Any) -> weights.OpenTensors:
+    return lambda: _each_once(parameters(engine))
+
+
+def _each_once(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The engine's tensors by Hugging Face name. Tied ones come from the first and the last pipeline stage both."""
     seen = set()
-    for name, tensor in parameters(engine):
+    for name, tensor in tensors:
         if name not in seen:
             seen.add(name)
             yield name, tensor

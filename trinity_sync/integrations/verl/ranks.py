@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,37 @@ def together(what: str, work: Callable[[], T]) -> list[T]:
     if failed:
         raise RunError(f"could not {what}: {'; '.join(failed)}") from error
     return [value for _, value in found]
+
+
+def together_inside(what: str, run: Callable[[Callable[[], T]], object], work: Callable[[], T]) -> None:
+    """As `together`, for collective work that something else calls, and may refuse to call: no rank begins it before
+    all of them are about to.
+
+    Args:
+        run: calls what it is given, or raises.
+        work: has collective calls.
+    """
+    begin, entered = f"begin to {what}", False
+
+    def enter() -> T:
+        nonlocal entered
+        entered = True
+        together(begin, lambda: None)
+        return work()
+
+    def whole() -> None:
+        try:
+            run(enter)
+        except Exception as error:
+            if not entered:
+                together(begin, partial(_raise, error))
+            raise
+
+    together(what, whole)
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 class Drained:

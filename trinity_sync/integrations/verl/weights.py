@@ -1,0 +1,66 @@
+"""Whole tensors from an engine of verl's to explorers: what the functions over either kind of engine have in common.
+
+Each tensor is gathered from all ranks and let go on all but rank 0, which uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.stream import broadcast_each, broadcast_packed, describe
+
+Pairs = Iterable[tuple[str, torch.Tensor]]
+
+OpenTensors = Callable[[], Pairs]
+"""Gives (name, whole tensor) one after another. All ranks go through them, whatever one of them fails of."""
+
+
+def upload(
+    tensors: OpenTensors, synchronizer: Synchronizer, step: int, *, attempt: int, wire_dtype: str | None
+) -> None:
+    """Hand them to the Synchronizer under this version. Collective; a barrier at the end."""
+
+    def publish(pairs: Pairs) -> None:
+        synchronizer.set_model_state_dict(pairs, step, attempt=attempt, wire_dtype=wire_dtype)
+
+    _use(f"upload version {step}", tensors, publish)
+
+
+def meta(tensors: OpenTensors, wire_dtype: str | None) -> list[tuple[str, str, tuple[int, ...]]]:
+    """What a receiver has to be told, on rank 0. Collective."""
+    return _use("describe the weights", tensors, lambda pairs: describe(pairs, wire_dtype)) or []
+
+
+def send(
+    tensors: OpenTensors,
+    group: Any,
+    *,
+    packed: bool,
+    wire_dtype: str | None,
+    bucket_bytes: int,
+    verify: bool,
+    timeout_s: float,
+) -> None:
+    """Broadcast them from rank 0. Collective; a barrier at the end."""
+
+    def broadcast(pairs: Pairs) -> None:
+        if packed:
+            broadcast_packed(
+                group, pairs, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, verify=verify, timeout_s=timeout_s
+            )
+        else:
+            broadcast_each(group, pairs, wire_dtype=wire_dtype, timeout_s=timeout_s)
+
+    _use("broadcast the weights", tensors, broadcast)
+
+
+def _use(what: str, tensors: OpenTensors, use: Callable[[Pairs], Any]) -> Any:
+    opened: list[Pairs] = []
+    # A rank that cannot even begin would leave its peers in the first gather.
+    together(what, lambda: opened.append(tensors()))
+    return use_on_first_rank(what, opened[0], use)
