@@ -192,6 +192,24 @@ def test_a_state_that_cannot_be_had_fails_its_step_and_not_the_run(
     saver.finish()
 
 
+def test_a_segment_for_which_there_was_no_room_is_asked_for_again(saves: Saves, step: int) -> None:
+    backend = PretendBackend()
+    saver = saves.saver(backend, part=f"rank-{step}")
+    small, large = backend.weights, {"weight": torch.empty(1 << 50, device="meta")}
+    for number, weights, error in ((step, large, "bytes"), (step + 1, small, None), (step + 2, large, "bytes")):
+        backend.weights = weights
+        saver.save(number, saves.begin(number, [f"rank-{step}"]))
+        waiting = saves.monitor.wait_committed.remote(number, 0, LIMIT)
+        if error is None:
+            ray.get(waiting, timeout=LIMIT)
+        else:
+            with pytest.raises(RunError, match=f"step {number} failed.*{error}"):
+                ray.get(waiting, timeout=LIMIT)
+    backend.weights = small
+    saver.save(step + 3, saves.begin(step + 3, [f"rank-{step}"]))
+    ray.get(saves.monitor.wait_committed.remote(step + 3, 0, LIMIT), timeout=LIMIT)
+
+
 @ray.remote(num_cpus=0)
 class Rank:
     """A rank in a process of its own."""

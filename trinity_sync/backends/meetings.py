@@ -170,8 +170,6 @@ class _Stage:
         self._prefix = prefix
         self._what = what
         self._awaited = awaited
-        if self._rank == 0:
-            self._keys += [f"{prefix}arrived", f"{prefix}decision"]
 
     def do(self, work: Callable[[], T]) -> T:
         """Do this rank's work; what it fails of ends the stage on all ranks."""
@@ -199,6 +197,8 @@ class _Stage:
     def arrive(self) -> None:
         """This rank is done; the last one decides that the stage is passed."""
         self._set(f"rank-{self._rank}", "")
+        if self._rank == 0:
+            self._keys.append(f"{self._prefix}arrived")
         if self._store.add(f"{self._prefix}arrived", 1) == self._ranks:
             self.decide(_GO)
 
@@ -215,11 +215,12 @@ class _Stage:
 
     def decide(self, decision: str) -> str:
         """Decide, unless somebody has; what was decided."""
+        self._keys.append(f"{self._prefix}decision")
         return self._store.compare_set(f"{self._prefix}decision", "", decision).decode()
 
     def _missing(self) -> str:
         missing = [rank for rank in self._awaited if not self._store.check([f"{self._prefix}rank-{rank}"])]
-        return ", ".join(f"rank {rank}" for rank in missing)
+        return ", ".join(f"rank {rank}" for rank in missing) or "the last rank"
 
     def _set(self, name: str, value: Any) -> None:
         self._store.set(self._prefix + name, value)

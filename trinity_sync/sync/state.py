@@ -81,7 +81,7 @@ class StateSlots:
             if arena is not None:
                 if not self._idle(part):
                     raise RunError(f"the state of {part} grew to {nbytes} bytes while it was being written")
-                arena.close()
+                self._arenas.pop(part).close()
             arena = SlotArena.create(
                 f"{self._run_key}-state-{part}", 1, {part: nbytes}, root=self._root, fallback=self._fallback
             )

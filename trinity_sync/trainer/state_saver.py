@@ -17,6 +17,7 @@ from typing import Any
 from trinity_sync.backends.base import DISTRIBUTED, Backend, Format
 from trinity_sync.backends.meetings import Meeting, Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.errors import TrinityError
 from trinity_sync.sync.remote import is_answered, resolve_one
 from trinity_sync.sync.state import StatePart
 from trinity_sync.trainer.saver import Saver
@@ -126,9 +127,14 @@ class StateSaver(Saver):
             return self._segment
         if self._segment is not None:
             unpin_segment(self._segment)
+            self._segment = None
         if self._reserved < planned.nbytes:
             self._reserve(planned)
-        path, notes = resolve_one(self._reserving, _AGENT, "make room for the training state", self._timeout_s)
+        try:
+            path, notes = resolve_one(self._reserving, _AGENT, "make room for the training state", self._timeout_s)
+        except TrinityError:
+            self._reserved = 0  # there may be room for the next save
+            raise
         for note in notes:
             print(note, file=sys.stderr)
         self._segment = map_segment(Path(path), planned.nbytes, writable=True)
