@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from trinity_sync.backends.base import Format
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.fsdp_state import FsdpState
+from trinity_sync.weights.tensors import Saved, from_torch
 
 
 @pytest.fixture
@@ -25,6 +26,7 @@ def engine() -> Iterator[Any]:
     optimizer = torch.optim.Adam(module.parameters())
     yield SimpleNamespace(
         module=module,
+        model_config=None,
         optimizer=optimizer,
         lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
         checkpoint_manager=SimpleNamespace(get_rng_state=dict),
@@ -48,7 +50,9 @@ def test_a_buffer_is_saved_as_it_was_before_the_next_forward_pass(engine: Any, f
 def test_a_buffer_is_published_as_it_was_before_the_next_forward_pass(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FsdpBackend, "_saved_names", lambda self: set(self._engine.module.state_dict()))
+    held = engine.module.state_dict()
+    saved = {name: Saved(from_torch(tensor.dtype), tuple(tensor.shape), True) for name, tensor in held.items()}
+    monkeypatch.setattr("trinity_sync.backends.fsdp.saved_by", lambda *_: saved)
     backend = FsdpBackend(engine, "F32")
     sources = backend.sources()
     engine.module(torch.randn(5, 4))
