@@ -56,13 +56,16 @@ class Log:
 
 
 class PretendGroup:
-    """A trainer group of which nothing is real but its coordinators. Parts in `broken` cannot be written."""
+    """A trainer group of which nothing is real but its coordinators. Parts in `broken` cannot be written, those in
+    `unready` not even begun.
+    """
 
     def __init__(self, monitor: Any) -> None:
         self._coordinators = {
             part: CheckpointCoordinator(monitor, job_id=part, timeout_s=LIMIT, attempt=0) for part in RANKS
         }
         self.broken: set[str] = set()
+        self.unready: set[str] = set()
         self.silent: set[str] = set()
         self.may_write = threading.Event()
         self.may_write.set()
@@ -71,7 +74,9 @@ class PretendGroup:
         return getattr(self, method)(*args)
 
     def save(self, step: int, folder: str) -> list[float]:
-        for part in sorted(self._coordinators.keys() - self.silent):
+        for part in self.unready:
+            self._coordinators[part].fail(step, part, OSError(28, "No room for a copy"))
+        for part in sorted(self._coordinators.keys() - self.silent - self.unready):
             self._coordinators[part].save_async("full", lambda part=part: self._write(folder, part), step, part=part)
         return [0.25, 0.5]
 
@@ -196,6 +201,21 @@ def test_a_part_that_cannot_be_written_is_a_fault_at_once_and_leaves_nothing(run
     assert run.log.named("commit") == []
     assert not (run.root / f"global_step_{step}").exists()
     assert run.staged(step) == []
+
+
+def test_a_part_that_cannot_be_begun_is_a_fault_that_says_why_and_no_end_of_the_run(run: Run, step: int) -> None:
+    run.group.unready = set(RANKS)
+    run.saves.begin(step, None, {})
+    run.saves.settle(LIMIT)
+    ((where, fault),) = run.log.faults
+    assert where == f"save of step {step}"
+    assert "No room for a copy" in fault
+    run.group.unready = set()
+    good = next(_steps)
+    run.saves.begin(good, "d3", {})
+    run.saves.finish()
+    assert [event["step"] for event in run.log.named("commit")] == [good]
+    assert len(run.log.faults) == 1
 
 
 def test_a_part_that_cannot_be_written_fails_the_end_of_the_run(run: Run, step: int) -> None:

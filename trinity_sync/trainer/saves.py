@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import ray
 
 from trinity_sync.checkpoint.layout import FileEntry
-from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer.group import TrainerGroup
@@ -129,7 +129,7 @@ class FullSaves:
             self._begin(step, digest, metrics, published, data)
         except _SaveFailed as failure:
             self._monitor.fail_step.remote(step, str(failure), attempt=self._settings.attempt)
-            self._fail(step, failure)
+            self._fail(step, self._first_failure(step) or failure)
 
     def _begin(
         self, step: int, digest: str | None, metrics: dict[str, float], published: bool, data: dict[str, Any] | None
@@ -205,6 +205,18 @@ class FullSaves:
             return
         self._succeeded = max(self._succeeded, step)
         record_commit(self._log, result, self._blocked(step, blocked))
+
+    def _first_failure(self, step: int) -> TrinityError | None:
+        """What the monitor was told first of a step that has failed: what a rank failed of, because of which the folder
+        is gone, says more than that it is gone.
+        """
+        for call, (pending, _) in self._pending.items():
+            if pending == step:
+                try:
+                    resolve_one(call, "the checkpoint monitor", f"say why step {step} failed", _ASK_S)
+                except TrinityError as error:
+                    return None if isinstance(error, WaitTimeout) else error
+        return None
 
     def _fail(self, step: int, error: TrinityError) -> None:
         # The wait for the commit and the driver's own part may both tell of one failure.
