@@ -385,7 +385,7 @@ def _fail_together(lazy: Lazy, meetings: Any, saves: Path, rank: int, ranks: int
         except RunError as error:
             told.append(str(error))
         if name == "late" and not last:
-            store.set(gave_up, "")
+            store.set(gave_up, "yes")
     meetings.timeout_s = LIMIT_S
     return told
 
