@@ -196,7 +196,7 @@ def test_a_segment_for_which_there_was_no_room_is_asked_for_again(saves: Saves, 
     backend = PretendBackend()
     saver = saves.saver(backend, part=f"rank-{step}")
     small, large = backend.weights, {"weight": torch.empty(1 << 50, device="meta")}
-    for number, weights, error in ((step, large, "bytes"), (step + 1, small, None), (step + 2, large, "bytes")):
+    for number, weights, error in ((step, large, "no room"), (step + 1, small, None), (step + 2, large, "no room")):
         backend.weights = weights
         saver.save(number, saves.begin(number, [f"rank-{step}"]))
         waiting = saves.monitor.wait_committed.remote(number, 0, LIMIT)
