@@ -101,9 +101,9 @@ class Checkpoints:
             RunError: a file holds what it may not; nothing that is pickled in one runs.
         """
         with nothing_runs(folder):
-            self._load(folder)
+            self._load(folder, restore_rng)
 
-    def _load(self, folder: Path) -> None:
+    def _load(self, folder: Path, restore_rng: bool) -> None:
         engine, manager = self._engine, self._manager
         content = dist_checkpointing.load_content_metadata(checkpoint_dir=str(folder / _MODEL))
         loaded = load_dist_checkpointing(manager._build_model_sharded_state_dict(content), str(folder / _MODEL))
