@@ -49,6 +49,10 @@ _NAMES = {
 """What an error or a fault calls who died or hangs."""
 
 
+_RAYLET = "Raylet is terminated"
+"""What Ray says when it ends the driver on the spot with exit code 1: nobody has a say then."""
+
+
 class Interrupted(Exception):  # noqa: N818 - it says what happened
     """The campaign is to end."""
 
@@ -70,6 +74,7 @@ class Chain:
         self._places = Places.make(home, small_disk=plan.setup.small_disk)
         self._trials: list[Trial] = []
         self._lives = 0
+        self._in_order = True  # the driver had the time to clear up
         # Those whose run has ended, and of which the next resume decides.
         self._open: list[Trial] = []
         self._expected: int | None = None  # after which step the resume under way has to begin
@@ -103,6 +108,7 @@ class Chain:
 
     def _live(self, life: Life) -> bool:
         """From a start to the blow that ends it. False: the run cannot be resumed any more."""
+        self._in_order = True
         with self._start() as launch:
             for blow in life.blows:
                 if blow.instant.after not in ("start", "restoring") and not self._comes_up(launch):
@@ -123,7 +129,7 @@ class Chain:
             left = launch.wait_gone(_GONE_S)
             if left:
                 last.problems.append(f"{_GONE_S:.0f} s after the end there were {_names(left)}")
-            ended_in_order = launch.code is not None and launch.code >= 0 and not left
+            ended_in_order = self._in_order and launch.code is not None and launch.code >= 0 and not left
         self._look(last, launch)
         if ended_in_order:
             self._look_for_leftovers(last)
@@ -251,6 +257,10 @@ class Chain:
             return False
         if member.role == "driver":
             return self._has_ended(launch, trial, -signal.SIGKILL)
+        if member.role == "raylet" and _RAYLET in launch.text:
+            trial.noticed = _RAYLET
+            self._in_order = False
+            return False
         return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
 
     def _after_hang(self, launch: Launch, member: Member, trial: Trial) -> bool:

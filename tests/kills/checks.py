@@ -77,7 +77,6 @@ class Ledger:
             if info.manifest is not None and info.kind == FULL
         }
         now = [event for event in events if event["attempt"] == attempt]
-        pruned = {event["step"] for event in now if event["event"] == "prune"}
         for event in now:
             if event["event"] == "commit" and event["kind"] == FULL:
                 self.full.setdefault(event["step"], Kept(event["step"], attempt, ""))
@@ -87,8 +86,8 @@ class Ledger:
                 continue  # or abandoned by the resume, which began before it
             is_now = full.get(step)
             if is_now is None:
-                newer = sum(other > step for other in full)
-                may_go = step in pruned or (self.keeps is not None and newer >= self.keeps)
+                # Events are not asked: what a full one was replaced by may have been pruned rightly.
+                may_go = self.keeps is not None and sum(other > step for other in full) >= self.keeps
                 if not may_go or step == self.pinned:
                     there = f"is a {found[step].kind}" if step in found and found[step].kind else "is gone"
                     problems.append(f"the full checkpoint of step {step} (attempt {was.attempt}) {there}")

@@ -83,6 +83,12 @@ def replaced_by_weights(run: PretendRun) -> None:
     run.commit(6, STATE_DICT)
 
 
+def replaced_by_weights_and_pruned(run: PretendRun) -> None:
+    replaced_by_weights(run)
+    shutil.rmtree(step_dir(run.root, 6))
+    run.event("prune", step=6)
+
+
 def committed_again(run: PretendRun) -> None:
     run.begin(6)
     shutil.rmtree(step_dir(run.root, 4))
@@ -118,6 +124,7 @@ def torn_manifest(run: PretendRun) -> None:
     [
         (pruned_in_silence, "full checkpoint of step 2 (attempt 0) is gone"),
         (replaced_by_weights, "full checkpoint of step 6 (attempt 0) is a state_dict"),
+        (replaced_by_weights_and_pruned, "full checkpoint of step 6 (attempt 0) is gone"),
         (committed_again, "checkpoint of step 4 is another one"),
         (changed, "was changed"),
         (tracker_of_nothing, "names step 7, which is not there"),
