@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests.checkpoint.helpers import commit, stage
 from trinity_sync.checkpoint import holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.layout import ManifestError, step_dir
-from trinity_sync.checkpoint.prune import prune, prune_plan, remove_checkpoint
+from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import STATE_DICT
 from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy
@@ -47,7 +48,8 @@ def test_pruning_removes_the_whole_step_folder_and_says_what_it_freed(tmp_path: 
     (gone,) = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)
     assert (gone.step, gone.freed_bytes) == (10, 5)
     assert "keep_last" in gone.reason
-    assert [path.name for path in tmp_path.iterdir()] == [".staging", "global_step_20"]
+    assert {path.name for path in tmp_path.iterdir()} == {".staging", ".leases", "global_step_20"}
+    assert list((tmp_path / ".leases").iterdir()) == []
 
 
 def test_the_limit_is_known_from_the_disk_so_it_survives_a_restart(tmp_path: Path) -> None:
@@ -137,20 +139,102 @@ def test_a_lease_that_was_taken_after_the_plan_is_honoured(tmp_path: Path) -> No
     assert store.verify(step_dir(tmp_path, 10)).ok
 
 
-def test_a_lease_on_what_is_deleted_at_the_same_time_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commit(tmp_path, 10)
+@pytest.fixture
+def deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step 10 is deleted when somebody has seen it and is about to write the file that holds it."""
+    for step in (10, 20):
+        commit(tmp_path, step)
     real = holds.write_atomic
 
-    def deleted_first(path: Path, text: str, **options: bool) -> None:
-        assert remove_checkpoint(tmp_path, step_dir(tmp_path, 10), 10, 0, now=100.0)
+    def delete(path: Path, text: str, **options: bool) -> None:
+        monkeypatch.setattr(holds, "write_atomic", real)
+        assert run(tmp_path, KeepLast(1)) == [10]
         real(path, text, **options)
 
-    monkeypatch.setattr(holds, "write_atomic", deleted_first)
+    monkeypatch.setattr(holds, "write_atomic", delete)
+
+
+@pytest.mark.usefixtures("deleted_first")
+def test_a_lease_on_what_is_deleted_at_the_same_time_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="was deleted while explorer-0"):
         lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
     assert list((tmp_path / ".leases").iterdir()) == []
+
+
+@pytest.mark.usefixtures("deleted_first")
+def test_a_pin_on_what_is_deleted_at_the_same_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="step 10 was deleted while who pins it"):
+        pin(tmp_path, 10)
+    assert list(tmp_path.glob(".pins/*")) + list(tmp_path.glob(".leases/*")) == []
+
+
+def test_a_pin_that_comes_too_late_because_its_program_was_stopped_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    clock, real = Clock(), holds.write_atomic
+
+    def stopped(path: Path, text: str, **options: bool) -> None:
+        if path.parent.name == ".pins":
+            clock.now += 1000
+            assert run(tmp_path, KeepLast(1), now=clock.now) == [10]
+        real(path, text, **options)
+
+    monkeypatch.setattr(holds, "write_atomic", stopped)
+    with pytest.raises(RunError, match="step 10 was deleted"):
+        pin(tmp_path, 10, clock=clock)
+    assert list(tmp_path.glob(".pins/*")) + list(tmp_path.glob(".leases/*")) == []
+
+
+def test_a_lease_that_ran_out_is_not_renewed_once_the_checkpoint_is_gone(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    clock = Clock()
+    lease = lease_checkpoint(tmp_path, 10, holder="mirror", seconds=60, clock=clock)
+    clock.now += 61
+    lease.renew(60)  # it is still there
+    clock.now += 61
+    assert run(tmp_path, KeepLast(1), now=clock.now) == [10]
+    with pytest.raises(RunError, match="step 10 was deleted while mirror"):
+        lease.renew(60)
+
+
+def test_a_lease_that_cannot_be_read_now_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+    read = Path.read_text
+
+    def stale(path: Path, *args: object, **kwargs: object) -> str:
+        if path.parent.name == ".leases":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "read_text", stale)
+    assert run(tmp_path, KeepLast(1), now=1e12) == []
+
+
+def test_what_took_the_place_of_a_checkpoint_since_the_plan_stays(tmp_path: Path) -> None:
+    commit(tmp_path, 10, kind=STATE_DICT)
+    for step in (20, 30, 40):
+        commit(tmp_path, step, kind=STATE_DICT)
+    plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
+    commit(tmp_path, 10, {"optim": "o"})
+    assert [gone.step for gone in prune(tmp_path, plan, now=100.0)] == [20]
+    assert store.verify(step_dir(tmp_path, 10)).ok
+
+
+def test_a_checkpoint_that_cannot_be_put_back_is_abandoned_not_lost(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    condemned = tmp_path / ".condemned-0a-global_step_10"
+    step_dir(tmp_path, 10).rename(condemned)
+    commit(tmp_path, 10, {"new": "1"}, attempt=1)
+    store.recover(tmp_path)
+    assert store.verify(step_dir(tmp_path, 10)).ok
+    assert store.verify(tmp_path / "abandoned-global_step_10-attempt_0").ok
+    assert (step_dir(tmp_path, 10) / "new").exists()
+    assert not condemned.exists()
 
 
 def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:

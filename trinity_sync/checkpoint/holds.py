@@ -1,27 +1,44 @@
-"""Pins of users and leases of readers: small files that keep a checkpoint from being deleted.
+"""Pins of users and leases of readers: small files that keep a checkpoint from being deleted or replaced.
 
 A pin stays until it is taken away. A lease ends by itself, so a reader that dies holds nothing up for long. Both belong
 to (step, attempt), so what a resume writes under the same step number later is not held by them.
 
-How a reader and a deletion stay out of each other's way: the reader writes its lease and *then* looks whether the
-checkpoint is still there; the deletion renames the folder and *then* looks for leases, and renames it back for one.
-A commit that puts another checkpoint in its place goes the same way; one that only adds to it (`Manifest.extends`)
+How a holder and one who takes a checkpoint away stay out of each other's way: each writes first and looks then. The
+holder writes its lease, waits until nobody has a *claim*, and looks whether the checkpoint is still there. The other
+one writes a claim into the same folder, and looks for leases and pins: for one of them it gives up. So what is held
+never moves, not for an instant, and no lock is needed, which some network file systems do not have. A pin is written
+under a lease. The claim of one that died ends by itself. A commit that only adds to a checkpoint (`Manifest.extends`)
 takes nothing from a reader and asks nobody.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from trinity_sync.checkpoint.layout import LEASES, PINS, Manifest, read_manifest, step_dir, write_atomic
+from trinity_sync.checkpoint.layout import (
+    LEASES,
+    PINS,
+    Manifest,
+    ManifestError,
+    read_manifest,
+    step_dir,
+    write_atomic,
+)
 from trinity_sync.errors import RunError
+
+#: Who takes a checkpoint away is done in milliseconds. After so many seconds it is taken for dead.
+_CLAIM_S = 30.0
+_POLL_S = 0.01
+_LEASE, _CLAIM = ".json", ".claim"
 
 
 def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = time.time) -> None:
@@ -29,18 +46,26 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
 
     Raises:
         ManifestError: there is no such checkpoint.
+        RunError: it was deleted just now.
     """
-    manifest = read_manifest(step_dir(root, step))
-    folder = root / PINS
-    folder.mkdir(exist_ok=True)
-    body = {"step": step, "attempt": manifest.attempt, "note": note, "created": clock()}
-    write_atomic(folder / f"{step}-{manifest.attempt}.json", json.dumps(body))
+    with lease_checkpoint(root, step, holder="who pins it", seconds=_CLAIM_S, clock=clock) as lease:
+        path = _pin_path(root, step, lease.attempt)
+        path.parent.mkdir(exist_ok=True)
+        new = not path.exists()
+        body = {"step": step, "attempt": lease.attempt, "note": note, "created": clock()}
+        write_atomic(path, json.dumps(body))
+        try:
+            lease.renew(_CLAIM_S)  # which fails if it ran out before the pin was there
+        except RunError:
+            if new:
+                path.unlink(missing_ok=True)
+            raise
 
 
 def unpin(root: Path, step: int) -> bool:
     """Take the pin away; False where there was none."""
     manifest = read_manifest(step_dir(root, step))
-    path = root / PINS / f"{step}-{manifest.attempt}.json"
+    path = _pin_path(root, step, manifest.attempt)
     existed = path.exists()
     path.unlink(missing_ok=True)
     return existed
@@ -48,7 +73,7 @@ def unpin(root: Path, step: int) -> bool:
 
 def pinned(root: Path) -> set[tuple[int, int]]:
     """(step, attempt) of all pins."""
-    return {held for path in _files(root / PINS) if (held := _held(path.stem)) is not None}
+    return {held for path in _files(root / PINS, _LEASE) if (held := _held(path.stem)) is not None}
 
 
 def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
@@ -63,12 +88,39 @@ def holders(root: Path, manifest: Manifest, *, now: float, successor: Manifest |
         successor: has taken its place just now; leases that were taken on that one are not counted.
     """
     held = (manifest.step, manifest.attempt)
+    # Leases first: a pin is written under one, so that which is not seen among the leases is seen among the pins.
     readers = {
         note.holder
         for note in _leases(root, now)
         if note.held == held and (successor is None or note.manifest != successor.own_digest)
     }
     return [*(["a pin"] if held in pinned(root) else []), *sorted(readers)]
+
+
+@contextmanager
+def claimed(root: Path, manifest: Manifest, *, now: float) -> Iterator[bool]:
+    """Whether nobody holds the checkpoint; if so, nobody gets a hold on it before the block ends.
+
+    For who deletes or replaces it, which has to be done in `_CLAIM_S` seconds: a claim that lasts longer counts for
+    nothing, so look at `holders` again before what cannot be taken back.
+
+    Args:
+        now: Unix seconds.
+    """
+    (root / LEASES).mkdir(exist_ok=True)
+    name = f"{manifest.step}-{manifest.attempt}-{math.ceil(now + _CLAIM_S)}-{secrets.token_hex(8)}{_CLAIM}"
+    claim = root / LEASES / name
+    try:
+        claim.touch()
+        yield not holders(root, manifest, now=now)
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def drop_claims(root: Path) -> None:
+    """Let go what programs that died had claimed."""
+    for path in _files(root / LEASES, _CLAIM):
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +133,15 @@ class _Note:
 
 
 def _leases(root: Path, now: float) -> Iterator[_Note]:
-    for path in _files(root / LEASES):
+    for path in _files(root / LEASES, _LEASE):
         held = _held(path.stem.rpartition("-")[0])
         body: dict[str, object] = {}
         try:
-            body = dict(json.loads(path.read_text(encoding="utf-8")))
-            expires = float(str(body["expires"]))
+            body, expires = _read_lease(path)
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, KeyError, TypeError):
-            # A lease is written in one step, so this is no reader of ours; let it go with its age.
-            expires = path.stat().st_mtime if path.exists() else 0.0
+        except OSError:
+            expires = now  # it cannot be read now, which is no reason to take it for less than it is
         if expires < now:
             path.unlink(missing_ok=True)
         elif held is not None:
@@ -108,22 +158,89 @@ class CheckpointLease:
     """
 
     path: Path
-    step: int
-    attempt: int
-    _file: Path
+    _manifest: Manifest
     _holder: str
-    _manifest: str
     _clock: Callable[[], float]
+    _file: Path | None = None
+    _expires: float = -math.inf
+
+    @property
+    def step(self) -> int:
+        """Of the checkpoint."""
+        return self._manifest.step
+
+    @property
+    def attempt(self) -> int:
+        """Of the checkpoint."""
+        return self._manifest.attempt
 
     def renew(self, seconds: float) -> None:
-        """Hold it for so long from now."""
-        expires = self._clock() + seconds
-        body = {"holder": self._holder, "pid": os.getpid(), "manifest": self._manifest, "expires": expires}
-        write_atomic(self._file, json.dumps(body), durable=False)
+        """Hold it for so long from now.
+
+        Raises:
+            RunError: it had run out, and the checkpoint was deleted meanwhile.
+        """
+        if self._file is not None and self._clock() <= self._expires:
+            self._write(self._file, seconds)
+        else:
+            self._take(seconds)
 
     def release(self) -> None:
         """Let it go; more than once does no harm."""
-        self._file.unlink(missing_ok=True)
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _take(self, seconds: float) -> None:
+        # Under a new name: whoever saw the old one run out may be about to remove it.
+        self.release()
+        name = f"{self.step}-{self.attempt}-{secrets.token_hex(8)}{_LEASE}"
+        self._file = self.path.parent / LEASES / name
+        try:
+            self._file.parent.mkdir(exist_ok=True)
+            self._write(self._file, seconds)
+            self._wait_for_claims()
+            self._look()
+        except BaseException:
+            self.release()
+            raise
+
+    def _write(self, file: Path, seconds: float) -> None:
+        expires = self._clock() + seconds
+        manifest = self._manifest.own_digest
+        body = {"holder": self._holder, "pid": os.getpid(), "manifest": manifest, "expires": expires}
+        write_atomic(file, json.dumps(body), durable=False)
+        self._expires = expires
+
+    def _wait_for_claims(self) -> None:
+        deadline = time.monotonic() + _CLAIM_S
+        while self._is_claimed():
+            if time.monotonic() > deadline:
+                raise RunError(
+                    f"somebody has been about to delete the checkpoint of step {self.step} for {_CLAIM_S:.0f} s, so "
+                    f"{self._holder} cannot have it"
+                )
+            time.sleep(_POLL_S)
+
+    def _is_claimed(self) -> bool:
+        now = self._clock()
+        for path in _files(self.path.parent / LEASES, _CLAIM):
+            key, _, expires = path.stem.rpartition("-")[0].rpartition("-")
+            if expires.isdecimal() and int(expires) < now:
+                path.unlink(missing_ok=True)
+            elif _held(key) == (self.step, self.attempt):
+                return True
+        return False
+
+    def _look(self) -> None:
+        try:
+            current = read_manifest(self.path)
+        except ManifestError as error:
+            if self.path.exists():
+                raise
+            fate = f"the checkpoint of step {self.step} was deleted while {self._holder} was about to hold it"
+            raise RunError(fate) from error
+        if not current.extends(self._manifest):
+            raise RunError(f"the checkpoint of step {self.step} was replaced while {self._holder} was about to hold it")
 
     def __enter__(self) -> CheckpointLease:
         return self
@@ -147,24 +264,31 @@ def lease_checkpoint(
         RunError: there is no such checkpoint, or it was deleted just now.
     """
     target = step_dir(root, step)
-    manifest = read_manifest(target)
-    (root / LEASES).mkdir(exist_ok=True)
-    file = root / LEASES / f"{step}-{manifest.attempt}-{secrets.token_hex(8)}.json"
-    lease = CheckpointLease(target, step, manifest.attempt, file, holder, manifest.own_digest, clock)
+    lease = CheckpointLease(target, read_manifest(target), holder, clock)
     lease.renew(seconds)
-    try:
-        current = read_manifest(target)
-    except RunError as error:
-        lease.release()
-        raise RunError(f"the checkpoint of step {step} was deleted while {holder} was about to read it") from error
-    if not current.extends(manifest):
-        lease.release()
-        raise RunError(f"the checkpoint of step {step} was replaced while {holder} was about to read it")
     return lease
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*.json") if not path.name.startswith(".")) if folder.is_dir() else []
+def _pin_path(root: Path, step: int, attempt: int) -> Path:
+    return root / PINS / f"{step}-{attempt}{_LEASE}"
+
+
+def _read_lease(path: Path) -> tuple[dict[str, object], float]:
+    """What it says, and when it ends."""
+    try:
+        body = dict(json.loads(path.read_text(encoding="utf-8")))
+        return body, float(body["expires"])
+    except (ValueError, KeyError, TypeError):
+        # A lease is written in one step, so this is no reader of ours; let it go with its age.
+        return {}, path.stat().st_mtime
+
+
+def _files(folder: Path, suffix: str) -> list[Path]:
+    try:
+        paths = list(folder.iterdir())
+    except FileNotFoundError:
+        return []
+    return sorted(path for path in paths if path.suffix == suffix and not path.name.startswith("."))
 
 
 def _held(stem: str) -> tuple[int, int] | None:

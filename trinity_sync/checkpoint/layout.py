@@ -6,10 +6,10 @@
       latest_checkpointed_iteration.txt, latest_state_dict_iteration.txt     see `trackers`
       global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
       .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
-      .pins/20-0.json, .leases/20-0-<nonce>.json                             see `holds`
+      .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `holds`
       .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
-      .trash-..., .replaced-...                                              on their way out
+      .condemned-..., .trash-..., .replaced-...                              on their way out
       .lock, .monitor.lock                                                   who is at work here, see `lock`
 """
 
@@ -38,6 +38,7 @@ LEASES = ".leases"
 VERSIONS = ".versions"
 ABANDONED_PREFIX = "abandoned-"
 TRASH_PREFIX = ".trash-"
+CONDEMNED_PREFIX = ".condemned-"
 REPLACED_PREFIX = ".replaced-"
 STEP_PREFIX = "global_step_"
 

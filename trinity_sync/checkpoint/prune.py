@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import secrets
+import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint import holds
-from trinity_sync.checkpoint.layout import STAGING, TRASH_PREFIX
+from trinity_sync.checkpoint.layout import STAGING, Manifest
+from trinity_sync.checkpoint.removal import remove_checkpoint
 from trinity_sync.checkpoint.store import CheckpointInfo, purge, scan
 from trinity_sync.protocol.parts import Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
@@ -19,18 +20,29 @@ class PruneRow:
     """One line of a plan: a committed checkpoint, whether it stays, and why.
 
     Args:
-        bytes: what deleting it frees.
         warnings: for the user, with the newest checkpoint only.
     """
 
-    step: int
-    attempt: int
-    kind: Kind
-    bytes: int
+    manifest: Manifest
     path: Path
     keep: bool
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """Its step."""
+        return self.manifest.step
+
+    @property
+    def kind(self) -> Kind:
+        """``full`` or ``state_dict``."""
+        return self.manifest.kind
+
+    @property
+    def bytes(self) -> int:
+        """What deleting it frees."""
+        return self.manifest.bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +76,7 @@ def prune_plan(
     for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):
         info = infos[decision.step]
         assert info.manifest is not None
-        manifest = info.manifest
-        rows.append(
-            PruneRow(
-                info.step,
-                manifest.attempt,
-                manifest.kind,
-                manifest.bytes,
-                info.path,
-                decision.keep,
-                decision.reasons,
-                decision.warnings,
-            )
-        )
+        rows.append(PruneRow(info.manifest, info.path, decision.keep, decision.reasons, decision.warnings))
     return rows
 
 
@@ -87,26 +87,13 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
         defer: only put them out of sight; the caller removes the bytes with `store.purge`.
     """
     pruned = []
+    started = time.monotonic()
     for row in plan:
-        if not row.keep and remove_checkpoint(root, row.path, row.step, row.attempt, now=now):
+        if not row.keep and remove_checkpoint(root, row.manifest, now=now + time.monotonic() - started):
             pruned.append(Pruned(row.step, "; ".join(row.reasons), row.bytes))
     if not defer:
         purge(root)
     return pruned
-
-
-def remove_checkpoint(root: Path, path: Path, step: int, attempt: int, *, now: float) -> bool:
-    """Put a checkpoint out of sight with one rename; False where it is gone, or where somebody holds it after all."""
-    trash = root / f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}"
-    try:
-        path.rename(trash)
-    except FileNotFoundError:
-        return False
-    # Looked at after the rename: a reader writes its lease first and looks for the folder afterwards.
-    if (step, attempt) in holds.leased(root, now=now) | holds.pinned(root):
-        trash.rename(path)
-        return False
-    return True
 
 
 def _facts(

@@ -56,6 +56,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
+from trinity_sync.checkpoint.removal import remove_checkpoint, undo_unfinished
 from trinity_sync.checkpoint.trackers import TRACKERS, read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
@@ -354,6 +355,7 @@ def recover(
     """
     if not root.is_dir():
         return
+    undo_unfinished(root)
     for path in root.glob(f"{REPLACED_PREFIX}*"):
         _finish_replacing(root, path, clock)
     kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
@@ -383,7 +385,7 @@ def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step
             if info.manifest is None:
                 discard(place, info.path)
             elif not keep(info.step, info.manifest.attempt):
-                _discard_unless_held(place, info.path, info.manifest, now)
+                remove_checkpoint(place, info.manifest, now=now)
         purge(place)
         if not scan(place):
             discard(root, place)
@@ -467,7 +469,10 @@ def discard(root: Path, path: Path) -> None:
 def purge(root: Path) -> list[str]:
     """Remove what earlier deletions left; a folder that resists does not stop the others. Returns what went wrong."""
     problems: list[str] = []
-    for path in root.glob(f"{TRASH_PREFIX}*"):
+    trash = list(root.glob(f"{TRASH_PREFIX}*"))
+    if trash:
+        sync_folder(root)  # else a power cut could bring back the name of a checkpoint without its files
+    for path in trash:
         try:
             shutil.rmtree(path)
         except FileNotFoundError:
@@ -665,15 +670,6 @@ def _undo_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> Non
         exchanged = (staged.attempt, staged.created) < (visible.attempt, visible.created)
         if exchanged and _holders_of(place, staged, visible, clock):
             _exchange(staging, target)
-
-
-def _discard_unless_held(root: Path, path: Path, manifest: Manifest, now: float) -> None:
-    if holds.holders(root, manifest, now=now):
-        return
-    trash = root / f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}"
-    path.rename(trash)
-    if holds.holders(root, manifest, now=now):
-        trash.rename(path)
 
 
 def _exchange(first: Path, second: Path) -> bool:
