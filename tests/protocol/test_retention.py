@@ -57,10 +57,44 @@ def test_keep_best_can_look_for_the_least() -> None:
     assert kept(checkpoints, KeepBest("loss", 1, "min")) == [2, 3]
 
 
-@pytest.mark.parametrize("metrics", [{}, {"reward/mean": None}, {"reward/mean": math.nan}])
-def test_keep_best_does_not_keep_what_has_no_number(metrics: dict) -> None:
-    checkpoints = [full(1, metrics=metrics), full(2, metrics={"reward/mean": 0.1}), full(3)]
-    assert kept(checkpoints, KeepBest("reward/mean", 2)) == [2, 3]
+@pytest.mark.parametrize("metrics", [{}, {"reward/mean": None}, {"reward/mean": math.nan}, {"reward/mean": math.inf}])
+def test_keep_best_keeps_what_it_cannot_rate_and_counts_it_not(metrics: dict) -> None:
+    checkpoints = [
+        full(1, metrics=metrics),
+        full(2, metrics={"reward/mean": 0.1}),
+        full(3, metrics={"reward/mean": 0.2}),
+        full(4, metrics={"reward/mean": 0.0}),
+    ]
+    assert kept(checkpoints, KeepBest("reward/mean", 1)) == [1, 3, 4]
+    assert kept(checkpoints, KeepBest("reward/mean", 1), KeepLast(2)) == [1, 3, 4]
+    assert kept(checkpoints, KeepBest("reward/mean", 1), KeepWithinBudget(20)) == [3, 4]
+
+
+def warned(checkpoints: list[CheckpointFacts], *policies: Policy) -> list[str]:
+    return [text for decision in decide(checkpoints, policies, NOW) for text in decision.warnings]
+
+
+def test_a_metric_that_no_checkpoint_has_is_warned_of_with_the_first_one() -> None:
+    (text,) = warned([full(1, metrics={"loss": 1.0, "reward/mean": 0.5})], KeepLast(1), KeepBest("eval/reward"))
+    assert "retention.policies.keep_best.metric" in text
+    assert "eval/reward" in text
+    assert "loss, reward/mean" in text
+    # The same words for each later one, so that it is told once.
+    more = [full(step, metrics={"reward/mean": 0.5, "loss": 1.0}) for step in (1, 2)]
+    assert warned(more, KeepLast(1), KeepBest("eval/reward")) == [text]
+
+
+def test_a_metric_that_is_no_number_is_warned_of() -> None:
+    (text,) = warned(
+        [full(1, metrics={"loss": 1.0}), full(2, metrics={"loss": math.nan})], KeepBest("loss", mode="min")
+    )
+    assert "retention.policies.keep_best.metric" in text
+    assert "not a number" in text
+
+
+def test_a_metric_that_all_checkpoints_have_is_not_warned_of() -> None:
+    checkpoints = [full(1, metrics={"loss": 1.0}), weights(2), full(3, metrics={"loss": 2.0})]
+    assert warned(checkpoints, KeepBest("loss")) == []
 
 
 def test_keep_for_looks_at_the_age() -> None:

@@ -102,7 +102,8 @@ class KeepEvery:
 
 @dataclass(frozen=True, slots=True)
 class KeepBest:
-    """Keep the `n` best by a metric of the manifest; of equals the newer. One without the metric is not kept by it.
+    """Keep the `n` best by a metric of the manifest; of equals the newer. What has no finite number under that name
+    cannot be told from the best, so it is kept beside them, with a warning.
 
     Args:
         metric: its name, such as ``reward/mean``.
@@ -119,13 +120,31 @@ class KeepBest:
             raise ConfigError(f"keep_best.mode is {self.mode!r}; it has to be max or min")
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """The `n` best of those that have the metric."""
+        """The `n` best of those that have the metric, and those that do not have it."""
         sign = 1.0 if self.mode == "max" else -1.0
-        rated = [
-            (sign * value, c.step) for c in checkpoints if (value := _number(c.metrics.get(self.metric))) is not None
-        ]
+        rated = [(sign * value, c.step) for c in checkpoints if (value := self._rating(c)) is not None]
         best = sorted(rated, reverse=True)[: self.n]
-        return {step: f"keep_best {self.n} by {self.metric} ({sign * value:g})" for value, step in best}
+        reasons = {step: f"keep_best {self.n} by {self.metric} ({sign * value:g})" for value, step in best}
+        return reasons | {c.step: f"keep_best: without {self.metric}" for c in self._unrated(checkpoints)}
+
+    def warnings(self, checkpoints: Sequence[CheckpointFacts]) -> list[str]:
+        """What the user should know: checkpoints that have no such metric, and what they have."""
+        unrated = self._unrated(checkpoints)
+        if not unrated:
+            return []
+        metrics = unrated[-1].metrics
+        if self.metric in metrics:
+            fault = "which is not a number in some checkpoints"
+        else:
+            fault = f"which some checkpoints do not have; they have {', '.join(sorted(metrics)) or 'no metrics'}"
+        return [f"retention.policies.keep_best.metric is {self.metric}, {fault}. keep_best keeps all of those"]
+
+    def _unrated(self, checkpoints: Sequence[CheckpointFacts]) -> list[CheckpointFacts]:
+        return [checkpoint for checkpoint in checkpoints if self._rating(checkpoint) is None]
+
+    def _rating(self, checkpoint: CheckpointFacts) -> float | None:
+        value = checkpoint.metrics.get(self.metric)
+        return value if value is not None and math.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +235,8 @@ def decide(
         if not kept[checkpoint.step] and not protected[checkpoint.step]:
             gone[checkpoint.step] = _against(checkpoint, rules, keep_state_dicts)
 
-    warnings: tuple[str, ...] = ()
+    full = [checkpoint for checkpoint in ordered if checkpoint.kind == FULL]
+    warnings = [text for rule in rules if isinstance(rule, KeepBest) for text in rule.warnings(full)]
     if budgets:
         budget = min(policy.bytes for policy in budgets)
         staying = [checkpoint for checkpoint in ordered if checkpoint.step not in gone]
@@ -230,9 +250,9 @@ def decide(
                 f"over the budget of {budget} bytes (was kept by {', '.join(kept[checkpoint.step])})"
             )
         if total > budget:
-            warnings = (
+            warnings.append(
                 f"the newest checkpoint and those pinned, leased or being saved take {total} bytes, "
-                f"more than the budget of {budget} bytes allows",
+                f"more than the budget of {budget} bytes allows"
             )
 
     decisions = []
@@ -240,7 +260,7 @@ def decide(
         step = checkpoint.step
         newest = checkpoint is ordered[-1]
         reasons = (gone[step],) if step in gone else (*protected[step], *kept[step])
-        decisions.append(Decision(step, step not in gone, reasons, warnings if newest else ()))
+        decisions.append(Decision(step, step not in gone, reasons, tuple(warnings) if newest else ()))
     return decisions
 
 
@@ -278,10 +298,6 @@ def _against(checkpoint: CheckpointFacts, rules: Collection[Policy], keep_state_
         return f"older than the newest {keep_state_dicts} state-dict folders"
     names = {cls: name for name, cls in POLICIES.items()}
     return f"not kept by {', '.join(names.get(type(rule), type(rule).__name__) for rule in rules)}"
-
-
-def _number(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else float(value)
 
 
 def _at_least(key: str, value: int, least: int) -> None:
