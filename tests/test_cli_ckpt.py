@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ from trinity_sync import cli, cli_ckpt, config
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.report.data import load_run
+from trinity_sync.tracking.recorder import Recorder
+from trinity_sync.tracking.run_folder import RunFolder
 
 Capture = pytest.CaptureFixture[str]
 
@@ -200,6 +204,58 @@ def test_without_a_run_the_policies_must_be_given(tmp_path: Path, capsys: Captur
     commit(tmp_path / "alone", 10)
     assert cli.main(["ckpt", "prune", str(tmp_path / "alone")]) == 2
     assert "--keep keep_last.n=3" in capsys.readouterr().err
+
+
+@pytest.fixture
+def recorded(run: Path) -> Path:
+    """The run has ended, and its record says so."""
+    with RunFolder.open(run, resume=False) as folder:
+        recorder = Recorder.start(folder, command="", seed=1, config_digest=None, threads=1, total_steps=30, view="off")
+        for step in (10, 20, 30):
+            recorder.event("commit", step=step, kind="full", digest=None, bytes=100, blocked_s=0.0, total_s=0.0)
+        recorder.finish("completed")
+    return run
+
+
+def prunes(run: Path) -> list[tuple[int, str, int]]:
+    lines = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    return [(line["step"], line["reason"], line["freed_bytes"]) for line in lines if line["event"] == "prune"]
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints"])
+def test_prune_tells_the_run_that_has_ended(recorded: Path, where: str) -> None:
+    assert json.loads((recorded / "summary.json").read_text())["checkpoint"]["kept"] == [10, 20, 30]
+    assert cli.main(["ckpt", "prune", str(recorded / where), "--dry-run"]) == 0
+    assert prunes(recorded) == []
+    assert cli.main(["ckpt", "prune", str(recorded / where)]) == 0
+    assert prunes(recorded) == [(10, "not kept by keep_last", 100)]
+    checkpoint = json.loads((recorded / "summary.json").read_text())["checkpoint"]
+    assert (checkpoint["kept"], checkpoint["pruned"]) == ([20, 30], 1)
+
+
+def test_prune_writes_nothing_into_the_record_of_a_run_that_lives(recorded: Path, capsys: Capture) -> None:
+    before = (recorded / "events.jsonl").read_bytes()
+    with RunFolder.open(recorded, resume=True):
+        assert cli.main(["ckpt", "prune", str(recorded)]) == 0
+    assert steps(recorded) == [20, 30]
+    assert (recorded / "events.jsonl").read_bytes() == before
+    # Whoever sums the run up looks at the disk.
+    assert load_run(recorded).summary["checkpoint"]["kept"] == [20, 30]
+
+
+def test_what_was_deleted_by_hand_is_not_called_kept(recorded: Path) -> None:
+    shutil.rmtree(recorded / "checkpoints" / "global_step_30")
+    assert load_run(recorded).summary["checkpoint"]["kept"] == [10, 20]
+    shutil.rmtree(recorded / "checkpoints")
+    assert load_run(recorded).summary["checkpoint"]["kept"] == []
+
+
+def test_the_checkpoints_of_a_run_that_keeps_them_elsewhere_are_looked_for_there(recorded: Path) -> None:
+    (recorded / "checkpoints").rename(recorded.parent / "elsewhere")
+    OmegaConf.save(config.compose(["checkpoint.dir=elsewhere"]), recorded / ".hydra" / "config.yaml")
+    assert load_run(recorded).summary["checkpoint"]["kept"] == [10, 20, 30]
+    assert cli.main(["ckpt", "prune", str(recorded)]) == 0
+    assert prunes(recorded) == [(10, "not kept by keep_last", 100)]
 
 
 def test_prune_does_not_take_a_step(run: Path) -> None:

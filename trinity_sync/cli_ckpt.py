@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.checkpoint import holds
-from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.store import CheckpointInfo, locate, scan, verify
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.tracking import units
+from trinity_sync.tracking.afterwards import note_prunes
 from trinity_sync.tracking.progress import Progress, progress_bar
 
 _VERDICTS = {"committed": "good", "unreadable": "CANNOT BE READ NOW", "newer": "OF A NEWER VERSION"}
@@ -160,6 +161,8 @@ def _prune(options: argparse.Namespace) -> int:
     now = time.time()
     plan = prune_plan(root, policies, now=now)
     deleted = [] if options.dry_run else prune(root, plan, now=now)
+    if deleted:
+        _tell_run(options.path, root, deleted)
     gone = {item.step for item in deleted}
     if options.json:
         return print_json(
@@ -203,6 +206,15 @@ def _prune(options: argparse.Namespace) -> int:
         f"{'would delete' if options.dry_run else 'deleted'} {units.plural(count, 'checkpoint')}, {units.size(freed)}"
     )
     return 0
+
+
+def _tell_run(path: Path, root: Path, deleted: Sequence[Pruned]) -> None:
+    """Add the deletions to the events of the run whose checkpoints they were, if it has ended."""
+    for run in (path, root.parent):
+        own = _elsewhere(run) or run / "checkpoints"
+        if (run / "run.json").is_file() and own.resolve() == root:
+            note_prunes(run, [(item.step, item.reason, item.freed_bytes) for item in deleted], root)
+            return
 
 
 def _pin(options: argparse.Namespace) -> int:

@@ -98,6 +98,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start) -> Recorder:
         view=cfg.live,
         trackers=build_trackers(plain(cfg.tracker)),
         report=write_report,
+        checkpoints=start.checkpoints.absolute(),
     )
 
 

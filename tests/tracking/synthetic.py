@@ -100,7 +100,9 @@ def steps(recorder: Recorder, clock: Clock, first: int, last: int, explorers: in
             recorder.event("load", **load(step, f"explorer-{index}"))
         if step % 10 == 0:
             recorder.event("commit", **commit(step))
+            (recorder.folder.checkpoints / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
             if step > 20:
+                (recorder.folder.checkpoints / f"global_step_{step - 20}").rmdir()
                 recorder.event(
                     "prune", step=step - 20, reason="keep_last n=2: two newer ones", freed_bytes=3_700_000_000
                 )

@@ -30,6 +30,7 @@ class Run:
 
     Attributes:
         path: its folder.
+        checkpoints: its checkpoint folder, None where that is not known.
         record: run.json, empty if missing.
         metrics, events: their lines, oldest first.
         summary: as in summary.json, but made from the lines as they are now.
@@ -42,6 +43,7 @@ class Run:
     """
 
     path: Path
+    checkpoints: Path | None = None
     record: Record = field(default_factory=dict)
     metrics: Sequence[Record] = ()
     events: Sequence[Record] = ()
@@ -128,7 +130,7 @@ def load(path: Path) -> Run | Sweep:
 
 def load_run(path: Path) -> Run:
     """Reads the folder of a run; whatever cannot be read is left out and noted."""
-    run = Run(path=path)
+    run = Run(path=path, checkpoints=path / "checkpoints")
     if (path / "run.json").exists():
         run.record = _read(run, "run.json", read_record, {})
         run.status = str(run.record.get("status", "unknown"))
@@ -139,12 +141,15 @@ def load_run(path: Path) -> Run:
         run.notes.append("There is no run.json: the run did not start.")
     run.metrics = _read(run, "metrics.jsonl", _read_metrics, [])
     run.events = _read(run, "events.jsonl", _read_events, [])
+    run.overrides = [str(item) for item in _read(run, ".hydra/overrides.yaml", _read_list, None) or []]
+    run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, (None, {}))
+    elsewhere = run.setting("checkpoint", "dir")
+    if elsewhere:
+        run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", _read_started_in, path), str(elsewhere))
     saved = _read(run, "summary.json", _read_object, {})
     # Always from the lines themselves: after a kill and a resume summary.json may be that of an earlier attempt.
     wall = wall_seconds(run.record, run.metrics, run.events)
-    run.summary = summarise(run.metrics, run.events, run.status, wall, saved.get("peak_memory"))
-    run.overrides = [str(item) for item in _read(run, ".hydra/overrides.yaml", _read_list, None) or []]
-    run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, (None, {}))
+    run.summary = summarise(run.metrics, run.events, run.status, wall, saved.get("peak_memory"), run.checkpoints)
     return run
 
 
@@ -207,6 +212,11 @@ def _read_object(path: Path) -> Record:
 
 def _read_list(path: Path) -> Any:
     return OmegaConf.to_container(OmegaConf.load(path))
+
+
+def _read_started_in(path: Path) -> str:
+    """The directory that a run was started in."""
+    return str(OmegaConf.load(path).hydra.runtime.cwd)
 
 
 def _read_config(path: Path) -> tuple[str, Record]:

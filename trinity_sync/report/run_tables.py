@@ -16,7 +16,7 @@ _MOST_ROWS = 400
 
 def checkpoints(run: Run) -> Html:
     """Every checkpoint that was committed, and what became of it."""
-    kept = {event["step"] for event in kept_checkpoints(run.events)}
+    kept = {event["step"] for event in kept_checkpoints(run.events, run.checkpoints)}
     pruned = {event.get("step"): event for event in run.of("prune")}
     rows = []
     for event in run.of("commit"):
@@ -24,8 +24,9 @@ def checkpoints(run: Run) -> Html:
         gone = pruned.get(step)
         fate: str | Html = tag("span", "kept", class_="good")
         if step not in kept:
-            reason = str(gone.get("reason")) if gone else "unknown"
-            fate = f"pruned: {reason} ({units.size(gone.get('freed_bytes') if gone else None)} freed)"
+            fate = "deleted, but not by the run"
+            if gone is not None:
+                fate = f"pruned: {gone.get('reason')} ({units.size(gone.get('freed_bytes'))} freed)"
         rows.append(
             [
                 str(step),

@@ -66,6 +66,7 @@ class Recorder:
         *,
         total_steps: int | None,
         report: Callable[[Path], object] | None,
+        checkpoints: Path | None,
         clock: Callable[[], float],
     ) -> None:
         self.folder, self.attempt, self.view = folder, record.attempt, view
@@ -76,6 +77,7 @@ class Recorder:
             report,
             clock,
         )
+        self._checkpoints = checkpoints
         self._metrics = jsonl.JsonlWriter(folder.metrics)
         self._events = jsonl.JsonlWriter(folder.events)
         self._lock = threading.Lock()
@@ -99,6 +101,7 @@ class Recorder:
         view: Mode = "auto",
         trackers: Iterable[Tracker] = (),
         report: Callable[[Path], object] | None = None,
+        checkpoints: Path | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
     ) -> Recorder:
@@ -114,6 +117,7 @@ class Recorder:
             view: how the run shows itself, see `LiveView`.
             trackers: to be started.
             report: writes the report of a run folder; called at the end, its failure is logged only.
+            checkpoints: the checkpoint folder, where the summary looks for what is kept; None: it goes by the events.
             console: where the view and the summary go.
             clock: gives Unix seconds.
 
@@ -145,7 +149,16 @@ class Recorder:
             live = LiveView(
                 view, total_steps, console=console, title=name, subtitle=subtitle, start_step=resumed_from or 0
             )
-            return cls(folder, record, live, started, total_steps=total_steps, report=report, clock=clock)
+            return cls(
+                folder,
+                record,
+                live,
+                started,
+                total_steps=total_steps,
+                report=report,
+                checkpoints=checkpoints,
+                clock=clock,
+            )
         except BaseException:
             started.close()
             raise
@@ -235,7 +248,7 @@ class Recorder:
             metrics, events = jsonl.read(self.folder.metrics), jsonl.read(self.folder.events)
             wall = wall_seconds(self._record.to_json(), metrics, events)
             peaks = {**(peak_memory or {}), "driver": peak_rss()}
-            summary.update(summarise(metrics, events, status, wall, peaks))
+            summary.update(summarise(metrics, events, status, wall, peaks, self._checkpoints))
             write_summary(self.folder.summary, summary)
 
         summary: dict[str, Any] = {}

@@ -33,6 +33,7 @@ def summarise(
     status: str,
     wall_s: float | None,
     peak_memory: Mapping[str, int] | None = None,
+    checkpoints: Path | None = None,
 ) -> dict[str, Any]:
     """The content of summary.json.
 
@@ -42,6 +43,7 @@ def summarise(
         status: how the run stands.
         wall_s: seconds of all its attempts.
         peak_memory: bytes by role.
+        checkpoints: the checkpoint folder, see `kept_checkpoints`.
 
     Returns:
         ``status``, ``steps`` (the last completed one), ``wall_s``, ``reward_first`` and ``reward_last`` (means of
@@ -60,7 +62,7 @@ def summarise(
         "reward_last": _mean(rewards[-REWARD_STEPS:]),
         "digests": version_digests(events),
         "sync": _sync(events),
-        "checkpoint": _checkpoint(events),
+        "checkpoint": checkpoint_figures(events, checkpoints),
         "samples": _samples(metrics),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
@@ -97,15 +99,30 @@ def spread(values: Iterable[Any]) -> dict[str, float | None]:
     return {"median": _quantile(ordered, 0.5), "p95": _quantile(ordered, 0.95)}
 
 
-def kept_checkpoints(events: Iterable[Record]) -> list[Record]:
-    """The commit events whose checkpoint was not pruned later, by step; a step committed again counts once."""
+def kept_checkpoints(events: Iterable[Record], checkpoints: Path | None = None) -> list[Record]:
+    """The commit events whose checkpoint was not pruned later, by step; a step committed again counts once.
+
+    Args:
+        checkpoints: the checkpoint folder. What is not there is not kept, whoever deleted it. None, or one that cannot
+            be read now: go by the events alone.
+    """
     kept: dict[int, Record] = {}
     for event in events:
         if event.get("event") == "commit":
             kept[event["step"]] = event
         elif event.get("event") == "prune":
             kept.pop(event["step"], None)
-    return [kept[step] for step in sorted(kept)]
+    there = _names(checkpoints) if checkpoints is not None else None
+    return [kept[step] for step in sorted(kept) if there is None or f"global_step_{step}" in there]
+
+
+def _names(folder: Path) -> set[str] | None:
+    try:
+        return {path.name for path in folder.iterdir()}
+    except FileNotFoundError:
+        return set()
+    except OSError:
+        return None
 
 
 def wall_seconds(record: Record, metrics: Iterable[Record], events: Iterable[Record]) -> float | None:
@@ -245,9 +262,10 @@ def _sync(events: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def _checkpoint(events: Sequence[Record]) -> dict[str, Any]:
+def checkpoint_figures(events: Sequence[Record], checkpoints: Path | None) -> dict[str, Any]:
+    """``checkpoint`` in summary.json; arguments as of `kept_checkpoints`."""
     commits = [event for event in events if event.get("event") == "commit"]
-    kept = kept_checkpoints(events)
+    kept = kept_checkpoints(events, checkpoints)
     return {
         "commits": len(commits),
         "pruned": sum(event.get("event") == "prune" for event in events),

@@ -1,0 +1,54 @@
+"""What happens to a run after its end, added to its files: only the driver writes them while the run lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.record import read_record
+from trinity_sync.tracking.run_folder import RunFolder, RunFolderInUse
+from trinity_sync.tracking.summary import checkpoint_figures, write_summary
+
+
+def note_prunes(
+    run: Path,
+    pruned: Iterable[tuple[int, str, int]],
+    checkpoints: Path,
+    *,
+    clock: Callable[[], float] = time.time,
+) -> bool:
+    """Add ``prune`` events to a run that has ended, and what that changes to its summary.
+
+    Args:
+        run: its folder.
+        pruned: step, reason and freed bytes of each.
+        checkpoints: its checkpoint folder.
+
+    Returns:
+        False where the run lives: nothing is written then. Its summary looks at the disk.
+
+    Raises:
+        ConfigError, RunError: its files cannot be read or written.
+    """
+    try:
+        with RunFolder.open(run, resume=True) as folder:
+            attempt = read_record(folder.run_json)["attempt"]
+            writer = jsonl.JsonlWriter(folder.events)
+            try:
+                for step, reason, freed in pruned:
+                    fields = {"step": step, "reason": reason, "freed_bytes": freed}
+                    writer.append({"event": "prune", "time": clock(), "attempt": attempt, **fields})
+            finally:
+                writer.close()
+            if folder.summary.exists():
+                with contextlib.suppress(ValueError):  # a damaged one says nothing of checkpoints
+                    summary = dict(json.loads(folder.summary.read_bytes()))
+                    summary["checkpoint"] = checkpoint_figures(jsonl.read(folder.events), checkpoints)
+                    write_summary(folder.summary, summary)
+    except RunFolderInUse:
+        return False
+    return True
