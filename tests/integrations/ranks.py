@@ -105,6 +105,10 @@ class Rank:
         getattr(self.engine(strategy).checkpoint_manager, method)(*args, **kwargs)
         return time.monotonic() - started
 
+    def finish_writing(self, strategy: str) -> None:
+        """What the manager writes is written, whether or not it is committed."""
+        self.engine(strategy).checkpoint_manager._coordinator.wait_all()
+
     def by_engine(self, strategy: str, method: str, *args: Any, **kwargs: Any) -> None:
         """Call the engine itself, as verl's workers do."""
         getattr(self.engine(strategy), method)(*args, **kwargs)

@@ -252,6 +252,73 @@ def test_a_later_save_leaves_the_files_of_an_earlier_one_alone(
     assert not all(first[name].equal(second[name]) for name in first)
 
 
+# ---- several engines in one program
+
+
+def save_roles(ranks: list[Any], root: Path, step: int, *roles: str) -> None:
+    """Actor and critic are an engine each, in the same processes."""
+    for role in roles:
+        strategy = {"actor": "fsdp2", "critic": "fsdp"}[role]
+        every(ranks, "manager", strategy, "save_checkpoint", str(step_dir(root, step) / role), step)
+
+
+def files_of(root: Path, step: int) -> dict[str, set[str]]:
+    manifest = read_manifest(step_dir(root, step))
+    assert manifest.kind == FULL
+    assert store.verify(step_dir(root, step)).ok
+    paths = [Path(entry.path) for entry in manifest.files if entry.path.endswith(".pt")]
+    return {
+        place: {path.name for path in paths if path.parts[0] == place} for place in {path.parts[0] for path in paths}
+    }
+
+
+STATE = {f"{kind}_world_size_2_rank_{rank}.pt" for kind in ("model", "optim", "extra_state") for rank in range(2)}
+
+
+def test_a_checkpoint_holds_all_that_each_role_saved(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    for strategy in ("fsdp", "fsdp2"):
+        every(ranks, "use", strategy, run.namespace)
+    save_roles(ranks, root, step, "actor", "critic")
+    wait(ranks, "fsdp2")
+    wait(ranks, "fsdp")
+    assert files_of(root, step) == {"actor": STATE, "critic": STATE}
+    # One that comes when the other is committed already is added to it.
+    save_roles(ranks, root, step + 1, "critic")
+    wait(ranks, "fsdp")
+    assert files_of(root, step + 1) == {"critic": STATE}
+    save_weights(ranks, root, step + 1)
+    save_roles(ranks, root, step + 1, "actor")
+    wait(ranks, "fsdp2")
+    assert files_of(root, step + 1) == {"actor": STATE, "critic": STATE}
+
+
+def test_a_second_place_at_the_same_step_is_written_too(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    for place in ("actor", "again", "actor"):
+        every(ranks, "manager", "fsdp2", "save_checkpoint", str(step_dir(root, step) / place), step)
+    wait(ranks)
+    assert files_of(root, step) == {"actor": STATE, "again": STATE}
+
+
+def test_a_run_that_knows_its_roles_commits_nothing_without_one_of_them(
+    ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
+) -> None:
+    run, root = make_run(tmp_path, roles=("actor", "critic")), tmp_path
+    for strategy in ("fsdp", "fsdp2"):
+        every(ranks, "use", strategy, run.namespace)
+    raised = outcomes(ranks, "manager", "fsdp2", "save_checkpoint", str(step_dir(root, 1) / "policy"), 1)
+    assert all("policy" in str(error) and "actor, critic" in str(error) for error in raised)
+    save_roles(ranks, root, 2, "actor")
+    every(ranks, "finish_writing", "fsdp2")
+    status = ray.get(run.monitor.status.remote(2), timeout=LIMIT)
+    assert (status["state"], status["missing"]) == ("open", ["part 'critic/announced'"])
+    assert store.scan(root) == []
+    save_roles(ranks, root, 2, "critic")
+    wait(ranks, "fsdp2")
+    wait(ranks, "fsdp")
+    assert files_of(root, 2) == {"actor": STATE, "critic": STATE}
+
+
 # ---- faults
 
 

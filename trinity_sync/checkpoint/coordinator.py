@@ -247,18 +247,38 @@ class CheckpointCoordinator:
             ConfigError: it is elsewhere, where the monitor cannot commit it, or the monitor has no checkpoint folder.
         """
         facts = self._ask_facts()
-        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
-        if root is None:
-            raise ConfigError(f"{local_path} cannot be saved: the checkpoint monitor was started without a folder")
-        target = step_dir(root.absolute(), global_step)
+        attempt = self._attempt if self._attempt is not None else facts["attempt"]
+        target = self._step_dir(local_path, global_step)
+        return staging_dir(target.parent, global_step, attempt) / self.place(local_path, global_step)
+
+    def place(self, local_path: str | os.PathLike[str], global_step: int) -> str:
+        """Where in the step's folder it is: ``actor`` of ``ROOT/global_step_20/actor``, empty of the folder itself. In
+        the name of a part it tells those of several roles from each other, see `part`.
+
+        Raises:
+            ConfigError: as `staged`.
+        """
+        target = self._step_dir(local_path, global_step)
         path = Path(local_path).absolute()
         if not path.is_relative_to(target):
             raise ConfigError(
                 f"{path} cannot be saved as step {global_step}: it has to be {target} or a place in it, because the "
                 "checkpoint monitor commits that folder"
             )
-        attempt = self._attempt if self._attempt is not None else facts["attempt"]
-        return staging_dir(root.absolute(), global_step, attempt) / path.relative_to(target)
+        place = path.relative_to(target).as_posix()
+        return "" if place == "." else place
+
+    def part(self, local_path: str | os.PathLike[str], global_step: int, name: str) -> str:
+        """The name of a part that is written to a place in the step's folder, such as ``actor/model-rank-00000``."""
+        place = self.place(local_path, global_step)
+        return f"{place}/{name}" if place else name
+
+    def _step_dir(self, local_path: str | os.PathLike[str], global_step: int) -> Path:
+        facts = self._ask_facts()
+        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        if root is None:
+            raise ConfigError(f"{local_path} cannot be saved: the checkpoint monitor was started without a folder")
+        return step_dir(root.absolute(), global_step)
 
     # ---- one save
 

@@ -70,6 +70,8 @@ class MonitorConfig:
         fsync: whether commits are made durable.
         mirror: how checkpoints are copied to `default_hdfs_dir`.
         log_dir: where the actor's log goes; None: where Ray puts it.
+        roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
+            engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
         holder: of the checkpoint folder, filled in by `get_actor`; the actor does nothing for another one.
     """
 
@@ -81,6 +83,7 @@ class MonitorConfig:
     mirror: MirrorSettings = field(default_factory=MirrorSettings)
     log_dir: str | None = None
     holder: str | None = None
+    roles: Sequence[str] = ()
 
 
 class CheckpointMonitor:
@@ -470,13 +473,14 @@ class CheckpointMonitor:
     # ---- about itself
 
     async def describe(self) -> dict[str, Any]:
-        """root, attempt, fsync, save_strategy, pid."""
+        """root, attempt, fsync, save_strategy, roles, pid."""
         root = self._disk.root
         return {
             "root": str(root) if root is not None else None,
             "attempt": self._book.attempt,
             "fsync": self._config.fsync,
             "save_strategy": self._strategy,
+            "roles": list(self._config.roles),
             "pid": os.getpid(),
         }
 

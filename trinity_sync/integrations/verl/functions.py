@@ -42,7 +42,7 @@ def fsdp_save_state_dict(
     """
     if local_path is None:
         return
-    rank, part = dist.get_rank(), f"model-rank-{dist.get_rank():05d}"
+    rank = dist.get_rank()
     name = f"model_world_size_{dist.get_world_size()}_rank_{rank}.pt"
 
     def collect() -> None:
@@ -58,7 +58,9 @@ def fsdp_save_state_dict(
             write_weights()
             return [folder / name, *files.write_files(metadata, folder)]
 
-        coordinator.save_async("model", write, global_step, True, part=part)
+        part = coordinator.part(local_path, global_step, f"model-rank-{rank:05d}")
+        # Two roles in one process write at the same time.
+        coordinator.save_async(part, write, global_step, True, part=part)
 
     together(f"save the weights of step {global_step}", collect)
     logger.info("the weights of step %d are on their way to %s", global_step, local_path)

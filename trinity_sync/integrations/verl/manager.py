@@ -94,6 +94,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         self._root = Path(facts["root"]) if facts["root"] is not None else None
         self._attempt: int = facts["attempt"]
         self._durable: bool = facts["fsync"]
+        self._roles: list[str] = facts["roles"]
         self._coordinator = CheckpointCoordinator(
             self._monitor, job_id=f"rank-{self.rank}", timeout_s=timeout_s, attempt=self._attempt
         )
@@ -102,7 +103,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         self._copy = StateCopy()
         # What this run has saved of its newest step.
         self._step: int | None = None
-        self._saved: set[str] = set()
+        self._saved: dict[str, set[str]] = {}  # by place in the step's folder
         self._kinds: set[Kind] = set()
         self._announced: int | None = None
         self._loaded: int | None = None
@@ -172,15 +173,21 @@ class FSDPCheckpointManager(VerlCheckpointManager):
 
     def _save(self, local_path: str, step: int, kind: Kind, contents: list[str]) -> None:
         self._check_earlier(step)
-        saved, kinds = (self._saved, self._kinds) if self._step == step else (set(), set())
+        if self._step != step:
+            self._step, self._saved, self._kinds = step, {}, set()
+        place = together(f"save step {step}", lambda: self._coordinator.place(local_path, step))[self.rank]
+        saved = self._saved.get(place, set())
         todo = [name for name in contents if name not in saved]
         self.previous_global_step = step
         if todo:
             self._write(local_path, step, kind, todo)
-        elif kind not in kinds and self.rank == 0:
+        elif kind == FULL and kind not in self._kinds and self._roles:
+            together(f"begin to save step {step}", lambda: self._tell_parts(local_path, step, kind, {}))
+        elif kind not in self._kinds and self.rank == 0:
             # All of it is written as weights; it is to count as a full checkpoint now.
             self._ask("monitor_step", step, kind == STATE_DICT, attempt=self._attempt, what=f"commit step {step}")
-        self._step, self._saved, self._kinds = step, saved | set(todo), kinds | {kind}
+        self._saved[place] = saved | set(todo)
+        self._kinds.add(kind)
         self._commits.expect(step, kind)
 
     def _write(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> None:
@@ -193,7 +200,8 @@ class FSDPCheckpointManager(VerlCheckpointManager):
                 self._ask("fail_step", step, str(error), self._attempt, what=f"give step {step} up")
             raise
         for name, write in writers.items():
-            self._coordinator.save_async(name, write, step, name in _WEIGHTS, part=self._part(name, self.rank))
+            part = self._coordinator.part(local_path, step, self._part(name, self.rank))
+            self._coordinator.save_async(name, write, step, name in _WEIGHTS, part=part)
 
     def _check_earlier(self, step: int) -> None:
         """Nothing of before is left to be written, and nothing of it failed."""
@@ -217,20 +225,37 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if _EXPORT in todo:
             files.auto_class(files.unwrapped(self.model).config)
         folder = self._coordinator.staged(local_path, step)
+        parts = {
+            self._coordinator.part(local_path, step, self._part(name, rank)): name
+            for name in todo
+            for rank in self._writers(name)
+        }
+        self._tell_parts(local_path, step, kind, parts)
+        return folder
+
+    def _tell_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
+        """Announce parts, and which of the contents each is; for a full checkpoint, that those of this role are known.
+        Rank 0; nothing on the others.
+        """
         if self.rank != 0:
-            return folder
-        parts = {self._part(name, rank): name for name in todo for rank in self._writers(name)}
+            return
+        roles = self._roles if kind == FULL else []
+        place = self._coordinator.place(local_path, step)
+        if roles and place not in roles:
+            raise ConfigError(f"{local_path} is saved, but the roles of this run are {', '.join(roles)} (open_run)")
         self._ask(
             "begin",
             step,
             self._attempt,
             kind,
-            list(parts),
+            [*parts, *(_announcement(role) for role in roles)],
             {"backend": "fsdp" if fsdp_version(self.model) == 1 else "fsdp2", "world_size": self.world_size},
             weights_parts=[part for part, name in parts.items() if name in _WEIGHTS],
             what=f"begin step {step}",
         )
-        return folder
+        if roles:
+            part = _announcement(place)
+            self._ask("notify_finished", step, part=part, attempt=self._attempt, files=[], what=f"announce {place}")
 
     def _snapshot(self, step: int, todo: list[str], folder: Path) -> dict[str, SaveFn]:
         """Copy what this rank is to write; what writes it, by name. Collective."""
@@ -342,7 +367,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
     def _forget(self) -> None:
         """The step failed: nothing of it counts as saved."""
         self._commits.drop()
-        self._saved, self._kinds = set(), set()
+        self._saved, self._kinds = {}, set()
 
     # ---- weights in memory
 
@@ -382,7 +407,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         )
         with lease:
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        self._loaded, self._step, self._saved, self._kinds = step, None, set(), set()
+        self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
 
     def _check_files(self, local_path: str) -> None:
         """This rank's files are there: a rank that stops on a missing one would leave its peers in verl's barrier."""
@@ -417,6 +442,11 @@ class FSDPCheckpointManager(VerlCheckpointManager):
     def _ask(self, method: str, *args: Any, what: str, **kwargs: Any) -> Any:
         call = getattr(self._monitor, method).remote(*args, **kwargs)
         return resolve_one(call, "the checkpoint monitor", what, self._timeout_s)
+
+
+def _announcement(role: str) -> str:
+    """A part without files: that the parts of this role are known. A full checkpoint waits for that of each role."""
+    return f"{role}/announced"
 
 
 def use_in(engine: Any, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpointManager:

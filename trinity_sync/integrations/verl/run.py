@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,6 +66,7 @@ def open_run(
     *,
     resume_step: int | None = None,
     save_strategy: str | None = None,
+    roles: Sequence[str] = (),
     monitor_config: MonitorConfig | None = None,
     synchronizer_config: SynchronizerConfig | None = None,
 ) -> VerlRun:
@@ -80,6 +82,9 @@ def open_run(
         resume_step: go on after this step; None: after the newest full checkpoint, which has to verify unless verl
             itself wrote it; 0: from the start.
         save_strategy: who may write at once, see `CheckpointMonitor`.
+        roles: the folders in ``global_step_N`` that make up a full checkpoint, such as ``("actor", "critic")``: none is
+            committed before all of them are in. Empty: what is there when the first is written is committed, and what
+            comes later at the same step is added to it.
         monitor_config, synchronizer_config: the rest of the actors' settings; attempt and folder are filled in.
 
     Raises:
@@ -93,12 +98,8 @@ def open_run(
     with ExitStack() as lock:
         lock.enter_context(locked(root, root))
         start = put_in_order(root, resume_step)
-        monitor = CheckpointMonitor.get_actor(
-            namespace,
-            save_strategy,
-            str(root),
-            config=replace(monitor_config or MonitorConfig(), attempt=start.attempt),
-        )
+        config = replace(monitor_config or MonitorConfig(), attempt=start.attempt, roles=tuple(roles))
+        monitor = CheckpointMonitor.get_actor(namespace, save_strategy, str(root), config=config)
         synchronizer = Synchronizer.get_actor(
             replace(synchronizer_config or SynchronizerConfig(), checkpoint_dir=str(root)), namespace
         )
