@@ -163,7 +163,7 @@ def test_a_lease_on_what_is_deleted_at_the_same_time_is_refused(tmp_path: Path) 
 
 @pytest.mark.usefixtures("deleted_first")
 def test_a_pin_on_what_is_deleted_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="step 10 was deleted while who pins it"):
+    with pytest.raises(RunError, match="step 10 was deleted while a pin"):
         pin(tmp_path, 10)
     assert list(tmp_path.glob(".pins/*")) + list(tmp_path.glob(".leases/*")) == []
 

@@ -48,7 +48,7 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
         ManifestError: there is no such checkpoint.
         RunError: it was deleted just now.
     """
-    with lease_checkpoint(root, step, holder="who pins it", seconds=_CLAIM_S, clock=clock) as lease:
+    with lease_checkpoint(root, step, holder="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
         path.parent.mkdir(exist_ok=True)
         new = not path.exists()
