@@ -345,7 +345,7 @@ def _distributed(
     facts["dcp_changed"] = _whole(backend)
     second = Lazy(backend, backend.state("dcp"))
     _step(engine, rank, 8)
-    second.write(saves / "second-dcp" / "actor")
+    second.write(saves / "second-dcp" / "actor", meetings.begin("the second state"))
     dist.barrier()
     backend.load(saves / "second-dcp" / "actor")
     facts["dcp_second_loaded"] = _whole(backend)
