@@ -297,7 +297,7 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     facts["lr_next_after_load"] = engine.optimizer.param_groups[0]["lr"]
 
     second = folder / f"{case['save']}-second"
-    copying_second, write_second = backend.begin_save(second, lazily=True)
+    copying_second, write_second = backend.begin_save(second, meetings().begin("the second state"), lazily=True)
     backend.before_change(lambda: copying_second.hold_until_copied(60))
     writer = threading.Thread(target=write_second)
     writer.start()
