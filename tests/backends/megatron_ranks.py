@@ -353,7 +353,7 @@ def _poisoned(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, 
     from tests.backends.test_safe_loading import Evil, spoil_metadata, spoil_object
 
     sound, mark = folder / "sound", folder / "mark"
-    backend.begin_save(sound)[1]()
+    backend.begin_save(sound, meetings().begin("the state"))[1]()
     spoilt: dict[str, list[Any]] = {}
 
     def attempt(name: str, spoil: Any) -> None:
