@@ -42,7 +42,7 @@ def test_a_seed_says_it_all_here() -> None:
 
 
 def test_a_seed_says_it_all() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "says_it_all_here"]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__, "-k", "says_it_all_here"]
     found = subprocess.run(
         command, cwd=REPO, env=os.environ | {"PYTHONHASHSEED": "0"}, timeout=120, capture_output=True, text=True
     )

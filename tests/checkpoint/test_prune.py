@@ -12,8 +12,9 @@ from trinity_sync.checkpoint import holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.layout import ManifestError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import STATE_DICT
+from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy
 
 
@@ -251,3 +252,24 @@ def test_deleting_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     assert run(tmp_path, KeepLast(1)) == [10]
     assert prune(tmp_path, plan, now=100.0) == []
+
+
+def test_what_a_tracker_names_stays_until_the_tracker_has_moved(tmp_path: Path) -> None:
+    for step in (2, 4):
+        commit(tmp_path, step)
+    write_tracker(tmp_path, FULL, 2)  # the disk refused the next one, or the monitor died before it
+    assert prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0) == []
+    write_tracker(tmp_path, FULL, 4)
+    assert [gone.step for gone in prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)] == [2]
+
+
+def test_what_died_while_it_wrote_a_pin_or_a_lease_leaves_nothing_for_long(tmp_path: Path) -> None:
+    torn = [tmp_path / name for name in (".pins/.2-0.json.7.tmp", ".leases/.2-0-ab.json.7.tmp")]
+    for path in torn:
+        path.parent.mkdir()
+        path.touch()
+    written = torn[0].stat().st_mtime
+    holds.leased(tmp_path, now=written + 5.0)
+    assert all(path.exists() for path in torn)
+    holds.leased(tmp_path, now=written + 3600.0)
+    assert not any(path.exists() for path in torn)

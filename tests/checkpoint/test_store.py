@@ -458,3 +458,9 @@ def test_a_death_before_the_last_look_at_who_holds_the_old_is_made_good(
     assert read_manifest(step_dir(tmp_path, 20)) == before
     assert store.verify(lease.path).ok
     assert not [path for path in names(tmp_path) if path.startswith((".staging", ".trash", ".replaced"))]
+
+
+def test_a_resume_from_the_beginning_names_no_weights_as_a_full_checkpoint(tmp_path: Path) -> None:
+    commit(tmp_path, 0, kind=STATE_DICT)
+    store.set_start(tmp_path, 0, 1)
+    assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (None, 0)

@@ -710,6 +710,7 @@ class BookMachine(RuleBasedStateMachine):
         ticket = data.draw(st.sampled_from(sorted(self.tickets)))
         step, part = self.tickets.pop(ticket)
         self.take(self.book.failed(step, part, "boom", ticket=ticket))
+        self.tickets = {t: v for t, v in self.tickets.items() if self.book.turn(t) is not None}
 
     @rule(node=st.sampled_from(["n0", "n1"]), job=st.sampled_from(["p0", "p1", "p2"]))
     def lose_writer(self, node: str, job: str) -> None:
@@ -803,4 +804,15 @@ def test_random_orders_of_two_steps_end_in_the_same_trackers(seed: int) -> None:
     for step, part in calls:
         commit_all(book, book.begin(step, FULL, ["a", "b"]) if part is None else book.finished(step, part=part))
     assert book.trackers == {FULL: 2, STATE_DICT: 2}
+    assert book.open_steps() == []
+
+
+def test_a_late_double_of_a_question_gets_no_turn_that_nobody_would_end() -> None:
+    book = make_book(strategy="single_thread")
+    book.begin(1, FULL, ["a", "b"])
+    book.started("first", "node", "job", step=1, part="a")
+    book.finished(1, part="a", ticket="first")
+    assert book.started("first", "node", "job", step=1, part="a") == []
+    assert book.started("second", "node", "job", step=1, part="b") == [Grant("second")]
+    commit_all(book, book.finished(1, part="b", ticket="second"))
     assert book.open_steps() == []

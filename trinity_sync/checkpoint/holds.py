@@ -19,7 +19,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,8 @@ from trinity_sync.errors import RunError
 _CLAIM_S = 30.0
 _POLL_S = 0.01
 _LEASE, _CLAIM = ".json", ".claim"
+#: A pin or a lease is written in milliseconds. What is older and has not got its name was left by a writer that died.
+_TORN_S = 600.0
 
 
 def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = time.time) -> None:
@@ -132,7 +134,16 @@ class _Note:
     manifest: str | None
 
 
+def _drop_torn(root: Path, now: float) -> None:
+    """Remove what those left who died while they wrote a pin or a lease."""
+    for path in (*(root / PINS).glob(".*.tmp"), *(root / LEASES).glob(".*.tmp")):
+        with suppress(OSError):
+            if path.stat().st_mtime < now - _TORN_S:
+                path.unlink()
+
+
 def _leases(root: Path, now: float) -> Iterator[_Note]:
+    _drop_torn(root, now)
     for path in _files(root / LEASES, _LEASE):
         held = _held(path.stem.rpartition("-")[0])
         body: dict[str, object] = {}

@@ -11,7 +11,8 @@ from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.layout import STAGING, Manifest
 from trinity_sync.checkpoint.removal import remove_checkpoint
 from trinity_sync.checkpoint.store import CheckpointInfo, purge, scan
-from trinity_sync.protocol.parts import Kind
+from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.protocol.parts import KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
 
 
@@ -71,7 +72,9 @@ def prune_plan(
     infos = {info.step: info for info in scan(root) if info.manifest is not None}
     pins, leases = holds.pinned(root), holds.leased(root, now=now)
     busy = set(saving) | _staged(root)
-    facts = [_facts(info, pins, leases, busy) for info in infos.values()]
+    # A tracker stays behind a commit for a moment, or for longer where the disk refuses to take it.
+    named = {read_tracker(root, kind).step for kind in KINDS}
+    facts = [_facts(info, pins, leases, busy, named) for info in infos.values()]
     rows = []
     for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):
         info = infos[decision.step]
@@ -97,7 +100,11 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
 
 
 def _facts(
-    info: CheckpointInfo, pins: Collection[tuple[int, int]], leases: Collection[tuple[int, int]], busy: Collection[int]
+    info: CheckpointInfo,
+    pins: Collection[tuple[int, int]],
+    leases: Collection[tuple[int, int]],
+    busy: Collection[int],
+    named: Collection[int | None],
 ) -> CheckpointFacts:
     assert info.manifest is not None
     key = (info.step, info.manifest.attempt)
@@ -110,6 +117,7 @@ def _facts(
         pinned=key in pins,
         leased=key in leases,
         saving=info.step in busy,
+        named=info.step in named,
     )
 
 

@@ -134,6 +134,7 @@ class _Step:
     committed: Kind | None = None
     committed_keys: frozenset[str] = frozenset()
     failed: str | None = None
+    ended: set[str] = field(default_factory=set)
 
     @property
     def wanted(self) -> Kind | None:
@@ -322,6 +323,8 @@ class CommitBook:
             entry = self._open(step, attempt)
             if entry.failed is not None and not collective:
                 raise RunError(f"step {step} has already failed, nothing more is saved of it: {entry.failed}")
+            if ticket in entry.ended:
+                return []  # a late double of the question: nobody would ever end a turn that it gets
         known = self._turns.get(ticket)
         if known is not None and known.granted:
             return [Grant(ticket)]
@@ -369,6 +372,7 @@ class CommitBook:
         if part == DIGEST_PART and digest is None:
             raise ValueError(f"the part {DIGEST_PART!r} of step {step} was reported without a digest")
         entry = self._open(step, attempt)
+        entry.ended |= {ticket} if ticket is not None else set()
         decisions = self._release(ticket) if part != DIGEST_PART else []
         if entry.failed is not None:
             return [*decisions, Clean(step, self.attempt)]
@@ -392,6 +396,7 @@ class CommitBook:
     ) -> list[Decision]:
         """A part could not be written: the step fails. A part that was reported finished cannot fail any more."""
         entry = self._open(step, attempt)
+        entry.ended |= {ticket} if ticket is not None else set()
         decisions: list[Decision] = []
         if part is None or part not in entry.parts.done:
             decisions = self._fail(entry, f"{describe_part(part)} failed: {error}")

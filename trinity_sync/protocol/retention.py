@@ -3,7 +3,7 @@
 The monitor asks after every commit, the command line asks for ``ckpt prune``. A full checkpoint stays if any policy
 keeps it. Then, if a byte budget is set and exceeded, the oldest of those that only one policy keeps go first.
 State-dict folders, which exist for sync, follow a rule of their own: the newest few stay. Never deleted: the newest
-full checkpoint, the newest weights, and what is leased, pinned or being saved.
+full checkpoint, the newest weights, and what is leased, pinned, being saved or named by a tracker.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class CheckpointFacts:
         metrics: name to value, as its manifest has them.
         pinned, leased: by a user; by a reader that is at it now.
         saving: more of it is being saved (weights on the way to a full checkpoint).
+        named: a tracker names it.
     """
 
     step: int
@@ -39,6 +40,7 @@ class CheckpointFacts:
     pinned: bool = False
     leased: bool = False
     saving: bool = False
+    named: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +277,8 @@ def _protected(ordered: Sequence[CheckpointFacts]) -> dict[int, list[str]]:
     for checkpoint in ordered:
         flags = {"pinned": checkpoint.pinned, "leased": checkpoint.leased, "being saved": checkpoint.saving}
         reasons[checkpoint.step] += [reason for reason, holds in flags.items() if holds]
+        if checkpoint.named and not reasons[checkpoint.step]:  # what is newest, as a rule
+            reasons[checkpoint.step].append("named by a tracker")
     return reasons
 
 
