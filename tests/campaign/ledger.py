@@ -278,7 +278,8 @@ class Ledger:
         there = found.get(promise.step)
         if there is None:
             if not self._may_go(promise, found):
-                raise Violation(f"{promise} is lost")
+                pinned = " though it is pinned" if (promise.step, promise.attempt) in self.pins else ""
+                raise Violation(f"{promise} is lost{pinned}")
             del self.promises[promise.step]
             return
         manifest = there.manifest
