@@ -434,7 +434,7 @@ def set_start(root: Path, step: int, attempt: int) -> list[Path]:
     recover(root)
     infos = scan(root)
     # What the resume starts from may be verl's own.
-    full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.manifest is None)]
+    full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
     # Trackers first: a crash in between leaves them naming something that is there.
     for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
         write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
