@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers import commit, names, stage
+from tests.checkpoint.helpers import commit, names, stage, unreadable
 from trinity_sync.checkpoint import holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.checkpoint.layout import (
@@ -115,9 +115,66 @@ def test_files_in_the_step_folder_are_kept_when_others_were_staged(tmp_path: Pat
 
 
 def test_the_same_step_of_an_earlier_attempt_is_replaced_whole(tmp_path: Path) -> None:
-    commit(tmp_path, 20, {"old.pt": "old"})
-    commit(tmp_path, 20, {"new.pt": "new"}, attempt=1)
-    assert names(step_dir(tmp_path, 20)) == {"new.pt", "manifest.json"}
+    commit(tmp_path, 20, {"a.pt": "old"})
+    commit(tmp_path, 20, {"a.pt": "new", "b.pt": "new"}, attempt=1)
+    assert names(tmp_path) == {f"global_step_20/{name}" for name in ("a.pt", "b.pt", "manifest.json")}
+    assert (step_dir(tmp_path, 20) / "a.pt").read_text() == "new"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_full_checkpoint_with_files_that_the_new_one_lacks_is_set_aside(
+    tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    commit(tmp_path, 20, {"model.pt": "w", "optim.pt": "o"})
+    unwanted = {"model.pt": "other"} if attempt else {"model.pt": "other", "optim.pt": "o"}
+    commit(tmp_path, 20, unwanted, attempt=attempt)
+    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "other"
+    aside = [store.verify(path) for path in tmp_path.glob("abandoned-*")]
+    assert [report.ok for report in aside] == ([True] if attempt else [])
+    assert not list(tmp_path.glob(".replaced-*"))
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_a_commit_took_the_place_of_is_set_aside_after_a_crash_too(
+    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    commit(tmp_path, 20, {"model.pt": "w", "optim.pt": "o"})
+    with monkeypatch.context() as crash:
+
+        def die(place: Path, aside: Path, successor: Manifest) -> None:
+            raise KeyboardInterrupt
+
+        crash.setattr(store, "_let_go", die)
+        with pytest.raises(KeyboardInterrupt):
+            commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
+    store.recover(tmp_path)
+    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "other"
+    assert [store.verify(path).ok for path in tmp_path.glob("abandoned-*")] == [True]
+    assert names(tmp_path) == {
+        *(f"abandoned-global_step_20-attempt_0/{name}" for name in ("model.pt", "optim.pt", "manifest.json")),
+        *(f"global_step_20/{name}" for name in ("model.pt", "manifest.json")),
+    }
+
+
+def test_what_cannot_be_read_any_more_when_it_is_replaced_is_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 20, {"model.pt": "w"})
+    real = store._exchange
+
+    def then_it_cannot_be_read(first: Path, second: Path) -> bool:
+        unreadable(second / "manifest.json")
+        return real(first, second)
+
+    monkeypatch.setattr(store, "_exchange", then_it_cannot_be_read)
+    commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
+    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "other"
+    assert (tmp_path / "abandoned-global_step_20" / "model.pt").read_text() == "w"
 
 
 def test_saving_a_step_again_never_leaves_less_than_before(tmp_path: Path) -> None:

@@ -150,6 +150,11 @@ class Manifest:
         """Size of all files together."""
         return sum(entry.bytes for entry in self.files)
 
+    @property
+    def paths(self) -> set[str]:
+        """Relative paths of its files."""
+        return {entry.path for entry in self.files}
+
     def extends(self, earlier: Manifest) -> bool:
         """Whether this one adds to an earlier one and takes nothing away, so that it may take its place under readers
         and pins: of the same step and attempt, which is what they hold, of no lesser kind, and with all of its files as

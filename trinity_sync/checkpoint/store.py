@@ -361,7 +361,7 @@ def recover(
     kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
     for path in (root / STAGING).iterdir() if (root / STAGING).is_dir() else ():
         if path.is_dir():
-            _undo_exchange(root, path, clock)
+            _finish_exchange(root, path, clock)
         if path.is_dir() and path.name not in kept:
             discard(root, path)
         elif path.is_file() and path.stem not in kept:
@@ -622,6 +622,19 @@ def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock:
         _put_back(source, target, aside)
         raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
     sync_folder(place)
+    _let_go(place, aside, manifest)
+
+
+def _let_go(place: Path, aside: Path, successor: Manifest) -> None:
+    """Part with what a commit has taken the place of. It is deleted, but for a full checkpoint that has files which the
+    new one lacks, and what cannot be read now: these are set aside as ``abandoned-*``.
+    """
+    if (aside / MANIFEST).exists():
+        replaced = _committed(aside)
+        if replaced is None or (replaced.kind == FULL and not replaced.paths <= successor.paths):
+            aside.rename(abandoned_dir(place, successor.step, replaced.attempt if replaced is not None else None))
+            sync_folder(place)
+            return
     discard(place, aside)
 
 
@@ -648,14 +661,20 @@ def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> No
     replaced, manifest = _committed(aside), _committed(target)
     if replaced is not None and manifest is not None and _holders_of(root, replaced, manifest, clock):
         discard(root, target)
-    if target.exists():
-        discard(root, aside)
-    else:
+    if not target.exists():
         aside.rename(target)
+    elif manifest is not None:
+        _let_go(root, aside, manifest)
+    else:  # nobody knows what it is worth
+        step = step_of(target.name)
+        assert step is not None, aside
+        aside.rename(abandoned_dir(root, step, None))
 
 
-def _undo_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> None:
-    """Take back an exchange that a crash kept from looking once more who holds what was to go."""
+def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> None:
+    """Do what a crash right after an exchange has left undone: take it back where somebody holds what was to go, else
+    part with that.
+    """
     staged = _committed(staging)
     if staged is None:
         return
@@ -667,9 +686,13 @@ def _undo_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> Non
         own = staging_dir(root, visible.step, visible.attempt).name
         if staging.name not in (own, own + _WEIGHTS_SUFFIX):
             continue
-        exchanged = (staged.attempt, staged.created) < (visible.attempt, visible.created)
-        if exchanged and _holders_of(place, staged, visible, clock):
+        if (staged.attempt, staged.created) >= (visible.attempt, visible.created):
+            continue
+        if _holders_of(place, staged, visible, clock):
             _exchange(staging, target)
+        elif staged.attempt != visible.attempt:
+            _let_go(place, staging, visible)
+            return
 
 
 def _exchange(first: Path, second: Path) -> bool:
