@@ -129,9 +129,10 @@ class Run:
         stack.enter_context(locked(ROOT, RUN, timeout_s=60.0))
         self._holder = holder(ROOT)
         self.ledger.check()
-        found = store.newest_good(ROOT, kind=FULL)
-        start = found.step if found is not None else 0
-        store.set_start(ROOT, start, self.attempt)
+        with self.ledger.taking_over():
+            found = store.newest_good(ROOT, kind=FULL)
+            start = found.step if found is not None else 0
+            store.set_start(ROOT, start, self.attempt)
         lineage = self.ledger.lineage
         known = lineage[found.attempt or 0, start] if found is not None else "initial"
         lineage[self.attempt, start] = known

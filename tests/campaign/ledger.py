@@ -7,8 +7,9 @@ file work is half done (`Ledger.check`), after each recovery, and at the end (`L
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ class Ledger:
     doubtful: set[tuple[int, int]] = field(default_factory=set)
     named: dict[Kind, int] = field(default_factory=dict)
     disordered: bool = False
+    resumes: int = 0
+    resuming: int = 0
     checks: int = 0
     _seen: int = -1
     _parsed: dict[tuple[int, int], Manifest | None] = field(default_factory=dict)
@@ -146,6 +149,16 @@ class Ledger:
     def newest_full(self) -> int:
         """The step of the newest full checkpoint that is promised; 0: none is."""
         return max((step for step, promise in self.promises.items() if promise.kind == FULL), default=0)
+
+    @contextlib.contextmanager
+    def taking_over(self) -> Iterator[None]:
+        """Within the block a run puts the folder in order; it may be killed in it."""
+        self.resumes += 1
+        self.resuming += 1
+        try:
+            yield
+        finally:
+            self.resuming -= 1
 
     def resumed(self, start: int, attempt: int) -> None:
         """An attempt goes on after a step.

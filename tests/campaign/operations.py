@@ -197,9 +197,10 @@ class Trial:
         prune(ROOT, prune_plan(ROOT, policies, now=now), now=now)
 
     def _pin(self, step: int) -> None:
-        before = None if self.unpinning else self.unpins
+        before = None if self.unpinning or self.ledger.resuming else (self.unpins, self.ledger.resumes)
         holds.pin(ROOT, step, clock=self.world.clock)
-        if self.unpins == before:  # else somebody may have taken it away meanwhile
+        # Else somebody may have taken it away meanwhile, or a resume may have set the checkpoint aside.
+        if before == (self.unpins, self.ledger.resumes) and not self.ledger.resuming:
             self.ledger.pinned(step)
 
     def _unpin(self, step: int) -> None:
