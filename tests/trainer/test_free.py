@@ -28,16 +28,17 @@ def settings(**changes: Any) -> LoopSettings:
 class World:
     """Ranks, synchronizer, sync mode, samples, saves and log in one; `happened` is their common diary.
 
-    Versions below `stuck` are sealed at once; the others when `sealing` is set.
+    Versions below `stuck` are sealed at once; the others when `sealing` is set, by the training of step `seals_at`.
     """
 
     name = "memory"
 
-    def __init__(self, *, slots_taken: frozenset[int] = frozenset(), stuck: int = 99) -> None:
+    def __init__(self, *, slots_taken: frozenset[int] = frozenset(), stuck: int = 99, seals_at: int = 0) -> None:
         self.happened: list[Any] = []
         self.sealing = threading.Event()
         self.slots_taken = slots_taken
         self.stuck = stuck
+        self.seals_at = seals_at
         self.newest = threading.Condition()
         self.published_steps: list[int] = []
         self.error: BaseException | None = None
@@ -53,6 +54,8 @@ class World:
 
     def do_train_step(self, step: int, batch: Any, advantages: Any) -> list[dict[str, float]]:
         self.happened.append(("train", step))
+        if step == self.seals_at:
+            self.sealing.set()
         if step == self.dies_in:
             raise RunError("trainer rank 0 died")
         return [{"loss": 0.5}]
@@ -179,11 +182,8 @@ def test_all_steps_are_trained_and_the_last_version_is_published_and_saved() -> 
 
 
 def test_the_trainer_goes_on_while_a_version_is_on_its_way_and_leaves_the_next_ones_out() -> None:
-    world = World(stuck=1)
-    loop = world.loop(steps=5)
-    stops = threading.Timer(0.05, world.sealing.set)
-    stops.start()
-    assert loop.run()
+    world = World(stuck=1, seals_at=5)
+    assert world.loop(steps=5).run()
     assert world.times("skip") == [2, 3, 4]
     assert world.published_steps == [0, 1, 5]
     assert world.happened.index(("train", 5)) < world.happened.index(("publish", 1))
