@@ -131,9 +131,8 @@ class Rank:
 
         from trinity_sync.integrations import verl
 
-        if name == "fsdp_state_dict_meta":
-            return verl.fsdp_state_dict_meta(self.engine(strategy), **kwargs)
-        return getattr(verl, name)(self.engine(strategy), *args, logging.getLogger("test"), **kwargs)
+        logged = () if name in ("fsdp_state_dict_meta", "fsdp_sync_weight_nccl") else (logging.getLogger("test"),)
+        return getattr(verl, name)(self.engine(strategy), *args, *logged, **kwargs)
 
     def save_weights(self, strategy: str, path: str, step: int, monitor: Any) -> None:
         from trinity_sync.checkpoint import CheckpointCoordinator

@@ -128,10 +128,12 @@ class CheckpointCoordinator:
                 self._report_failed(saving, reason)
             raise
         save = _Save(global_step, threading.Thread(target=lambda: None))
+        # Asked for at once: from here on the monitor knows whose part it is, and notices a death before the first byte.
+        turn = self._ask_for_turn(saving, collective=hands_over)
 
         def run() -> None:
             try:
-                self._save(saving, save_fn, queues=not hands_over, reports=not hands_over)
+                self._save(saving, save_fn, turn, queues=not hands_over, reports=not hands_over)
             except BaseException as error:
                 save.error = error
                 with self._lock:
@@ -160,7 +162,8 @@ class CheckpointCoordinator:
         Raises:
             what `save_fn` raises, at once, after it was reported.
         """
-        self._save(_Part(global_step, part, is_state_dict, secrets.token_hex(16)), save_fn, queues=queues, reports=True)
+        saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
+        self._save(saving, save_fn, self._ask_for_turn(saving, collective=not queues), queues=queues, reports=True)
 
     def fail(self, global_step: int, part: str, error: BaseException) -> None:
         """This process cannot save its part, and has not begun to."""
@@ -282,11 +285,11 @@ class CheckpointCoordinator:
 
     # ---- one save
 
-    def _save(self, part: _Part, save_fn: SaveFn, *, queues: bool, reports: bool) -> None:
+    def _save(self, part: _Part, save_fn: SaveFn, turn: Any, *, queues: bool, reports: bool) -> None:
         try:
+            self._answered(turn, f"give a save of step {part.step} its turn")
             written: object = ()
             if not (queues and part.name is not None and self.is_saved(part.name, part.step)):
-                self._ask_for_turn(part, collective=not queues)
                 written = save_fn()
             files = self._entries(part.step, written) if reports else None
         except BaseException as error:
@@ -307,10 +310,10 @@ class CheckpointCoordinator:
             what=f"take note of a finished part of step {part.step}",
         )
 
-    def _ask_for_turn(self, part: _Part, collective: bool) -> None:
+    def _ask_for_turn(self, part: _Part, collective: bool) -> Any:
+        """The call that returns when it has come."""
         self._let_watch()
-        self._ask(
-            "notify_started",
+        return self._monitor.notify_started.remote(
             self._node_id,
             self._job_id,
             step=part.step,
@@ -320,7 +323,6 @@ class CheckpointCoordinator:
             life=self._life,
             collective=collective,
             timeout_s=self._timeout_s,
-            what=f"give a save of step {part.step} its turn",
         )
 
     def _report_failed(self, part: _Part, error: str) -> None:
@@ -390,7 +392,9 @@ class CheckpointCoordinator:
         return self._facts
 
     def _ask(self, method: str, *args: Any, what: str, **kwargs: Any) -> Any:
-        call = getattr(self._monitor, method).remote(*args, **kwargs)
+        return self._answered(getattr(self._monitor, method).remote(*args, **kwargs), what)
+
+    def _answered(self, call: Any, what: str) -> Any:
         # The monitor ends its own waits after `timeout_s`, and its word says more than ours would.
         limit = self._timeout_s + 5.0
         try:
