@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.checkpoint.helpers import newer, unreadable, verls
+from tests.checkpoint.helpers import newer, refuse, unreadable, verls
 from trinity_sync import cli, cli_ckpt, config
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.store import commit_folder, prepare_staging
@@ -241,6 +241,32 @@ def test_prune_writes_nothing_into_the_record_of_a_run_that_lives(recorded: Path
     assert (recorded / "events.jsonl").read_bytes() == before
     # Whoever sums the run up looks at the disk.
     assert load_run(recorded).summary["checkpoint"]["kept"] == [20, 30]
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_prune_says_what_it_deleted_where_the_record_of_the_run_cannot_be_read(
+    recorded: Path, options: list[str], capsys: Capture
+) -> None:
+    (recorded / "run.json").write_text('{"attempt"')
+    assert cli.main(["ckpt", "prune", str(recorded), *options]) == 0
+    said = capsys.readouterr().out
+    assert steps(recorded) == [20, 30]
+    if options:
+        told = json.loads(said)
+        assert [row["step"] for row in told["checkpoints"] if row["deleted"]] == [10]
+        said = "\n".join(told["warnings"])
+    else:
+        assert "deleted 1 checkpoint" in said
+    assert "run.json cannot be read" in said
+
+
+def test_prune_says_what_it_could_not_delete(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(step_dir(run / "checkpoints", 10), monkeypatch)
+    assert cli.main(["ckpt", "prune", str(run), "--keep", "keep_last.n=1"]) == 1
+    said = capsys.readouterr().out
+    assert steps(run) == [10, 30]
+    assert "warning: step 10 could not be deleted: Input/output error" in said
+    assert "deleted 1 checkpoint" in said
 
 
 def test_what_was_deleted_by_hand_is_not_called_kept(recorded: Path) -> None:

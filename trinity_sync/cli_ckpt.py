@@ -18,7 +18,7 @@ from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.store import CheckpointInfo, locate, scan, verify
 from trinity_sync.checkpoint.trackers import read_tracker
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.tracking import units
@@ -160,12 +160,17 @@ def _prune(options: argparse.Namespace) -> int:
     policies = _policies(options.keep, options.path, root)
     now = time.time()
     plan = prune_plan(root, policies, now=now)
-    deleted = [] if options.dry_run else prune(root, plan, now=now)
+    deleted, problems = ([], []) if options.dry_run else prune(root, plan, now=now)
+    warnings = [*(text for row in plan for text in row.warnings), *problems]
     if deleted:
-        _tell_run(options.path, root, deleted)
+        try:
+            _tell_run(options.path, root, deleted)
+        except (OSError, TrinityError) as error:
+            warnings.append(f"the run's events do not tell of this: {error}")
     gone = {item.step for item in deleted}
+    code = 1 if problems else 0
     if options.json:
-        return print_json(
+        print_json(
             {
                 "dry_run": options.dry_run,
                 "checkpoints": [
@@ -181,9 +186,10 @@ def _prune(options: argparse.Namespace) -> int:
                     for row in plan
                 ],
                 "freed_bytes": sum(item.freed_bytes for item in deleted),
-                "warnings": [text for row in plan for text in row.warnings],
+                "warnings": warnings,
             }
         )
+        return code
     print_table(
         ("step", "kind", "size", "decision", "why"),
         [
@@ -197,15 +203,14 @@ def _prune(options: argparse.Namespace) -> int:
             for row in plan
         ],
     )
-    for row in plan:
-        for text in row.warnings:
-            print(f"warning: {text}")
+    for text in warnings:
+        print(f"warning: {text}")
     freed = sum(row.bytes for row in plan if not row.keep) if options.dry_run else sum(d.freed_bytes for d in deleted)
     count = sum(not row.keep for row in plan) if options.dry_run else len(deleted)
     print(
         f"{'would delete' if options.dry_run else 'deleted'} {units.plural(count, 'checkpoint')}, {units.size(freed)}"
     )
-    return 0
+    return code
 
 
 def _tell_run(path: Path, root: Path, deleted: Sequence[Pruned]) -> None:

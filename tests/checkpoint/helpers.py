@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest
@@ -72,3 +77,15 @@ def unreadable(path: Path) -> None:
 def newer(folder: Path, version: object = 2) -> None:
     """Let a manifest be one of a later version of this program, which may have any contents."""
     (folder / MANIFEST).write_text(json.dumps({"format": version, "parts": []}))
+
+
+def refuse(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every attempt to rename a path fail with EIO, as a disk that is failing does."""
+    real = os.rename
+
+    def rename(source: Any, target: Any, **options: Any) -> None:
+        if Path(source) == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(source))
+        real(source, target, **options)
+
+    monkeypatch.setattr(os, "rename", rename)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,19 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
     life.save(23, STATE_DICT, WEIGHTS)
     assert not (left / ".versions").exists()
     assert whole(left, 20)
+
+
+def test_weights_beside_that_cannot_be_looked_at_do_not_hide_what_was_pruned(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    for step in (2, 4, 6):
+        commit(tmp_path, step)
+    beside = versions_dir(tmp_path, 0)
+    beside.parent.mkdir()
+    beside.symlink_to(beside)  # looking into it fails, whoever looks
+    life.disk = replace(life.disk, policies=(KeepLast(1),))
+    pruned, warnings = life.disk.retain([])
+    assert [gone.step for gone in pruned] == [2, 4]
+    assert [text for text in warnings if "beside the step folders" in text]
 
 
 def test_weights_are_published_though_somebody_holds_the_step(left: Path) -> None:

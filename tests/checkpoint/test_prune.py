@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers import commit, stage
+from tests.checkpoint.helpers import commit, refuse, stage
 from trinity_sync.checkpoint import holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.layout import ManifestError, step_dir
@@ -27,7 +27,7 @@ class Clock:
 
 
 def run(root: Path, *policies: Policy, now: float = 100.0) -> list[int]:
-    return [gone.step for gone in prune(root, prune_plan(root, policies, now=now), now=now)]
+    return [gone.step for gone in prune(root, prune_plan(root, policies, now=now), now=now)[0]]
 
 
 def steps(root: Path) -> list[int]:
@@ -46,7 +46,7 @@ def test_a_plan_deletes_nothing(tmp_path: Path) -> None:
 def test_pruning_removes_the_whole_step_folder_and_says_what_it_freed(tmp_path: Path) -> None:
     commit(tmp_path, 10, {"a": "12345"})
     commit(tmp_path, 20)
-    (gone,) = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)
+    (gone,), _ = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)
     assert (gone.step, gone.freed_bytes) == (10, 5)
     assert "keep_last" in gone.reason
     assert {path.name for path in tmp_path.iterdir()} == {".staging", ".leases", "global_step_20"}
@@ -136,7 +136,7 @@ def test_a_lease_that_was_taken_after_the_plan_is_honoured(tmp_path: Path) -> No
         commit(tmp_path, step)
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
-    assert prune(tmp_path, plan, now=100.0) == []
+    assert prune(tmp_path, plan, now=100.0) == ([], [])
     assert store.verify(step_dir(tmp_path, 10)).ok
 
 
@@ -222,7 +222,7 @@ def test_what_took_the_place_of_a_checkpoint_since_the_plan_stays(tmp_path: Path
         commit(tmp_path, step, kind=STATE_DICT)
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     commit(tmp_path, 10, {"optim": "o"})
-    assert [gone.step for gone in prune(tmp_path, plan, now=100.0)] == [20]
+    assert [gone.step for gone in prune(tmp_path, plan, now=100.0)[0]] == [20]
     assert store.verify(step_dir(tmp_path, 10)).ok
 
 
@@ -238,6 +238,16 @@ def test_a_checkpoint_that_cannot_be_put_back_is_abandoned_not_lost(tmp_path: Pa
     assert not condemned.exists()
 
 
+def test_what_was_deleted_before_the_disk_refused_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (10, 20, 30, 40):
+        commit(tmp_path, step)
+    refuse(step_dir(tmp_path, 20), monkeypatch)
+    pruned, problems = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=100.0), now=100.0)
+    assert [gone.step for gone in pruned] == [10, 30]
+    assert problems == ["step 20 could not be deleted: Input/output error"]
+    assert steps(tmp_path) == [20, 40]
+
+
 def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
@@ -251,16 +261,16 @@ def test_deleting_what_is_gone_already_is_no_error(tmp_path: Path) -> None:
         commit(tmp_path, step)
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     assert run(tmp_path, KeepLast(1)) == [10]
-    assert prune(tmp_path, plan, now=100.0) == []
+    assert prune(tmp_path, plan, now=100.0) == ([], [])
 
 
 def test_what_a_tracker_names_stays_until_the_tracker_has_moved(tmp_path: Path) -> None:
     for step in (2, 4):
         commit(tmp_path, step)
     write_tracker(tmp_path, FULL, 2)  # the disk refused the next one, or the monitor died before it
-    assert prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0) == []
+    assert run(tmp_path, KeepLast(1), now=0.0) == []
     write_tracker(tmp_path, FULL, 4)
-    assert [gone.step for gone in prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)] == [2]
+    assert run(tmp_path, KeepLast(1), now=0.0) == [2]
 
 
 def test_what_died_while_it_wrote_a_pin_or_a_lease_leaves_nothing_for_long(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ class CheckpointDisk:
         plan = prune_plan(
             self.root, [*self.policies, *extra], now=now, keep_state_dicts=self.keep_state_dicts, saving=saving
         )
-        pruned = prune(self.root, plan, now=now, defer=True)
-        warnings = [warning for row in plan for warning in row.warnings]
+        pruned, problems = prune(self.root, plan, now=now, defer=True)
+        warnings = [*problems, *(warning for row in plan for warning in row.warnings)]
 
         def wanted(step: int, attempt: int) -> bool:
             """As many of the newest weights as are visible ones, and those that a full commit will take in."""
@@ -162,7 +162,7 @@ class CheckpointDisk:
 
         try:
             store.clear_versions(self.root, keep=wanted, now=now)
-        except OSError as error:
+        except (OSError, RunError) as error:
             warnings.append(f"weights beside the step folders could not be removed: {error}")
         return pruned, warnings
 

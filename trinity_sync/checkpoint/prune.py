@@ -12,6 +12,7 @@ from trinity_sync.checkpoint.layout import STAGING, Manifest
 from trinity_sync.checkpoint.removal import remove_checkpoint
 from trinity_sync.checkpoint.store import CheckpointInfo, purge, scan
 from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
 
@@ -83,20 +84,31 @@ def prune_plan(
     return rows
 
 
-def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False) -> list[Pruned]:
-    """Delete what a plan gives up; what was leased or pinned since stays.
+def prune(
+    root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False
+) -> tuple[list[Pruned], list[str]]:
+    """Delete what a plan gives up; what was leased or pinned since stays. One that resists does not stop the others.
 
     Args:
         defer: only put them out of sight; the caller removes the bytes with `store.purge`.
+
+    Returns:
+        What was deleted, and what went wrong.
     """
-    pruned = []
+    pruned, problems = [], []
     started = time.monotonic()
     for row in plan:
-        if not row.keep and remove_checkpoint(root, row.manifest, now=now + time.monotonic() - started):
-            pruned.append(Pruned(row.step, "; ".join(row.reasons), row.bytes))
+        if row.keep:
+            continue
+        try:
+            if remove_checkpoint(root, row.manifest, now=now + time.monotonic() - started):
+                pruned.append(Pruned(row.step, "; ".join(row.reasons), row.bytes))
+        except (OSError, RunError) as error:
+            reason = error.strerror if isinstance(error, OSError) else None
+            problems.append(f"step {row.step} could not be deleted: {reason or error}")
     if not defer:
-        purge(root)
-    return pruned
+        problems += purge(root)
+    return pruned, problems
 
 
 def _facts(
