@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trinity_sync import launcher
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import hold_as_writer, holder, locked
+from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
@@ -131,6 +133,42 @@ def test_a_checkpoint_that_a_crash_left_out_of_its_place_is_put_back(tmp_path: P
     assert Start.find(config(), tmp_path, resume=Resume(), committed=[20]).folder == folder
 
 
+@pytest.mark.parametrize("insist", [False, True])
+def test_a_checkpoint_that_a_killed_pruner_had_condemned_is_put_back(tmp_path: Path, insist: bool) -> None:
+    saved(tmp_path, 10)
+    folder = saved(tmp_path, 20)
+    (saved(tmp_path, 30) / "actor" / "model_world_size_2_rank_0.pt").write_text("y")
+    folder.rename(tmp_path / ".condemned-0a-global_step_20")
+    resume = Resume(skip_unreadable=insist)
+    look_before_resume(config(), tmp_path, resume, [10, 20, 30])
+    assert Start.find(config(), tmp_path, resume=resume, committed=[10, 20, 30]).folder == folder
+
+
+def test_what_was_pruned_without_an_event_is_not_looked_for(tmp_path: Path) -> None:
+    events, root = tmp_path / "events.jsonl", tmp_path / "checkpoints"
+    for step in (10, 20, 30, 40):
+        saved(root, step)
+    lines = [{"event": "commit", "step": step, "kind": "full", "attempt": 0} for step in (10, 20, 30, 40)]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prune(root, [replace(row, keep=row.step in (10, 40)) for row in prune_plan(root, [], now=0.0)], now=0.0)
+    (root / "global_step_40" / "actor" / "model_world_size_2_rank_0.pt").write_text("y")
+    committed = committed_steps(events, root)
+    assert committed == [10, 40]
+    assert Start.find(config(), root, resume=Resume(), committed=committed).step == 10
+
+
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_what_was_committed_again_after_it_was_pruned_is_looked_for(tmp_path: Path, attempt: int) -> None:
+    events, root = tmp_path / "events.jsonl", tmp_path / "checkpoints"
+    saved(root, 10)
+    prune(root, [replace(row, keep=False) for row in prune_plan(root, [], now=0.0)], now=0.0)
+    commit(root, 10, attempt=attempt)
+    gone(root, 10)
+    lines = [{"event": "commit", "step": 10, "kind": "full", "attempt": of} for of in range(attempt + 1)]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert committed_steps(events, root) == [10]
+
+
 def test_a_lost_folder_is_fetched_from_the_mirror_only_if_it_has_the_newest(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     saved(here, 10)
@@ -191,9 +229,9 @@ def test_what_a_run_committed_and_did_not_delete_stands_in_its_events(tmp_path: 
         {"event": "fault", "where": "x", "error": "y"},
     ]
     path = tmp_path / "events.jsonl"
-    assert committed_steps(path) == []
+    assert committed_steps(path, tmp_path) == []
     path.write_text("".join(json.dumps(event) + "\n" for event in events) + '{"event": "comm')
-    assert committed_steps(path) == [20]
+    assert committed_steps(path, tmp_path) == [20]
 
 
 def test_a_run_at_its_end_needs_more_steps(tmp_path: Path) -> None:

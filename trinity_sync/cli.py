@@ -184,7 +184,8 @@ def _resume(options: argparse.Namespace) -> int:
     if holder := lock_holder(folder):
         raise RunFolderInUse(f"{folder} is in use by {holder}; stop that run before it is resumed")
     resume = Resume(from_scratch=options.from_scratch, skip_unreadable=options.skip_unreadable)
-    look_before_resume(cfg, checkpoint_folder(cfg, folder), resume, committed_steps(folder / "events.jsonl"))
+    checkpoints = checkpoint_folder(cfg, folder)
+    look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     before = OmegaConf.load(folder / ".hydra" / "config.yaml")
     assert isinstance(before, DictConfig)
     for difference in config.config_diff(before, cfg):

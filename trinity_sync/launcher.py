@@ -60,7 +60,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
         checkpoints = checkpoint_folder(cfg, folder.path)
         committed: list[int] = []
         if resume is not None:
-            committed = committed_steps(folder.events)
+            committed = committed_steps(folder.events, checkpoints)
             look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)

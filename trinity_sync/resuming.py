@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from trinity_sync.checkpoint.removal import deleted
 from trinity_sync.tracking import jsonl
 
 
@@ -21,16 +22,21 @@ class Resume:
     skip_unreadable: bool = False
 
 
-def committed_steps(events: Path) -> list[int]:
-    """Steps of the full checkpoints that a run committed and did not delete, as its events say, ascending.
+def committed_steps(events: Path, checkpoints: Path) -> list[int]:
+    """Steps of the full checkpoints that a run committed and nobody has deleted since, as its events say, ascending.
+
+    Args:
+        checkpoints: its checkpoint folder, where deletions are noted that the run was not told of.
 
     Raises:
         RunError: the events cannot be read.
     """
     steps: set[int] = set()
+    gone = deleted(checkpoints)
     for event in jsonl.read(events):
         if event.get("event") == "commit" and event.get("kind") == "full":
-            steps.add(event["step"])
+            if (event["step"], event.get("attempt")) not in gone:
+                steps.add(event["step"])
         elif event.get("event") == "prune":
             steps.discard(event["step"])
     return sorted(steps)

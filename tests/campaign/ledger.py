@@ -35,7 +35,7 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 ROOT = Path("/sim/run/checkpoints")
 
 _ASIDE = re.compile(rf"\.(?:trash|replaced|condemned)-(?:[0-9a-f]+-)?{STEP_PREFIX}(\d+)")
-_ORDINARY = re.compile(r"\.lock|\.monitor\.lock|\.pins|\.leases|\.staging|\.versions")
+_ORDINARY = re.compile(r"\.lock|\.monitor\.lock|\.pins|\.leases|\.staging|\.versions|\.pruned")
 
 
 @dataclass

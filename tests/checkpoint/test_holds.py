@@ -94,7 +94,7 @@ class Holders:
         for step in self.held | self.pinned | {30}:
             report = store.verify(step_dir(self.root, step))
             assert report.ok, report.problems
-        left = {path.name for path in self.root.iterdir()} - {".staging", ".pins", ".leases"}
+        left = {path.name for path in self.root.iterdir()} - {".staging", ".pins", ".leases", ".pruned"}
         assert left == {f"global_step_{info.step}" for info in store.scan(self.root)}
         assert {step for step, _ in holds.pinned(self.root)} <= {info.step for info in store.scan(self.root)}
 

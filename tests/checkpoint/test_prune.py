@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, refuse, stage
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import holds, removal, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.layout import ManifestError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -49,7 +49,7 @@ def test_pruning_removes_the_whole_step_folder_and_says_what_it_freed(tmp_path: 
     (gone,), _ = prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=0.0), now=0.0)
     assert (gone.step, gone.freed_bytes) == (10, 5)
     assert "keep_last" in gone.reason
-    assert {path.name for path in tmp_path.iterdir()} == {".staging", ".leases", "global_step_20"}
+    assert {path.name for path in tmp_path.iterdir()} == {".staging", ".leases", ".pruned", "global_step_20"}
     assert list((tmp_path / ".leases").iterdir()) == []
 
 
@@ -246,6 +246,23 @@ def test_what_was_deleted_before_the_disk_refused_is_told(tmp_path: Path, monkey
     assert [gone.step for gone in pruned] == [10, 30]
     assert problems == ["step 20 could not be deleted: Input/output error"]
     assert steps(tmp_path) == [20, 40]
+
+
+def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removal, "_MOST_NOTES", 2)
+    for step in (1, 2, 3, 4, 5):
+        commit(tmp_path, step)
+    assert run(tmp_path, KeepLast(1)) == [1, 2, 3, 4]
+    assert removal.deleted(tmp_path) == {(3, 0), (4, 0)}
+
+
+def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None:
+    (tmp_path / ".pruned").write_text("in the way")
+    for step in (10, 20):
+        commit(tmp_path, step)
+    assert run(tmp_path, KeepLast(1)) == [10]
+    assert removal.deleted(tmp_path) == set()
+    commit(tmp_path, 10)
 
 
 def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:

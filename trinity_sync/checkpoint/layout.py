@@ -7,6 +7,7 @@
       global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
       .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
       .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `holds`
+      .pruned/10-0                                                           what was deleted on purpose, see `removal`
       .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
       .condemned-..., .trash-..., .replaced-...                              on their way out
@@ -35,6 +36,7 @@ MANIFEST = "manifest.json"
 STAGING = ".staging"
 PINS = ".pins"
 LEASES = ".leases"
+PRUNED = ".pruned"
 VERSIONS = ".versions"
 ABANDONED_PREFIX = "abandoned-"
 TRASH_PREFIX = ".trash-"

@@ -3,6 +3,8 @@
 Its folder leaves its place under a name that nobody deletes (``.condemned-...``). Only when it is seen to be what was
 meant, and held by nobody, it becomes trash. A program that dies in between leaves the condemned folder and its claim to
 `undo_unfinished`; retention decides again about what is back.
+
+What was taken out is noted in ``.pruned``, for a resume that misses it: whoever deletes may have no way to tell the run.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.layout import (
     CONDEMNED_PREFIX,
+    PRUNED,
     TRASH_PREFIX,
     Manifest,
     ManifestError,
@@ -23,6 +26,10 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
+from trinity_sync.protocol.parts import FULL
+
+#: Notes of what was deleted, of the newest steps: a resume asks only for what is newer than what it found.
+_MOST_NOTES = 1000
 
 
 def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
@@ -46,6 +53,7 @@ def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
             if holds.holders(root, manifest, now=now) or not _is(condemned, manifest):
                 put_back(root, condemned)
                 return False
+            _note(root, manifest)
             condemned.rename(root / f"{TRASH_PREFIX}{target.name}-{secrets.token_hex(4)}")
         except FileNotFoundError:
             return False  # a monitor that started just now has put it back
@@ -75,6 +83,38 @@ def undo_unfinished(root: Path) -> None:
     holds.drop_claims(root)
     for path in root.glob(f"{CONDEMNED_PREFIX}*"):
         put_back(root, path)
+
+
+def deleted(root: Path) -> set[tuple[int, int]]:
+    """(step, attempt) of the full checkpoints that were deleted on purpose and not committed again; of very many the
+    newest.
+    """
+    return set(_notes(root))
+
+
+def forget_deletion(root: Path, step: int, attempt: int) -> None:
+    """The step is committed again."""
+    with suppress(OSError):
+        (root / PRUNED / f"{step}-{attempt}").unlink()
+
+
+def _note(root: Path, manifest: Manifest) -> None:
+    """Note a deletion. It goes on where that cannot be done: a disk may be full, which the deletion mends."""
+    if manifest.kind != FULL:
+        return
+    with suppress(OSError):
+        (root / PRUNED).mkdir(exist_ok=True)
+        (root / PRUNED / f"{manifest.step}-{manifest.attempt}").touch()
+    for step, attempt in _notes(root)[:-_MOST_NOTES]:
+        forget_deletion(root, step, attempt)
+
+
+def _notes(root: Path) -> list[tuple[int, int]]:
+    try:
+        names = [path.name.partition("-") for path in (root / PRUNED).iterdir()]
+    except OSError:
+        return []
+    return sorted((int(step), int(attempt)) for step, _, attempt in names if step.isdecimal() and attempt.isdecimal())
 
 
 def _is(folder: Path, manifest: Manifest) -> bool:

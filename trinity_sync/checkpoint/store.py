@@ -56,7 +56,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.removal import remove_checkpoint, undo_unfinished
+from trinity_sync.checkpoint.removal import forget_deletion, remove_checkpoint, undo_unfinished
 from trinity_sync.checkpoint.trackers import TRACKERS, read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
@@ -290,6 +290,8 @@ def commit_folder(
     place = versions_dir(root, draft.attempt) if beside else root
     target = step_dir(place, draft.step)
     staging = staging_dir(root, draft.step, draft.attempt)
+    if not beside:
+        forget_deletion(root, draft.step, draft.attempt)
     if not any(_files(staging)):
         if beside:
             raise RunError(
@@ -394,7 +396,10 @@ def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step
 
 
 def finish_replacements(root: Path) -> None:
-    """Bring back what a crash left out of its place while a fuller one was to take it. Nothing goes by that."""
+    """Bring back what a crash left out of its place: while a fuller one was to take it, or it was about to be deleted.
+    Nothing goes by that. The caller holds the folder.
+    """
+    undo_unfinished(root)
     for path in root.glob(f"{REPLACED_PREFIX}*"):
         target = root / path.name.removeprefix(REPLACED_PREFIX)
         if not target.exists():
