@@ -58,11 +58,11 @@ def read_held(
     """
     import time
 
+    ends = world.clock() + LEASE_S  # at the earliest: the reader may be stopped for a while before it has the lease
     lease = holds.lease_checkpoint(root, step, holder=who, seconds=LEASE_S, clock=world.clock)
-    ends = world.clock() + LEASE_S
     if root == ROOT:
         ledger.leased(lease, (step, lease.attempt))
-        world.later(LEASE_S, ledger.released, lease)
+        world.later(max(0.0, ends - world.clock()), ledger.released, lease)
         CURRENT.get().on_death.append(lambda: ledger.released(lease))
     marks = set()
     try:
