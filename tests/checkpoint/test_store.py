@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers import commit, names, stage, unreadable
+from tests.checkpoint.helpers import commit, names, refuse, stage, unreadable
 from trinity_sync.checkpoint import holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.checkpoint.layout import (
     FileEntry,
     Manifest,
     ManifestError,
+    UnreadableError,
     read_manifest,
     staging_dir,
     step_dir,
@@ -24,7 +25,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
 def test_a_committed_folder_holds_what_was_staged_and_a_manifest(tmp_path: Path) -> None:
@@ -161,20 +162,155 @@ def test_what_a_commit_took_the_place_of_is_set_aside_after_a_crash_too(
     }
 
 
-def test_what_cannot_be_read_any_more_when_it_is_replaced_is_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_cannot_be_read_any_more_when_it_is_replaced_gets_its_place_back(
+    tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, 20, {"model.pt": "w"})
+    pin(tmp_path, 20)
+    unpinned = pinned(tmp_path)
     real = store._exchange
 
     def then_it_cannot_be_read(first: Path, second: Path) -> bool:
         unreadable(second / "manifest.json")
-        return real(first, second)
+        return exchange and real(first, second)
 
+    monkeypatch.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
     monkeypatch.setattr(store, "_exchange", then_it_cannot_be_read)
-    commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
-    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "other"
-    assert (tmp_path / "abandoned-global_step_20" / "model.pt").read_text() == "w"
+    with pytest.raises(UnreadableError, match="cannot be read now"):
+        commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
+    monkeypatch.setattr(store, "_exchange", real)
+    store.clean_staging(tmp_path, 20, 1)
+    store.recover(tmp_path)
+    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
+    assert pinned(tmp_path) == unpinned
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("put_back", [True, False])
+def test_an_error_after_folders_changed_places_costs_nobody_what_is_pinned(
+    tmp_path: Path, exchange: bool, put_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 20, {"model.pt": "w"}, created=1.0)
+    pin(tmp_path, 20)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, "the disk fails")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
+        failing.setattr(store, "_holders_of", fail)
+        if not exchange:
+            failing.setattr(store, "_exchange", lambda first, second: False)
+        if not put_back:
+            failing.setattr(store, "_put_back", fail, raising=False)
+        with pytest.raises(OSError, match="the disk fails"):
+            commit(tmp_path, 20, {"model.pt": "other"}, attempt=1, created=2.0)
+    store.clean_staging(tmp_path, 20, 1)
+    store.recover(tmp_path)
+    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
+    assert store.verify(step_dir(tmp_path, 20)).ok
+
+
+def test_what_is_staged_and_cannot_be_read_now_is_set_aside(tmp_path: Path) -> None:
+    for attempt, tidy in ((0, lambda: store.clean_staging(tmp_path, 20, 0)), (1, lambda: store.recover(tmp_path))):
+        commit(tmp_path, 20, {"model.pt": f"w{attempt}"}, attempt=attempt)
+        unreadable(step_dir(tmp_path, 20) / "manifest.json")
+        step_dir(tmp_path, 20).rename(staging_dir(tmp_path, 20, attempt))
+        tidy()
+    assert {(path / "model.pt").read_text() for path in tmp_path.glob("abandoned-global_step_20*")} == {"w0", "w1"}
+
+
+def test_a_replacement_by_renames_that_fails_half_way_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    commit(tmp_path, 20, {"model.pt": "w"})
+    refuse(staging_dir(tmp_path, 20, 1), monkeypatch)
+    with pytest.raises(OSError, match="Input/output error"):
+        commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
+    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
+    assert not list(tmp_path.glob(".replaced-*"))
+
+
+# ---- files of others in a step's folder
+
+
+def data(root: Path, step: int) -> Path:
+    return step_dir(root, step) / "data.pt"
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("kind", [STATE_DICT, FULL])
+def test_a_file_that_others_wrote_into_a_committed_folder_stays_with_the_step(
+    tmp_path: Path, exchange: bool, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
+    data(tmp_path, 8).write_text("where the data is")
+    manifest = commit(tmp_path, 8, {"actor/model.pt": "w", "critic/model.pt": "c"})
+    assert data(tmp_path, 8).read_text() == "where the data is"
+    assert "data.pt" in manifest.paths
+    assert store.verify(step_dir(tmp_path, 8)).ok
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("attempt", [0, 1])
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_file_that_others_write_while_the_step_is_committed_stays_with_it(
+    tmp_path: Path, exchange: bool, attempt: int, partial: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = STATE_DICT if partial else FULL
+    commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
+    real = store._exchange
+
+    def then_verl_writes(first: Path, second: Path) -> bool:
+        data(tmp_path, 8).write_text("where the data is")
+        return exchange and real(first, second)
+
+    monkeypatch.setattr(store, "_exchange", then_verl_writes)
+    files = {"actor/model.pt": "w", "actor/more.pt": "m"}
+    commit(tmp_path, 8, files, kind=kind, attempt=attempt, partial=partial)
+    assert data(tmp_path, 8).read_text() == "where the data is"
+    assert store.verify(step_dir(tmp_path, 8)).unlisted == ("data.pt",)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("attempt", [0, 1])
+def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
+    tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Death(BaseException):
+        pass
+
+    commit(tmp_path, 8, {"actor/model.pt": "w"}, created=1.0)
+    real = store._exchange
+
+    def then_verl_writes(first: Path, second: Path) -> bool:
+        data(tmp_path, 8).write_text("where the data is")
+        return exchange and real(first, second)
+
+    def die(*_: object) -> None:
+        raise Death
+
+    with monkeypatch.context() as crash:
+        crash.setattr(store, "_exchange", then_verl_writes)
+        crash.setattr(store, "_let_go", die)
+        with pytest.raises(Death):
+            commit(tmp_path, 8, {"actor/model.pt": "w", "actor/more.pt": "m"}, attempt=attempt, created=2.0)
+    store.recover(tmp_path)
+    assert data(tmp_path, 8).read_text() == "where the data is"
+    assert store.verify(step_dir(tmp_path, 8)).ok
+    assert read_manifest(step_dir(tmp_path, 8)).attempt == attempt
+    assert not [path for path in names(tmp_path) if path.startswith((".staging", ".trash", ".replaced"))]
+
+
+def test_weights_that_are_committed_first_take_nothing_of_what_others_write_in_the_steps_folder(tmp_path: Path) -> None:
+    step_dir(tmp_path, 8).mkdir(parents=True)
+    data(tmp_path, 8).write_text("where the data is")
+    commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=STATE_DICT, partial=True)
+    assert data(tmp_path, 8).read_text() == "where the data is"
 
 
 def test_saving_a_step_again_never_leaves_less_than_before(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ class CheckpointDisk:
     def clean(self, step: int) -> None:
         """Remove what is staged of a step."""
         if self.root is not None:
-            store.clean_staging(self.root, step, self.attempt)
+            store.clean_staging(self.root, step, self.attempt, clock=self.clock)
 
     # ---- afterwards
 

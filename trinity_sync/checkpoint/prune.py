@@ -84,9 +84,7 @@ def prune_plan(
     return rows
 
 
-def prune(
-    root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False
-) -> tuple[list[Pruned], list[str]]:
+def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False) -> tuple[list[Pruned], list[str]]:
     """Delete what a plan gives up; what was leased or pinned since stays. One that resists does not stop the others.
 
     Args:

@@ -4,7 +4,7 @@ Its folder leaves its place under a name that nobody deletes (``.condemned-...``
 meant, and held by nobody, it becomes trash. A program that dies in between leaves the condemned folder and its claim to
 `undo_unfinished`; retention decides again about what is back.
 
-What was taken out is noted in ``.pruned``, for a resume that misses it: whoever deletes may have no way to tell the run.
+What was taken out is noted in ``.pruned``, for a resume that misses it: whoever deletes may be unable to tell the run.
 """
 
 from __future__ import annotations

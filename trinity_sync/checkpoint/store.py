@@ -13,6 +13,10 @@ way) are committed there: then the manifest, replaced in one step, is the commit
 What may take the place of a checkpoint, whoever made it: one that extends it (`Manifest.extends`), always; another one
 where nobody holds it; weights alone never that of a full one. Weights that find their place taken are committed beside
 it (`layout.versions_dir`), for the readers of their run.
+
+Files that no manifest lists belong to others (verl writes ``data.pt`` into the step folder when it comes to it). They
+stay with the step: a full commit takes in those that are there with its attempt's, and what was written since is linked
+into the new folder before the old one goes.
 """
 
 from __future__ import annotations
@@ -332,10 +336,12 @@ def adopt_folder(root: Path, source: Path, step: int) -> None:
     sync_folder(root)
 
 
-def clean_staging(root: Path, step: int, attempt: int) -> None:
-    """Remove what is staged of a step."""
+def clean_staging(root: Path, step: int, attempt: int, *, clock: Callable[[], float] = time.time) -> None:
+    """Remove what is staged of a step; not what a commit that failed has left there in place of its own."""
     folder = staging_dir(root, step, attempt)
     for path in (folder, folder.with_name(folder.name + _WEIGHTS_SUFFIX)):
+        if path.is_dir():
+            _finish_exchange(root, path, clock)
         if path.is_dir():
             discard(root, path)
     journal_path(root, step, attempt).unlink(missing_ok=True)
@@ -523,21 +529,20 @@ def _link_reported(staging: Path, draft: Manifest) -> Path:
 def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
     """Link into `source` what an earlier commit of the step holds and the new one does not bring.
 
-    Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. A folder
-    without a manifest was written by parts that use verl's own paths; that of another attempt is given up for the new
-    one.
+    Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. What it
+    does not list, and a folder without a manifest, was written by verl, or by parts that use its paths.
     """
     earlier: dict[str, FileEntry] = {}
     wanted = {entry.path for entry in draft.files}
     base = target
+    ours = not (target / MANIFEST).exists()
     for folder in (target, step_dir(versions_dir(root, draft.attempt), draft.step)):
         found = _committed(folder)
         if found is not None and found.attempt == draft.attempt:
-            earlier, base = {entry.path: entry for entry in found.files}, folder
+            earlier, base, ours = {entry.path: entry for entry in found.files}, folder, True
             break
-    else:
-        if not partial and not (target / MANIFEST).exists():
-            wanted |= set(_files(target))
+    if ours and not partial:
+        wanted |= set(_files(base))
     adopted = {}
     for path in earlier.keys() | wanted:
         if not (source / path).exists() and (base / path).is_file():
@@ -617,30 +622,64 @@ def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock:
         source.rename(target)
         sync_folder(place)
         return
-    aside = source
-    if not _exchange(source, target):
-        aside = place / f"{REPLACED_PREFIX}{target.name}"
-        target.rename(aside)
-        source.rename(target)
-    replaced = _committed(aside)
-    if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
+    aside = _change_places(place, source, target)
+    try:
+        replaced = _replaced(aside)
+        if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
+            raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
+        sync_folder(place)
+        _let_go(place, aside, manifest)
+    except Exception:
         _put_back(source, target, aside)
-        raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
-    sync_folder(place)
-    _let_go(place, aside, manifest)
+        raise
+
+
+def _change_places(place: Path, source: Path, target: Path) -> Path:
+    """Make `source` visible as `target`; returns where that is now which was there."""
+    if _exchange(source, target):
+        return source
+    aside = place / f"{REPLACED_PREFIX}{target.name}"
+    target.rename(aside)
+    try:
+        source.rename(target)
+    except Exception:
+        aside.rename(target)
+        raise
+    return aside
+
+
+def _replaced(aside: Path) -> Manifest | None:
+    """What a commit has taken the place of; None: nothing that was a checkpoint.
+
+    Raises:
+        UnreadableError: it cannot be read now, so nobody knows who holds it.
+    """
+    try:
+        return read_manifest(aside)
+    except UnreadableError:
+        raise
+    except ManifestError:
+        return None
 
 
 def _let_go(place: Path, aside: Path, successor: Manifest) -> None:
-    """Part with what a commit has taken the place of. It is deleted, but for a full checkpoint that has files which the
-    new one lacks, and what cannot be read now: these are set aside as ``abandoned-*``.
+    """Part with what a commit has taken the place of. It is deleted, but for files of others, which stay with the step;
+    a full checkpoint that has files which the new one lacks, and what cannot be read: these are set aside as
+    ``abandoned-*``.
     """
-    if (aside / MANIFEST).exists():
-        replaced = _committed(aside)
-        if replaced is None or (replaced.kind == FULL and not replaced.paths <= successor.paths):
-            aside.rename(abandoned_dir(place, successor.step, replaced.attempt if replaced is not None else None))
-            sync_folder(place)
-            return
-    discard(place, aside)
+    replaced = _committed(aside)
+    if replaced is None and (aside / MANIFEST).exists():
+        aside.rename(abandoned_dir(place, successor.step, None))
+        return
+    target = step_dir(place, successor.step)
+    listed = replaced.paths if replaced is not None else set()
+    for path in set(_files(aside)) - listed:
+        if (aside / path).is_file() and not (target / path).exists():
+            _link(aside / path, target / path, copy=False)
+    if replaced is not None and replaced.kind == FULL and not listed <= successor.paths:
+        aside.rename(abandoned_dir(place, successor.step, replaced.attempt))
+    else:
+        discard(place, aside)
 
 
 def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
@@ -650,12 +689,13 @@ def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Call
 
 
 def _put_back(source: Path, target: Path, aside: Path) -> None:
-    """The inverse of what `_publish` does."""
+    """The inverse of `_change_places`."""
     if aside == source:
         _exchange(source, target)
     else:
         target.rename(source)
         aside.rename(target)
+    sync_folder(target.parent)
 
 
 def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> None:
@@ -678,10 +718,16 @@ def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> No
 
 def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> None:
     """Do what a crash right after an exchange has left undone: take it back where somebody holds what was to go, else
-    part with that.
+    part with that. What cannot be read now may be that, too, and is set aside.
     """
-    staged = _committed(staging)
-    if staged is None:
+    try:
+        staged = read_manifest(staging)
+    except UnreadableError:
+        step = staging.name.partition("-")[0]
+        if step.isdecimal():
+            staging.rename(abandoned_dir(root, int(step), None))
+        return
+    except ManifestError:
         return
     for place in (root, *sorted((root / VERSIONS).glob("*"))):
         target = step_dir(place, staged.step)
@@ -695,9 +741,9 @@ def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> N
             continue
         if _holders_of(place, staged, visible, clock):
             _exchange(staging, target)
-        elif staged.attempt != visible.attempt:
+        else:
             _let_go(place, staging, visible)
-            return
+        return
 
 
 def _exchange(first: Path, second: Path) -> bool:
