@@ -491,6 +491,7 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
 
     log, kept = logging.getLogger("test"), list(load_file(models / case["model"] / "model.safetensors"))
     calls: list[Any] = []
+    reported: list[str] = []
 
     staged = folder / "staged" / "actor"
 
@@ -503,9 +504,12 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
         def is_saved(self, part: str, step: int) -> bool:
             return self.committed
 
+        def part(self, local_path: str, step: int, name: str) -> str:
+            return f"actor/{name}"
+
         def save_sync(self, save: Any, step: int, is_state_dict: bool, *, part: str) -> None:
             calls.append((step, is_state_dict, part))
-            save()
+            reported.extend(str(path) for path in save())
 
     class Synchronizer:
         def set_model_state_dict(self, pairs: Any, step: int, *, attempt: int, wire_dtype: str | None) -> None:
@@ -552,6 +556,7 @@ def _functions(case: Mapping[str, Any], engine: Any, backend: Any, models: Path,
     written, coordinator.committed = files(), True
     verl.megatron_save_state_dict(engine, str(place), 3, coordinator, log)
     facts["again"] = files() == written
+    facts["reported"], facts["written"] = reported, sorted(written)
     place = staged
     facts["saved"] = sorted({path.relative_to(place).parts[0] for path in place.rglob("*") if path.is_file()})
     facts["saved_digest"] = state_digest(

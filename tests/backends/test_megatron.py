@@ -187,8 +187,9 @@ def test_the_functions_for_verl_programs_save_upload_and_send_the_weights(two: F
     assert first["contents_after"]
     assert last["contents_after"]
     assert first["saved"] == ["ckpt_contents.json", "model"], "the model alone"
-    assert first["calls"] == [[3, True, "model-rank-00000"]] * 2 + [[4, first["digest"], 0]]
-    assert last["calls"] == [[3, True, "model-rank-00001"]] * 2
+    assert first["calls"] == [[3, True, "actor/model-rank-00000"]] * 2 + [[4, first["digest"], 0]]
+    assert last["calls"] == [[3, True, "actor/model-rank-00001"]] * 2
+    assert sorted(first["reported"] + last["reported"]) == first["written"], "every file, by one rank"
     assert first["left_to_us"], "it was staged, and verl does not count it among its own"
     assert first["again"]
     assert last["again"], "of what is committed nothing is written again"

@@ -46,23 +46,27 @@ def megatron_save_state_dict(
     """
     if local_path is None:
         return
-    part = f"model-rank-{dist.get_rank():05d}"
+    rank = dist.get_rank()
     what = f"save the weights of step {global_step}"
 
-    def look() -> tuple[Path, bool]:
-        return coordinator.staged(local_path, global_step), coordinator.is_saved(part, global_step)
+    def look() -> tuple[Path, str, bool]:
+        part = coordinator.part(local_path, global_step, f"model-rank-{rank:05d}")
+        return coordinator.staged(local_path, global_step), part, coordinator.is_saved(part, global_step)
 
     # What one rank skipped and another wrote would keep the other in its barrier.
     found = together(f"begin to {what}", look)
-    staged, _ = found[dist.get_rank()]
-    if all(saved for _, saved in found):
-        coordinator.save_sync(lambda: (), global_step, True, part=part)
+    staged, part, _ = found[rank]
+    if all(saved for *_, saved in found):
+        together(what, lambda: coordinator.save_sync(lambda: (), global_step, True, part=part))
         logger.info("the weights of step %d are committed already", global_step)
         return
 
-    def save() -> None:
+    def save() -> list[Path]:
         with _model_only(engine.checkpoint_mananager):  # verl spells it so
             engine.save_checkpoint(str(staged), global_step=global_step)
+        # All have written, for it ends in a barrier. Each digests a share of what rank 0 sees.
+        written, *_ = together("list what was written", lambda: _written(staged) if rank == 0 else [])
+        return written[rank :: dist.get_world_size()]
 
     together_inside(
         what,
@@ -70,6 +74,11 @@ def megatron_save_state_dict(
         save,
     )
     logger.info("the weights of step %d were written for %s", global_step, local_path)
+
+
+def _written(place: Path) -> list[Path]:
+    """What verl saves of the model alone. Other parts of the step may be on their way to files beside it."""
+    return sorted(path for path in (place / "model").rglob("*") if path.is_file()) + [place / "ckpt_contents.json"]
 
 
 @contextmanager
