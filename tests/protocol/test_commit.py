@@ -175,6 +175,31 @@ def test_weights_are_committed_while_checkpoint_parts_are_still_out() -> None:
     assert book.commit_done(2, FULL) == [MoveTracker(FULL, 2)]
 
 
+def test_weights_whose_files_nobody_told_wait_for_the_rest_of_the_step() -> None:
+    """Which of the staged files are theirs is not known, and an empty checkpoint would be committed."""
+    book = make_book()
+    book.register(2, weights=2, checkpoint=1)
+    book.mark(2, STATE_DICT)
+    book.mark(2, FULL)
+    book.finished(2, weights=True, part="r1", files=[])  # it has told that it wrote none
+    assert not only(book.finished(2, weights=True, part="r0", files=None), Commit)
+    assert book.status(2, STATE_DICT).missing == ("1 of 1 counted checkpoint parts",)
+    book, decisions = restart(book, {})
+    assert not only(decisions, Commit)
+    (commit,) = only(book.finished(2, part="optim", files=[("o", 1, "y")]), Commit)
+    assert (commit.kind, commit.partial) == (FULL, False)
+    assert book.commit_done(2, FULL) == [MoveTracker(STATE_DICT, 2), MoveTracker(FULL, 2)]
+
+
+def test_weights_that_are_committed_without_their_files_told_do_not_hold_up_others() -> None:
+    book = make_book()
+    book.begin(2, STATE_DICT, ["actor"])
+    commit_all(book, book.finished(2, part="actor", files=None))
+    book.begin(2, FULL, ["critic", "optim"], weights_parts=["critic"])
+    (commit,) = only(book.finished(2, part="critic", files=[("c", 1, "x")]), Commit)
+    assert (commit.kind, commit.partial, commit.files) == (STATE_DICT, True, (("c", 1, "x"),))
+
+
 def test_weights_that_stand_alone_take_the_whole_staging_folder() -> None:
     book = make_book()
     book.begin(2, STATE_DICT, ["w"])

@@ -417,18 +417,21 @@ class CheckpointMonitor:
         Args:
             is_state_dict: it is a weights part (for a part that `begin` named, what `begin` said holds).
             part: its name; None: it is only counted.
-            files: what was written; None: whatever is found in the step's folder at the commit.
+            files: what was written; None: whatever is found in the step's folder at the commit, which then is one of
+                all that is saved of the step.
             digest: version digest of the weights.
             ticket: of its `notify_started`.
         """
-        entries = [entry if isinstance(entry, FileEntry) else FileEntry(*entry) for entry in files or ()]
+        told = None
+        if files is not None:
+            told = [(entry if isinstance(entry, FileEntry) else FileEntry(*entry)).as_tuple() for entry in files]
         self._execution.apply(
             self._book.finished(
                 step,
                 weights=is_state_dict,
                 part=part,
                 report=_call_id() if ticket is None else ticket,
-                files=[entry.as_tuple() for entry in entries],
+                files=told,
                 digest=digest,
                 ticket=ticket,
                 attempt=attempt,

@@ -56,7 +56,8 @@ class Commit:
         meta: what `CommitBook.begin` was given.
         opened: when the step was first heard of, in seconds of the book's clock.
         partial: other parts of the step are still being written: only `files` may go into the commit, and the
-            staging folder has to stay.
+            staging folder has to stay. Weights that did not name their files are not committed so: which of those that
+            are there are theirs, nobody knows.
         beside: weights whose place is taken by what they must not replace: a full checkpoint, or any of another
             attempt. They are committed beside it.
     """
@@ -355,7 +356,7 @@ class CommitBook:
         weights: bool = False,
         part: str | None = None,
         report: str | None = None,
-        files: Iterable[FileTuple] = (),
+        files: Iterable[FileTuple] | None = (),
         digest: str | None = None,
         ticket: str | None = None,
         attempt: int | None = None,
@@ -366,7 +367,7 @@ class CommitBook:
             part: its name; a second report of the name counts for nothing, but for another save of what is committed
                 already, which is told by its ticket: there is nothing to commit, and what was registered for it is in.
             report: for a part without a name, an id of this report, so that a doubled one is recognised.
-            files: what was written for it.
+            files: what was written for it; None: not told.
             digest: the version digest of the weights; two different ones fail the step.
         """
         if part == DIGEST_PART and digest is None:
@@ -382,8 +383,8 @@ class CommitBook:
         entry.digest = digest or entry.digest
         key = part if part is not None else f"#{report if report is not None else len(entry.parts.done)}"
         if key not in entry.parts.done:
-            new = tuple(files)
-            clash = entry.parts.clash(key, new)
+            new = None if files is None else tuple(files)
+            clash = entry.parts.clash(key, new or ())
             if clash is not None:
                 return decisions + self._fail(entry, clash)
             entry.parts.add(key, weights, new, ticket)
@@ -516,7 +517,9 @@ class CommitBook:
             entry.committed = kind
             done = entry.parts.done
             listed = {
-                key for key in entry.parts.keys(kind) if all(file[0] in committed_paths for file in done[key].files)
+                key
+                for key in entry.parts.keys(kind)
+                if all(file[0] in committed_paths for file in done[key].files or ())
             }
             entry.committed_keys = frozenset(dumped["committed_keys"] if kind == dumped["committed"] else listed)
         self._steps[entry.step] = entry
@@ -589,11 +592,13 @@ class CommitBook:
         if entry.committed is not None and covers(entry.committed, kind) and keys <= entry.committed_keys:
             self._note_settled(entry)
             return []
+        partial = kind == STATE_DICT and (FULL in entry.marks or entry.parts.more_than_weights)
+        if partial and entry.parts.untold(keys - entry.committed_keys):
+            return []  # they come with the rest of the step
         by, visible = self._disk.get(entry.step, (None, None))
         # Whatever is visible is never replaced by less, nor by weights that its own readers and pins do not know of.
         beside = kind == STATE_DICT and visible is not None and (by != self.attempt or visible == FULL)
         entry.committing, entry.pending_keys, entry.pending_beside = kind, keys, beside
-        partial = kind == STATE_DICT and (FULL in entry.marks or entry.parts.more_than_weights)
         files, meta = entry.parts.files(keys), dict(entry.meta)
         return [Commit(entry.step, self.attempt, kind, files, entry.digest, meta, entry.opened, partial, beside)]
 

@@ -34,10 +34,12 @@ def describe_part(name: str | None) -> str:
 
 @dataclass(slots=True)
 class DonePart:
-    """A part that is in, with the files it said it wrote, and the ticket of the save that wrote them."""
+    """A part that is in, with the files it said it wrote (None: it said nothing of files), and the ticket of the save
+    that wrote them.
+    """
 
     weights: bool
-    files: tuple[FileTuple, ...]
+    files: tuple[FileTuple, ...] | None
     ticket: str | None = None
 
 
@@ -85,10 +87,10 @@ class StepParts:
         self.registered[True] += weights
         self.registered[False] += checkpoint
 
-    def add(self, key: str, weights: bool, files: Sequence[FileTuple], ticket: str | None = None) -> None:
+    def add(self, key: str, weights: bool, files: Sequence[FileTuple] | None, ticket: str | None = None) -> None:
         """Note that a part is in; the second time counts for nothing."""
         weights = self.expected.get(key, weights or key == DIGEST_PART)
-        self.done.setdefault(key, DonePart(weights, tuple(files), ticket))
+        self.done.setdefault(key, DonePart(weights, None if files is None else tuple(files), ticket))
 
     def repeat(self, key: str, ticket: str | None) -> None:
         """Note that a part that was committed came once more, of another save; the same one doubled is not."""
@@ -97,7 +99,7 @@ class StepParts:
 
     def clash(self, key: str, files: Sequence[FileTuple]) -> str | None:
         """A sentence if another part wrote one of these files with other contents."""
-        known = {file[0]: (other, file) for other, done in self.done.items() for file in done.files}
+        known = {file[0]: (other, file) for other, done in self.done.items() for file in done.files or ()}
         for file in files:
             if file[0] in known and known[file[0]][1] != file:
                 other = describe_part(known[file[0]][0])
@@ -110,7 +112,11 @@ class StepParts:
 
     def files(self, keys: Iterable[str]) -> tuple[FileTuple, ...]:
         """What these parts wrote, sorted by path."""
-        return tuple(sorted({file for key in keys for file in self.done[key].files}))
+        return tuple(sorted({file for key in keys for file in self.done[key].files or ()}))
+
+    def untold(self, keys: Iterable[str]) -> bool:
+        """Whether one of these parts said nothing of its files."""
+        return any(self.done[key].files is None for key in keys if key != DIGEST_PART)
 
     def missing(self, kind: Kind) -> list[str]:
         """What a commit of this kind still waits for, one phrase each; empty: nothing."""
@@ -142,7 +148,8 @@ class StepParts:
             "registered": [self.registered[True], self.registered[False]],
             "registrations": sorted(self.registrations),
             "done": {
-                key: [done.weights, [list(file) for file in done.files], done.ticket] for key, done in self.done.items()
+                key: [done.weights, done.files if done.files is None else list(map(list, done.files)), done.ticket]
+                for key, done in self.done.items()
             },
             "again": [sorted(self.again[True]), sorted(self.again[False])],
         }
@@ -161,6 +168,6 @@ class StepParts:
             again={True: set(dumped["again"][0]), False: set(dumped["again"][1])},
         )
         for key, (weights, files, ticket) in dumped["done"].items():
-            entries = [(str(path), int(size), str(digest)) for path, size, digest in files]
-            parts.add(key, bool(weights), entries, ticket)
+            told = None if files is None else [(str(path), int(size), str(digest)) for path, size, digest in files]
+            parts.add(key, bool(weights), told, ticket)
         return parts
