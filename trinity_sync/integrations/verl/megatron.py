@@ -61,12 +61,14 @@ def megatron_save_state_dict(
         logger.info("the weights of step %d are committed already", global_step)
         return
 
-    def save() -> list[Path]:
+    def write() -> list[Path]:
         with _model_only(engine.checkpoint_mananager):  # verl spells it so
             engine.save_checkpoint(str(staged), global_step=global_step)
-        # All have written, for it ends in a barrier. Each digests a share of what rank 0 sees.
-        written, *_ = together("list what was written", lambda: _written(staged) if rank == 0 else [])
-        return written[rank :: dist.get_world_size()]
+        return _written(staged) if rank == 0 else []  # of all ranks, as verl ends with a barrier
+
+    def save() -> list[Path]:
+        written, *_ = together(f"write the weights of step {global_step}", write)
+        return written[rank :: dist.get_world_size()]  # to digest: a share each
 
     together_inside(
         what,
@@ -78,7 +80,7 @@ def megatron_save_state_dict(
 
 def _written(place: Path) -> list[Path]:
     """What verl saves of the model alone. Other parts of the step may be on their way to files beside it."""
-    return sorted(path for path in (place / "model").rglob("*") if path.is_file()) + [place / "ckpt_contents.json"]
+    return [*sorted(path for path in (place / "model").rglob("*") if path.is_file()), place / "ckpt_contents.json"]
 
 
 @contextmanager
