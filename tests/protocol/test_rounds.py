@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -12,14 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.rounds import TRAINER, Meeting, RoundBook, RoundError
 
-_times = itertools.count(1)
-
-
-def member(name: str) -> Member:
-    """A process that begins now."""
-    return Member(name, (next(_times), ""))
-
-
+member = Member.new
 A, B, C, T = (member(name) for name in ("explorer-0", "explorer-1", "explorer-2", TRAINER))
 
 
@@ -168,8 +159,22 @@ def test_another_process_than_the_one_that_opened_the_group_may_say_that_the_tra
     rounds, driver = book(1), member(TRAINER)
     rounds.arrive(A, None)
     assert rounds.arrive(driver, 7).step == 7
+    for opener in (T, member(TRAINER)):
+        rounds.open(opener, "host", 29501, None, 1)
+        rounds.join(A)
+        rounds.arrive(A, None)
+        assert rounds.arrive(driver, 8).step == 8
+        assert rounds.sends(driver)
     rounds.gone(driver)
     assert rounds.failed is not None
+
+
+def test_of_two_trainers_the_one_that_came_last_says_what_is_sent() -> None:
+    """The one before hangs, and nobody can tell."""
+    rounds, hangs = RoundBook(), member(TRAINER)
+    for trainer, step in ((T, 14), (hangs, 20), (T, 15)):
+        rounds.arrive(trainer, step)
+    assert rounds.arrive(A, None).step == 15
 
 
 NAMES = ("explorer-0", "explorer-1")
@@ -183,26 +188,30 @@ class Book(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.rounds = RoundBook()
-        self.lives = {name: [member(name)] for name in (*NAMES, TRAINER)}
+        self.lives: dict[str, list[Member]] = {name: [] for name in (*NAMES, TRAINER)}
+        for name in self.lives:
+            self.start_again(name)
         self.joined: dict[Member, int] = {}
         self.open_now: Meeting | None = None
         self.waiting: list[tuple[Member, Meeting]] = []
         self.dead: set[Member] = set()
         self.step = 0
+        self.openers: set[Member] = set()
 
     def any_life(self, data: st.DataObject, name: str) -> Member:
         return data.draw(st.sampled_from(self.lives[name]))
 
     @rule(name=st.sampled_from((*NAMES, TRAINER)))
     def start_again(self, name: str) -> None:
-        """The one before is dead, or hangs; nobody has been told."""
+        """The one before is dead, or hangs; nobody has been told. The new one has itself heard of."""
         self.lives[name].append(member(name))
+        self.rounds.roll.hear(self.lives[name][-1])
 
     @rule(name=st.sampled_from((*NAMES, TRAINER)), data=st.data())
     def a_death_is_told(self, name: str, data: st.DataObject) -> None:
         gone, group, failed = self.any_life(data, name), self.rounds.group, self.rounds.failed
         if gone == self.lives[name][-1]:
-            self.lives[name].append(member(name))
+            self.start_again(name)
         self.dead.add(gone)
         self.rounds.gone(gone)
         concerned = group is not None and self.joined.get(gone) == group.id
@@ -219,6 +228,7 @@ class Book(RuleBasedStateMachine):
             return
         assert trainer not in self.dead
         self.joined[trainer] = group.id
+        self.openers.add(trainer)
 
     @precondition(lambda self: self.rounds.group is not None)
     @rule(name=st.sampled_from(NAMES), data=st.data())
@@ -244,7 +254,9 @@ class Book(RuleBasedStateMachine):
             return
         group = self.rounds.group
         assert one not in self.dead
-        assert group is None or before in (None, group.id), "one of an earlier group was counted"
+        # A process of the trainer that opens no group may speak for it in each.
+        bound = name != TRAINER or one in self.openers
+        assert group is None or not bound or before in (None, group.id), "one of an earlier group was counted"
         if group is not None:
             self.joined[one] = group.id
         self.waiting.append((one, meeting))
@@ -255,7 +267,7 @@ class Book(RuleBasedStateMachine):
             assert len(explorers) == len(set(explorers))
             assert len(explorers) == len(NAMES) if group is not None else explorers
             assert group is None or {self.joined[other] for other in here} == {group.id}
-            sender = max(other for other in here if other.name == TRAINER)
+            *_, sender = (other for other, _ in self.waiting if other.name == TRAINER and other in here)
             assert meeting.step == meeting.arrived[sender]
 
     @rule(data=st.data())

@@ -79,7 +79,7 @@ def test_a_reader_that_is_gone_holds_nothing(book: VersionBook) -> None:
 
 
 def test_a_lease_that_a_dead_reader_asked_for_comes_too_late_and_its_successor_keeps_its_own(book: VersionBook) -> None:
-    dead, successor = Member("explorer-0", (1, "a")), Member("explorer-0", (2, "b"))
+    dead, successor = Member.new("explorer-0"), Member.new("explorer-0")
     committed(book, 1)
     book.lease(dead, 1e9)
     held = book.lease(successor, 1e9)
@@ -139,7 +139,7 @@ class Book(RuleBasedStateMachine):
         self.slots: dict[Version, int] = {}
         self.held: dict[int, tuple[Version, float]] = {}
         self.holders: dict[int, Member] = {}
-        self.readers = [Member("reader", (0, ""))]
+        self.readers = [Member.new("reader")]
 
     @rule(target=versions)
     def open(self) -> object:
@@ -198,7 +198,7 @@ class Book(RuleBasedStateMachine):
         for lease in ended:
             assert not self.book.release(lease), "a lease outlived its holder"
             del self.held[lease]
-        self.readers.append(Member("reader", (len(self.readers), "")))
+        self.readers.append(Member.new("reader"))
 
     @rule(data=st.data())
     def what_a_dead_one_asked_for_comes_late(self, data: st.DataObject) -> None:

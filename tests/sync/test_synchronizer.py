@@ -320,6 +320,24 @@ def test_a_dead_explorer_is_not_counted_whatever_it_said_last() -> None:
     run(story())
 
 
+def test_what_a_process_says_after_its_successor_spoke_does_not_count_though_it_is_its_first_word() -> None:
+    """It hangs, so nobody says that it is dead; both had themselves heard of when they began."""
+
+    async def story() -> None:
+        actor, hangs, successor = body(), Member.new("process 1"), Member.new("process 1")
+        lives = asyncio.get_running_loop().create_future()
+        attached = [asyncio.ensure_future(actor.attach(one, [lives])) for one in (hangs, successor)]
+        await turns()
+        await actor.set_explorer_status(successor, "running")
+        with pytest.raises(RunError, match="process 1 is dead"):
+            await actor.set_explorer_status(hangs, "running")
+        await actor.set_explorer_status(successor, "stopped", old_status="running")
+        for task in attached:
+            task.cancel()
+
+    run(story())
+
+
 # ---- agents and ranks
 
 

@@ -69,15 +69,15 @@ class RoundBook:
     Programs that bring a group of their own open none; then the trainer and one explorer meet.
     """
 
+    roll: Roll = field(default_factory=Roll)
     group: WeightSyncGroup | None = None
     failed: str | None = None
-    _roll: Roll = field(default_factory=Roll)
     _meeting: Meeting = field(default_factory=Meeting)
     # The explorers by rank, and the trainer's processes: the one that opened the group, and those that came to a round.
     _ranks: dict[Member, int] = field(default_factory=dict)
     _trainers: set[Member] = field(default_factory=set)
     _opener: Member | None = None
-    # Who had a place in a group before and has none in this one.
+    # Who opened a group before, or had a rank in it, and has no place in this one.
     _former: set[Member] = field(default_factory=set)
 
     def open(self, trainer: Member, address: str, port: int, meta: list[Any] | None, explorers: int) -> WeightSyncGroup:
@@ -88,12 +88,13 @@ class RoundBook:
         """
         if explorers < 1:
             raise RoundError(f"a group needs at least 1 explorer, not {explorers}")
-        opener = self._opener
-        if self._roll.over(trainer) or (opener is not None and trainer < opener and not self._roll.over(opener)):
+        if not self.roll.present(trainer):
             raise RoundError(f"this {trainer} is dead, or was started again since: it opens no group any more")
         number = self.group.id + 1 if self.group is not None else 1
         self._meeting.failed = f"weight sync group {number} took the place of the one before; join that"
-        self._former = (self._former | self._ranks.keys() | self._trainers) - {trainer}
+        # Another process of the trainer that came to a round is no member of the group, and goes on.
+        opener = {self._opener} if self._opener is not None else set()
+        self._former = (self._former | self._ranks.keys() | opener) - {trainer}
         self.group = WeightSyncGroup(id=number, address=address, port=port, explorers=explorers, meta=meta)
         self.failed, self._meeting = None, Meeting()
         self._ranks, self._trainers, self._opener = {}, {trainer}, trainer
@@ -137,7 +138,7 @@ class RoundBook:
         if member.name == TRAINER:
             if step is None:
                 raise RoundError("the trainer has to say which step it is going to send")
-            if self._roll.over(member):
+            if self.roll.is_dead(member):
                 raise RoundError(f"this {member} is dead")
         elif self.group is not None:
             self.join(member)
@@ -148,9 +149,10 @@ class RoundBook:
         if member.name == TRAINER:
             self._trainers.add(member)
         meeting = self._meeting
+        self.withdraw(meeting, member)  # it comes last, also where it came before
         meeting.arrived[member] = step
         if not self.missing():
-            meeting.step = meeting.arrived[max(one for one in meeting.arrived if one.name == TRAINER)]
+            *_, meeting.step = (told for one, told in meeting.arrived.items() if one.name == TRAINER)
             self._meeting = Meeting()
         return meeting
 
@@ -171,7 +173,7 @@ class RoundBook:
 
     def gone(self, member: Member) -> None:
         """A process is dead. Where it belonged to the group, nobody may wait for the group any more."""
-        self._roll.gone(member)
+        self.roll.gone(member)
         self._former.discard(member)
         self._meeting.arrived.pop(member, None)
         if self.group is not None and (member in self._ranks or member in self._trainers):
@@ -179,10 +181,10 @@ class RoundBook:
 
     def sends(self, member: Member) -> bool:
         """Whether what this trainer says it has sent is to be believed: it is neither dead nor of an earlier group."""
-        return member not in self._former and not self._roll.over(member)
+        return member not in self._former and not self.roll.is_dead(member)
 
     def _present(self, explorer: Member) -> None:
-        if not self._roll.present(explorer):
+        if not self.roll.present(explorer):
             raise RoundError(f"this {explorer} is dead, or was started again since: it takes part in nothing any more")
         earlier = {one for one in (*self._ranks, *self._meeting.arrived) if one.name == explorer.name} - {explorer}
         for one in earlier:

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.handed import Handed, HandedVersions
-from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.members import Member, Roll
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
 from trinity_sync.protocol.versions import Version, VersionError
 from trinity_sync.sync.remote import this_process
@@ -39,7 +39,8 @@ class Handover(Waits):
         super().__init__()
         self._checkpoint_dir = checkpoint_dir
         self._handed = HandedVersions()
-        self._rounds = RoundBook()
+        self._roll = Roll()
+        self._rounds = RoundBook(self._roll)
         self._sent: Version | None = None
         self._served: set[Member] = set()
 
@@ -144,6 +145,7 @@ class Handover(Waits):
         """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
         the last one is gone, so is the actor.
         """
+        self._roll.hear(member)
         self._served.add(member)
         with contextlib.suppress(RayError):
             await owned[0]

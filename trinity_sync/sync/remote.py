@@ -41,7 +41,7 @@ def this_process(name: str) -> Member:
 
 
 @functools.cache
-def _life(pid: int) -> tuple[int, str]:
+def _life(pid: int) -> str:
     """Of one process: what a fork inherits of it has another number."""
     return Member.new(str(pid)).life
 

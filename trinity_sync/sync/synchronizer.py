@@ -28,7 +28,7 @@ from ray.exceptions import RayError
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
-from trinity_sync.protocol.members import Member, Roll
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
 from trinity_sync.sync.remote import MemberDied, resolve_one
@@ -97,7 +97,6 @@ class SynchronizerActor(Handover):
         self._trainer_status = "running"
         self._explorers: dict[Member, Counter[str]] = {}
         self._no_new_version = False
-        self._roll = Roll()
         # Agents and ranks that are dead, by name, and not yet followed by another process of that name.
         self._dead: dict[str, Member] = {}
 
@@ -264,7 +263,6 @@ class SynchronizerActor(Handover):
 
     def _gone(self, member: Member) -> None:
         super()._gone(member)
-        self._roll.gone(member)
         self._explorers.pop(member, None)
 
     async def get_explorer_status_counts(self) -> dict[str, int]:
