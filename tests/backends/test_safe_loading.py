@@ -6,7 +6,9 @@ import io
 import os
 import pickle
 import random
+import re
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,20 @@ def test_what_is_pickled_in_a_distributed_checkpoint_does_not_run(
     with pytest.raises(RunError, match=f"{tmp_path}/dcp.*eval"):
         load(tmp_path / "dcp")
     assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
+def test_random_states_that_another_numpy_has_pickled_are_loaded(tmp_path: Path, module: str) -> None:
+    """numpy 1 names what makes an array in `numpy.core`, numpy 2 in `numpy._core`."""
+    saved = {"rng": np.random.get_state()}
+    torch.save(saved, tmp_path / "own.pt")
+    with zipfile.ZipFile(tmp_path / "own.pt") as own, zipfile.ZipFile(tmp_path / "other.pt", "w") as other:
+        for name in own.namelist():
+            pickled = re.sub(rb"cnumpy\.(_core|core)\.multiarray\n", f"c{module}\n".encode(), own.read(name))
+            other.writestr(name, pickled)
+    with nothing_runs(tmp_path):
+        loaded = torch.load(tmp_path / "other.pt")
+    np.testing.assert_array_equal(loaded["rng"][1], saved["rng"][1])
 
 
 def test_a_library_that_asks_torch_to_run_pickles_does_not_get_it(

@@ -47,6 +47,21 @@ def test_a_copy_that_fails_lets_training_go_on_and_fails_the_save(in_background:
         copying.wait_whole(60)
 
 
+def test_a_copy_whose_thread_cannot_start_lets_training_go_on_and_fails_the_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    copying = Copying([(torch.ones(3), torch.ones(3))], CPU, "a state")
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", cannot)
+        copying.copy(in_background=True)
+    copying.hold_until_copied(1)
+    with pytest.raises(RunError, match="a state could not be copied: can't start new thread"):
+        copying.wait_whole(1)
+
+
 def test_places_have_storages_of_their_own_and_are_the_same_at_the_next_save() -> None:
     memory = HostMemory()
     tensors = [

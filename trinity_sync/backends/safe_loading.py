@@ -24,9 +24,15 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 _LOADING = threading.RLock()
 """What is switched is one for the process."""
 
-# What numpy's RNG state is pickled with; torch's own list has the rest. They stay on it: megatron-core adds them too,
-# and what is taken away for one would be for both.
-_NUMPY: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), np.ndarray(0).__reduce__()[0]]
+# What numpy's RNG state is pickled with, under the names that numpy 1 and 2 have for it; torch's own list has the rest.
+# They stay on it: megatron-core adds them too, and what is taken away for one would be for both.
+_RECONSTRUCT = np.ndarray(0).__reduce__()[0]
+_NUMPY: list[Any] = [
+    np.ndarray,
+    np.dtype,
+    type(np.dtype(np.uint32)),
+    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+]
 torch.serialization.add_safe_globals(_NUMPY)
 
 _METADATA: Mapping[str, tuple[str, ...]] = {

@@ -45,15 +45,19 @@ class Copying:
         self._error: Exception | None = None
 
     def copy(self, *, in_background: bool) -> None:
-        """Begin, once. An error of the copy is left to `wait_whole`.
+        """Begin, once. An error of the copy, or of its beginning, is left to `wait_whole`.
 
         Args:
             in_background: on a thread of its own; else all is copied when this returns.
         """
-        if in_background:
-            threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
-        else:
+        if not in_background:
             self._copy()
+            return
+        try:
+            threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
+        except RuntimeError as error:  # there can be no more threads
+            self._error = error
+            self._copied.set()
 
     def hold_until_copied(self, timeout_s: float) -> float:
         """Wait until the sources may change; seconds waited. An error of the copy is left to `wait_whole`.
