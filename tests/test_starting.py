@@ -115,6 +115,18 @@ def test_a_newer_checkpoint_that_cannot_be_read_now_is_waited_for(tmp_path: Path
 
 
 @pytest.mark.parametrize("insist", [{}, {"skip_unreadable": True}, {"from_scratch": True}])
+def test_a_newer_checkpoint_that_lost_its_manifest_is_set_aside(tmp_path: Path, insist: dict[str, bool]) -> None:
+    saved(tmp_path, 10)
+    (saved(tmp_path, 20) / "manifest.json").unlink()
+    write_tracker(tmp_path, FULL, 20)
+    look_before_resume(config(), tmp_path, Resume(**insist), [10, 20])
+    start = Start.find(config(), tmp_path, resume=Resume(**insist), committed=[10, 20])
+    assert start.step == (0 if insist.get("from_scratch") else 10)
+    store.set_start(tmp_path, start.step, 1)
+    assert (tmp_path / "abandoned-global_step_20-attempt_0").is_dir()
+
+
+@pytest.mark.parametrize("insist", [{}, {"skip_unreadable": True}, {"from_scratch": True}])
 def test_a_resume_stops_at_what_a_newer_version_wrote(tmp_path: Path, insist: dict[str, bool]) -> None:
     saved(tmp_path, 10)
     newer(saved(tmp_path, 20))

@@ -59,9 +59,10 @@ def test_a_damaged_one_of_ours_is_passed_over_for_verls(tmp_path: Path) -> None:
     assert put_in_order(tmp_path, None) == StartPoint(attempt=1, step=10, verified=False)
 
 
-def test_a_checkpoint_of_verls_that_lacks_a_rank_is_passed_over_but_not_moved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["model", "optim", "extra_state"])
+def test_a_checkpoint_of_verls_that_lacks_a_rank_is_passed_over_but_not_moved(tmp_path: Path, part: str) -> None:
     verl_run(tmp_path, 10, 20, tracker=20)
-    (tmp_path / "global_step_20/actor/model_world_size_2_rank_1.pt").unlink()
+    (tmp_path / f"global_step_20/actor/{part}_world_size_2_rank_1.pt").unlink()
     before = state(tmp_path)
     with pytest.raises(RunError, match=r"global_step_20.*verl.*left where it is"):
         put_in_order(tmp_path, None)

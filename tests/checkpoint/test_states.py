@@ -182,3 +182,20 @@ def test_a_checkpoint_of_verls_is_one_that_nobody_has_verified(tmp_path: Path) -
     infos = store.scan(tmp_path)
     assert [(info.step, info.state) for info in infos] == [(30, "verl"), (40, "no_manifest"), (50, "no_manifest")]
     assert "not verified" in infos[0].problems[0]
+
+
+def test_what_holds_our_trainers_state_is_not_called_verls(tmp_path: Path) -> None:
+    (verls(tmp_path, 30) / "trainer_state.json").write_text("{}")
+    assert [info.state for info in store.scan(tmp_path)] == ["no_manifest"]
+
+
+def test_the_mirror_brings_back_a_checkpoint_that_lost_its_manifest(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    mirror = Mirror(lambda: Storage(str(there), {}))
+    commit(here, 20, {"actor/model_world_size_1_rank_0.pt": "weights"})
+    mirror.upload(here, 20)
+    (step_dir(here, 20) / MANIFEST).unlink()
+    assert mirror.download(here, newer_than=None) == 20
+    assert store.verify(step_dir(here, 20)).ok
+    assert (here / "abandoned-global_step_20").is_dir()

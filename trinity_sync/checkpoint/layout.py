@@ -33,6 +33,7 @@ from trinity_sync.protocol.parts import KINDS, FileTuple, Kind, covers
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+TRAINER_STATE = "trainer_state.json"
 STAGING = ".staging"
 PINS = ".pins"
 LEASES = ".leases"

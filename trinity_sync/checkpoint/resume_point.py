@@ -129,7 +129,7 @@ def put_in_order(root: Path, resume_step: int | None) -> StartPoint:
     attempt = 0 if before is None else before + 1
     found = _newest(root) if resume_step is None else _named(root, resume_step)
     step = found.step if found is not None else 0
-    store.set_start(root, step, attempt)
+    store.set_start(root, step, attempt, of_verl=True)
     verified = found is None or found.manifest is not None
     if not verified:
         logger.warning("the run goes on from %s, which verl wrote: it is not verified", step_dir(root, step))

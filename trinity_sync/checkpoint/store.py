@@ -330,7 +330,7 @@ def adopt_folder(root: Path, source: Path, step: int) -> None:
     target = step_dir(root, step)
     if target.exists():
         info = _look(step, target)
-        _check_ours([info])
+        _check_ours([info], ("newer",))
         target.rename(abandoned_dir(root, step, info.attempt))
     source.rename(target)
     sync_folder(root)
@@ -412,13 +412,16 @@ def finish_replacements(root: Path) -> None:
             path.rename(target)
 
 
-def check_start(root: Path, step: int) -> None:
+def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
     """That a resume may go on after a step: of later ones it sets aside what is this program's own, and nothing else.
+
+    Args:
+        of_verl: verl itself may have written here. Else what looks as if it had is ours, without its manifest.
 
     Raises:
         RunError: a later one was written by a newer version of it, or by verl.
     """
-    _check_ours([info for info in scan(root) if info.step > step])
+    _check_ours([info for info in scan(root) if info.step > step], ("newer", "verl") if of_verl else ("newer",))
 
 
 def newest_attempt(root: Path) -> int | None:
@@ -428,12 +431,13 @@ def newest_attempt(root: Path) -> int | None:
     return max((attempt for attempt in attempts if attempt is not None), default=None)
 
 
-def set_start(root: Path, step: int, attempt: int) -> list[Path]:
+def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> list[Path]:
     """Prepare a resume: `attempt` goes on after `step`. Later folders become ``abandoned-*``, trackers are set back.
 
     Args:
         step: the step that the resume starts from; 0: from the initial weights.
         attempt: the new attempt; what is staged of others is removed.
+        of_verl: as for `check_start`.
 
     Returns:
         The new paths of the abandoned folders.
@@ -441,7 +445,7 @@ def set_start(root: Path, step: int, attempt: int) -> list[Path]:
     Raises:
         RunError: as `check_start`; nothing has been touched then.
     """
-    check_start(root, step)
+    check_start(root, step, of_verl=of_verl)
     recover(root)
     infos = scan(root)
     # What the resume starts from may be verl's own.
@@ -461,7 +465,7 @@ def set_start(root: Path, step: int, attempt: int) -> list[Path]:
     return abandoned
 
 
-def _check_ours(infos: Collection[CheckpointInfo], others: Collection[State] = ("newer", "verl")) -> None:
+def _check_ours(infos: Collection[CheckpointInfo], others: Collection[State]) -> None:
     for info in infos:
         if info.state in others:
             raise RunError(

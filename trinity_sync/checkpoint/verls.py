@@ -11,7 +11,7 @@ import json
 import re
 from pathlib import Path
 
-from trinity_sync.checkpoint.layout import MANIFEST
+from trinity_sync.checkpoint.layout import MANIFEST, TRAINER_STATE
 from trinity_sync.errors import RunError
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
@@ -20,17 +20,27 @@ _MEGATRON = "ckpt_contents.json"
 
 
 def wrote(folder: Path) -> bool:
-    """Whether the files in a folder without a manifest have the names that verl gives a checkpoint's."""
+    """Whether the files in a folder without a manifest have the names that verl gives a checkpoint's, and none is of
+    this program's own trainer, whose engines write under the same names.
+    """
+    if (folder / TRAINER_STATE).exists():
+        return False
     actor = folder / "actor"
     return (actor / _MEGATRON).is_file() or any(_SHARD.fullmatch(path.name) for path in actor.glob("model_*.pt"))
 
 
 def missing(folder: Path) -> str | None:
-    """The first file of the model that is not there, relative to the folder; None: all are."""
+    """The first file that is not there, relative to the folder, of the model or of what else some rank has saved; None:
+    all are.
+    """
     actor = folder / "actor"
     ranks = _ranks(folder)
-    names = [f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
-    return next((f"actor/{name}" for name in names if not (actor / name).is_file()), None)
+    for part in _PARTS:
+        names = [f"{part}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+        absent = [name for name in names if not (actor / name).is_file()]
+        if absent and (part == "model" or len(absent) < ranks):
+            return f"actor/{absent[0]}"
+    return None
 
 
 def recognise(folder: Path) -> tuple[str, int]:

@@ -18,14 +18,12 @@ from typing import Any, Protocol
 
 import ray
 
-from trinity_sync.checkpoint.layout import FileEntry
+from trinity_sync.checkpoint.layout import TRAINER_STATE, FileEntry
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.published import PublishedState
-
-STATE_FILE = "trainer_state.json"
 
 # The part of a weights-only save that brings the version digest. A full save of the same step has a "driver" part.
 _DIGEST = "weights-digest"
@@ -154,7 +152,7 @@ class FullSaves:
         state["next_data_step"] = step + 1
         if data is not None:
             state["data"] = data
-        texts = {STATE_FILE: json.dumps(state, indent=2) + "\n"}
+        texts = {TRAINER_STATE: json.dumps(state, indent=2) + "\n"}
         if behind is not None:
             texts |= dict([behind.save(step, folder)])
         try:
@@ -242,7 +240,7 @@ class FullSaves:
 def data_position(folder: Path) -> dict[str, Any] | None:
     """What `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
     try:
-        state = json.loads((folder / STATE_FILE).read_text())
+        state = json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file
         return None
     return state.get("data")
