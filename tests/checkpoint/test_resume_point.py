@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
+from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
 from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.resume_point import StartPoint, put_in_order
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import RunError
@@ -16,6 +19,11 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 def state(root: Path) -> set[str]:
     return {name for name in names(root) if not name.startswith(".")}
+
+
+def disk(root: Path) -> CheckpointDisk:
+    """Of the monitor."""
+    return CheckpointDisk(root=root, attempt=0, policies=(), keep_state_dicts=2, fsync=False, clock=time.time)
 
 
 def verl_run(root: Path, *steps: int, tracker: int | None) -> None:
@@ -118,6 +126,47 @@ def test_a_user_may_insist_on_an_older_step(tmp_path: Path) -> None:
     assert [info.step for info in store.scan(tmp_path)] == [10]
     with pytest.raises(RunError, match="global_step_20 is not a committed full checkpoint"):
         put_in_order(tmp_path, 20)
+
+
+@pytest.mark.parametrize("how", ["killed", "failed"])
+@pytest.mark.parametrize("trainers", [{}, {"data.pt": "x"}])
+def test_the_tracker_that_verls_trainer_writes_before_the_commit_is_no_word_of_ours(
+    tmp_path: Path, how: str, trainers: dict[str, str]
+) -> None:
+    put_in_order(tmp_path, None)
+    for step, before in ((2, 0), (4, 2)):
+        if before:
+            commit(tmp_path, before)
+            disk(tmp_path).move_tracker(FULL, before)
+        stage(tmp_path, step, {"actor/model.pt": "half"})
+        for name, text in trainers.items():
+            (tmp_path / f"global_step_{step}").mkdir()
+            (tmp_path / f"global_step_{step}" / name).write_text(text)
+        write_tracker(tmp_path, FULL, step)
+        if how == "failed":
+            store.clean_staging(tmp_path, step, 0)
+        assert put_in_order(tmp_path, None).step == before
+        assert read_tracker(tmp_path, FULL).step == (before or None)
+
+
+def test_what_was_committed_and_is_gone_is_missed_whatever_verls_tracker_says(tmp_path: Path) -> None:
+    put_in_order(tmp_path, None)
+    for step in (2, 4):
+        commit(tmp_path, step)
+        disk(tmp_path).move_tracker(FULL, step)
+    shutil.rmtree(tmp_path / "global_step_4")
+    write_tracker(tmp_path, FULL, 6)
+    with pytest.raises(RunError, match=r"step 4 was committed.*resume_step=N"):
+        put_in_order(tmp_path, None)
+    assert put_in_order(tmp_path, 2).step == 2
+    assert put_in_order(tmp_path, None).step == 2
+
+
+def test_a_first_save_in_verls_own_place_that_was_killed_is_set_aside(tmp_path: Path) -> None:
+    put_in_order(tmp_path, None)
+    verls(tmp_path, 2)
+    assert put_in_order(tmp_path, None).step == 0
+    assert [path.name for path in tmp_path.glob("*global_step_2*")] == ["abandoned-global_step_2"]
 
 
 def test_a_fresh_folder_begins_at_the_start(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.lock import hold_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.trackers import read_committed, read_tracker, tracker_path, write_committed, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import Commit, CommitBook
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
@@ -128,6 +128,8 @@ class CheckpointDisk:
         if self.root is None:
             return
         try:
+            if kind == FULL:
+                write_committed(self.root, step)
             write_tracker(self.root, kind, step)
         except OSError as error:
             raise RunError(f"{tracker_path(self.root, kind)} could not be set to step {step}: {error}") from error
@@ -288,6 +290,9 @@ class CheckpointDisk:
         """
         assert self.root is not None
         problems = []
+        newest, noted = book.trackers[FULL] or 0, read_committed(self.root)
+        if noted is None or noted < newest:
+            write_committed(self.root, newest)
         for kind in KINDS:
             tracker = read_tracker(self.root, kind)
             if tracker.problem is not None:

@@ -4,6 +4,7 @@
 
     checkpoints/
       latest_checkpointed_iteration.txt, latest_state_dict_iteration.txt     see `trackers`
+      .committed                                                             what no one but us writes, see `trackers`
       global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
       .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
       .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `holds`

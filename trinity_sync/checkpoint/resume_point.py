@@ -1,6 +1,6 @@
 """From which checkpoint a run goes on: from no older one than was committed, unless the user says so.
 
-What was committed is known from the run's own record and from the tracker. A checkpoint that is damaged is passed over,
+What was committed is known from the run's own record and from the checkpoint folder's (`trackers`). A checkpoint that is damaged is passed over,
 since looking again would find the same; one that cannot be read now, or is not where it was, may be there tomorrow.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from trinity_sync.checkpoint import store, verls
 from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, step_dir
 from trinity_sync.checkpoint.store import CheckpointInfo
-from trinity_sync.checkpoint.trackers import read_tracker, tracker_path
+from trinity_sync.checkpoint.trackers import newest_finished, read_committed, read_tracker, tracker_path
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 
@@ -101,8 +101,9 @@ def check_all_seen(
     Raises:
         UnseenError: nothing was found, or something newer is not there any more.
     """
-    named = read_tracker(root, FULL).step
-    known = sorted({*recorded, *([named] if named is not None else [])})
+    noted = read_committed(root)
+    named = noted if noted is not None else read_tracker(root, FULL).step
+    known = sorted({*recorded, *([named] if named else [])})
     if known and found is None:
         raise UnseenError(f"{_steps(known)} committed, but no checkpoint that verifies was found in {places or root}")
     there = {info.step for info in store.scan(root)}
@@ -146,12 +147,14 @@ def _newest(root: Path) -> CheckpointInfo | None:
             f"{error}. Nothing was changed. Start again when it can be read, or: resume_step=N goes on from an older "
             "step, resume_step=0 begins with the initial weights"
         ) from error
-    tracker = read_tracker(root, FULL)
-    if found is not None and found.manifest is None and tracker.step is None:
+    if found is not None and found.manifest is None and newest_finished(root) is None:
         raise RunError(
             f"{found.path} was written by verl, but no {tracker_path(root, FULL)} says whether it was finished; "
             f"resume_step={found.step} goes on from it"
         )
+    named, step = read_tracker(root, FULL).step or 0, found.step if found is not None else 0
+    if named > step:
+        logger.warning("%s names step %d; the newest to go on from is step %d", tracker_path(root, FULL), named, step)
     return found
 
 

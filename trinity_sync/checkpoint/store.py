@@ -61,7 +61,7 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.removal import forget_deletion, remove_checkpoint, undo_unfinished
-from trinity_sync.checkpoint.trackers import TRACKERS, read_tracker, write_tracker
+from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS, newest_finished, write_committed, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
@@ -178,7 +178,7 @@ def _look(step: int, path: Path) -> CheckpointInfo:
         fault = error
     try:
         # verl names a step in its tracker once it is whole, so a later one is not.
-        finished = read_tracker(path.parent, FULL).step
+        finished = newest_finished(path.parent)
         if fault.state == "no_manifest" and (finished is None or step <= finished) and verls.wrote(path):
             return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
     except OSError as error:
@@ -375,7 +375,7 @@ def recover(
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
     clear_versions(root, keep=lambda step, of: of == attempt, now=clock())
-    for name in TRACKERS.values():
+    for name in (*TRACKERS.values(), COMMITTED):
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     purge(root)
@@ -451,6 +451,8 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     # What the resume starts from may be verl's own.
     full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
     # Trackers first: a crash in between leaves them naming something that is there.
+    if root.is_dir():
+        write_committed(root, max((of for of in full if of <= step), default=0))
     for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
         write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
     abandoned = []

@@ -1,8 +1,11 @@
-"""The two tracker files, which name the newest committed step. Only the monitor writes them, after a commit.
+"""The two tracker files, which name the newest committed step. The monitor writes them, after a commit.
 
 ``latest_checkpointed_iteration.txt`` names the newest full checkpoint (verl reads it too);
 ``latest_state_dict_iteration.txt`` the newest weights, full or state-dict. A tracker that is empty or garbled is
 reported and ignored, never waited for.
+
+verl's trainer writes the first one itself, as soon as it has asked for a save; so what was committed is noted once more
+in ``.committed``, which nobody else writes.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ TRACKERS: dict[Kind, str] = {
     FULL: "latest_checkpointed_iteration.txt",
     STATE_DICT: "latest_state_dict_iteration.txt",
 }
+
+COMMITTED = ".committed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,29 @@ def tracker_path(root: Path, kind: Kind) -> Path:
 
 def read_tracker(root: Path, kind: Kind) -> Tracker:
     """Read a tracker. Raises nothing for its contents: a bad one is a `Tracker` with a problem."""
-    path = tracker_path(root, kind)
+    return _read(tracker_path(root, kind))
+
+
+def read_committed(root: Path) -> int | None:
+    """The newest step that this program has committed in full, or begun with; 0: none so far; None: it has noted
+    nothing, so all that is known is what the tracker says.
+    """
+    return _read(root / COMMITTED).step
+
+
+def write_committed(root: Path, step: int) -> None:
+    """Note it, in one durable step."""
+    write_atomic(root / COMMITTED, str(step))
+
+
+def newest_finished(root: Path) -> int | None:
+    """The newest step that is known to be finished, by verl or by this program; None: nobody says."""
+    tracker = read_tracker(root, FULL)
+    known = [step for step in (tracker.step, read_committed(root)) if step is not None]
+    return max(known, default=None) if tracker.problem is None else None
+
+
+def _read(path: Path) -> Tracker:
     try:
         text = path.read_bytes().decode("ascii").strip()
     except FileNotFoundError:
