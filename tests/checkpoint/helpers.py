@@ -56,11 +56,11 @@ def names(folder: Path) -> set[str]:
     return files - {".monitor.lock"}
 
 
-def verls(root: Path, step: int = 30, *, ranks: int = 2, version: int = 2) -> Path:
-    """A checkpoint as verl writes it."""
+def verls(root: Path, step: int = 30, *, ranks: int = 2, version: int = 2, place: str = "actor") -> Path:
+    """A checkpoint as verl writes it; its SFT trainer has the step's folder itself for a place."""
     folder = root / f"global_step_{step}"
-    actor = folder / "actor"
-    actor.mkdir(parents=True)
+    actor = folder / place
+    actor.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         for name in ("model", "optim", "extra_state"):
             (actor / f"{name}_world_size_{ranks}_rank_{rank}.pt").write_text("x")

@@ -41,6 +41,29 @@ def test_the_checkpoints_of_verl_are_gone_on_from_and_left_alone(tmp_path: Path)
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (30, 30)
 
 
+@pytest.mark.parametrize("place", ["", "critic"])
+def test_what_verls_other_trainers_wrote_is_theirs_too(tmp_path: Path, place: str) -> None:
+    for step in (10, 20):
+        verls(tmp_path, step, place=place)
+    with pytest.raises(RunError, match=r"resume_step=20"):
+        put_in_order(tmp_path, None)
+    write_tracker(tmp_path, FULL, 20)
+    before = state(tmp_path)
+    with pytest.raises(RunError, match=r"global_step_10.*verl.*move it"):
+        put_in_order(tmp_path, 0)
+    assert state(tmp_path) == before
+    assert put_in_order(tmp_path, None) == StartPoint(attempt=0, step=20, verified=False)
+
+
+def test_a_checkpoint_of_verls_without_a_rank_of_its_critic_is_passed_over(tmp_path: Path) -> None:
+    verl_run(tmp_path, 10, 20, tracker=20)
+    for step in (10, 20):
+        verls(tmp_path, step, place="critic")
+    (tmp_path / "global_step_20/critic/optim_world_size_2_rank_0.pt").unlink()
+    with pytest.raises(RunError, match=r"global_step_20.*verl.*left where it is"):
+        put_in_order(tmp_path, None)
+
+
 def test_what_verl_did_not_finish_is_set_aside_as_verl_itself_passes_it_over(tmp_path: Path) -> None:
     verl_run(tmp_path, 20, 30, tracker=20)
     assert put_in_order(tmp_path, None).step == 20

@@ -1,7 +1,8 @@
 """From which checkpoint a run goes on: from no older one than was committed, unless the user says so.
 
-What was committed is known from the run's own record and from the checkpoint folder's (`trackers`). A checkpoint that is damaged is passed over,
-since looking again would find the same; one that cannot be read now, or is not where it was, may be there tomorrow.
+What was committed is known from the run's own record and from the checkpoint folder's (`trackers`). A checkpoint that
+is damaged is passed over, since looking again would find the same; one that cannot be read now, or is not where it was,
+may be there tomorrow.
 """
 
 from __future__ import annotations

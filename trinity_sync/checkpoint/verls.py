@@ -25,31 +25,31 @@ def wrote(folder: Path) -> bool:
     """
     if (folder / TRAINER_STATE).exists():
         return False
-    actor = folder / "actor"
-    return (actor / _MEGATRON).is_file() or any(_SHARD.fullmatch(path.name) for path in actor.glob("model_*.pt"))
+    return any(_ranks(place) or (place / _MEGATRON).is_file() for place in _places(folder))
 
 
 def missing(folder: Path) -> str | None:
-    """The first file that is not there, relative to the folder, of the model or of what else some rank has saved; None:
-    all are.
+    """The first file that is not there, relative to the folder, of the models or of what else some rank has saved;
+    None: all are.
     """
-    actor = folder / "actor"
-    ranks = _ranks(folder)
-    for part in _PARTS:
-        names = [f"{part}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
-        absent = [name for name in names if not (actor / name).is_file()]
-        if absent and (part == "model" or len(absent) < ranks):
-            return f"actor/{absent[0]}"
+    for place in _places(folder):
+        ranks = _ranks(place)
+        for part in _PARTS:
+            paths = [place / f"{part}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+            absent = [path for path in paths if not path.is_file()]
+            if absent and (part == "model" or len(absent) < ranks):
+                return absent[0].relative_to(folder).as_posix()
     return None
 
 
 def recognise(folder: Path) -> tuple[str, int]:
-    """Engine and ranks of a checkpoint that verl's FSDP engine wrote whole.
+    """Engine and ranks of a checkpoint that verl's FSDP engine wrote whole, in ``actor``, where an engine of ours looks.
 
     Raises:
         RunError: it is none.
     """
-    actor, ranks = folder / "actor", _ranks(folder)
+    actor = folder / "actor"
+    ranks = _ranks(actor)
     if not ranks:
         raise RunError(f"{folder} has neither {MANIFEST} nor verl's FSDP shards below actor/")
     wanted = [f"{name}_world_size_{ranks}_rank_{rank}.pt" for name in _PARTS for rank in range(ranks)]
@@ -63,7 +63,12 @@ def recognise(folder: Path) -> tuple[str, int]:
     return ("fsdp" if version == 1 else f"fsdp{version}"), ranks
 
 
-def _ranks(folder: Path) -> int:
+def _places(folder: Path) -> list[Path]:
+    """Where verl's trainers let an engine save: in a folder of its role (``actor``), or in the step's itself (SFT)."""
+    return [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
+
+
+def _ranks(place: Path) -> int:
     """Of how many ranks there are shards; 0: there are none."""
-    found = (_SHARD.fullmatch(path.name) for path in sorted((folder / "actor").glob("model_*.pt")))
+    found = (_SHARD.fullmatch(path.name) for path in sorted(place.glob("model_*.pt")))
     return next((int(match[1]) for match in found if match), 0)
