@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers import commit, names, stage
+from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import read_manifest, staging_dir, step_dir, versions_dir
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune_plan
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.resume_point import put_in_order
+from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.retention import KeepLast
@@ -64,11 +65,12 @@ class Life:
                 case Commit(step, _, kind):
                     self.disk.write_journal(step, self.book.dump(step))
                     try:
+                        decision = self.disk.placed(decision)
                         self.disk.commit(decision)
                     except Exception as error:
                         self.carry_out(self.book.commit_failed(step, kind, str(error)))
                         continue
-                    self.carry_out(self.book.commit_done(step, kind))
+                    self.carry_out(self.book.commit_done(step, kind, beside=decision.beside))
                     self.disk.write_journal(step, self.book.dump(step))
                     for gone in self.disk.retain(self.book.open_steps())[0]:
                         self.book.forget(gone.step)
@@ -276,3 +278,33 @@ def test_what_another_attempt_committed_in_full_is_listed_as_such_to_the_end(lef
     assert life.save(19, STATE_DICT, WEIGHTS)["beside"], "of an earlier step than the resumed one"
     assert read_manifest(step_dir(left, 19)).attempt == 0
     assert life.trackers == (20, 20)
+
+
+def test_weights_of_a_step_that_verl_saved_lie_beside_it(tmp_path: Path) -> None:
+    verls(tmp_path, 20)
+    write_tracker(tmp_path, FULL, 20)
+    assert put_in_order(tmp_path, None).step == 20
+    life = Life(tmp_path)
+    verls(tmp_path, 30)
+    write_tracker(tmp_path, FULL, 30)
+    before = {step: names(step_dir(tmp_path, step)) for step in (20, 30)}
+    for step in (20, 30):
+        result = life.save(step, STATE_DICT, WEIGHTS)
+        assert (result["beside"], Path(result["path"])) == (True, step_dir(versions_dir(tmp_path, 0), step))
+    assert Life(tmp_path, restarted=True).book.status(30, STATE_DICT).state == "committed"
+    assert {step: names(step_dir(tmp_path, step)) for step in (20, 30)} == before
+    assert life.trackers == (30, 20)
+    assert put_in_order(tmp_path, None).step == 30
+
+
+def test_weights_are_published_though_what_is_in_their_place_cannot_be_read_now(left: Path) -> None:
+    unreadable(step_dir(left, 20) / "manifest.json")
+    assert Life(left, 1).save(20, STATE_DICT, WEIGHTS)["beside"]
+
+
+def test_the_first_step_of_a_folder_may_have_a_part_in_its_own_place(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    verls(tmp_path, 2, place="critic")
+    life.save(2, FULL, FILES)
+    assert set(FILES) < read_manifest(step_dir(tmp_path, 2)).paths
+    assert store.verify(step_dir(tmp_path, 2)).unlisted == ()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -64,6 +64,15 @@ class CheckpointDisk:
         if self.root is None:
             raise RunError("the checkpoint monitor was started without a checkpoint folder, so nothing can be saved")
         return store.prepare_staging(self.root, step, self.attempt)
+
+    def placed(self, commit: Commit) -> Commit:
+        """The commit, `beside` where its weights find something in their place that the book knows nothing of: what
+        verl or a newer version wrote, or what cannot be read now.
+        """
+        beside = (
+            commit.kind == STATE_DICT and self.root is not None and store.taken(self.root, commit.step, self.attempt)
+        )
+        return replace(commit, beside=commit.beside or beside)
 
     def commit(self, commit: Commit) -> Manifest:
         """Make a step visible; see `store.commit_folder`."""

@@ -197,13 +197,14 @@ class Execution:
 
     async def _commit(self, commit: Commit) -> None:
         try:
+            commit = await asyncio.to_thread(self._disk.placed, commit)
             manifest = await asyncio.to_thread(self._disk.commit, commit)
         except Exception as error:
             self.apply(self._book.commit_failed(commit.step, commit.kind, str(error) or type(error).__name__))
             return
         self._finishing.add(commit.step)
         try:
-            for decision in self._book.commit_done(commit.step, commit.kind):
+            for decision in self._book.commit_done(commit.step, commit.kind, beside=commit.beside):
                 if not isinstance(decision, MoveTracker):
                     self._queue.put_nowait(decision)
                     continue

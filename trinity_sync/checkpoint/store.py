@@ -71,6 +71,9 @@ _COPY_BELOW = 1 << 20
 
 _WEIGHTS_SUFFIX = ".weights"
 
+#: What a commit does not take the place of, whoever holds it or not.
+_NOT_OURS = ("newer", "verl", "unreadable")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
@@ -305,7 +308,7 @@ def commit_folder(
         return _commit_in_place(target, draft, partial, durable, clock)
     place.mkdir(parents=True, exist_ok=True)
     if target.exists():
-        _check_ours([_look(draft.step, target)], ("newer", "verl", "unreadable"))
+        _check_ours([_look(draft.step, target)], _NOT_OURS)
     source = _link_reported(staging, draft) if partial else staging
     adopted = _adopt(root, target, source, draft, partial)
     manifest = replace(draft, files=_collect(source, draft.files, adopted, everything=not partial))
@@ -315,6 +318,12 @@ def commit_folder(
     write_manifest(source, manifest, durable=durable)
     _publish(place, source, target, manifest, clock)
     return manifest
+
+
+def taken(root: Path, step: int, attempt: int) -> bool:
+    """Whether what is staged of a step finds in its place what nothing of this program takes the place of."""
+    target = step_dir(root, step)
+    return target.exists() and any(_files(staging_dir(root, step, attempt))) and _look(step, target).state in _NOT_OURS
 
 
 def adopt_folder(root: Path, source: Path, step: int) -> None:
@@ -467,7 +476,7 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     return abandoned
 
 
-def _check_ours(infos: Collection[CheckpointInfo], others: Collection[State]) -> None:
+def _check_ours(infos: Collection[CheckpointInfo], others: Collection[str]) -> None:
     for info in infos:
         if info.state in others:
             raise RunError(

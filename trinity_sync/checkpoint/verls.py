@@ -43,7 +43,7 @@ def missing(folder: Path) -> str | None:
 
 
 def recognise(folder: Path) -> tuple[str, int]:
-    """Engine and ranks of a checkpoint that verl's FSDP engine wrote whole, in ``actor``, where an engine of ours looks.
+    """Engine and ranks of a checkpoint that verl's FSDP engine wrote whole, in ``actor``, where ours looks.
 
     Raises:
         RunError: it is none.

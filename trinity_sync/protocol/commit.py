@@ -428,13 +428,13 @@ class CommitBook:
 
     # ---- answers of the one who carries out the decisions
 
-    def commit_done(self, step: int, kind: Kind) -> list[Decision]:
-        """The step is visible as `kind` now."""
+    def commit_done(self, step: int, kind: Kind, *, beside: bool = False) -> list[Decision]:
+        """The step is visible as `kind` now; `beside`: it lies beside its place, as decided or for what was there."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
         entry.committing = None
         decisions: list[Decision] = []
-        if entry.pending_beside:
+        if beside or entry.pending_beside:
             self._beside.add(step)
         else:
             self._disk[step] = (self.attempt, kind)
