@@ -11,10 +11,12 @@ import pytest
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.prune import prune_plan
 from trinity_sync.checkpoint.resume_point import StartPoint, put_in_order
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.protocol.retention import KeepLast
 
 
 def state(root: Path) -> set[str]:
@@ -190,6 +192,22 @@ def test_a_first_save_in_verls_own_place_that_was_killed_is_set_aside(tmp_path: 
     verls(tmp_path, 2)
     assert put_in_order(tmp_path, None).step == 0
     assert [path.name for path in tmp_path.glob("*global_step_2*")] == ["abandoned-global_step_2"]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_step_whose_weights_were_committed_before_verl_saved_it_is_verls(tmp_path: Path, finished: bool) -> None:
+    put_in_order(tmp_path, None)
+    commit(tmp_path, 4)
+    disk(tmp_path).move_tracker(FULL, 4)
+    commit(tmp_path, 8, {"actor/model_world_size_2_rank_0.pt": "x"}, kind=STATE_DICT)
+    verls(tmp_path, 8)
+    if finished:
+        write_tracker(tmp_path, FULL, 8)
+        plan = prune_plan(tmp_path, [KeepLast(1)], now=0.0, keep_state_dicts=0)
+        assert [row.step for row in plan] == [4]
+    start = put_in_order(tmp_path, None)
+    assert (start.step, start.verified) == ((8, False) if finished else (4, True))
+    assert (tmp_path / "global_step_8").is_dir() == finished
 
 
 def test_a_fresh_folder_begins_at_the_start(tmp_path: Path) -> None:

@@ -69,10 +69,9 @@ class CheckpointDisk:
         """The commit, `beside` where its weights find something in their place that the book knows nothing of: what
         verl or a newer version wrote, or what cannot be read now.
         """
-        beside = (
-            commit.kind == STATE_DICT and self.root is not None and store.taken(self.root, commit.step, self.attempt)
-        )
-        return replace(commit, beside=commit.beside or beside)
+        if self.root is None or commit.kind != STATE_DICT or not store.taken(self.root, commit.step, self.attempt):
+            return commit
+        return replace(commit, beside=True)
 
     def commit(self, commit: Commit) -> Manifest:
         """Make a step visible; see `store.commit_folder`."""

@@ -175,18 +175,32 @@ def scan(root: Path) -> list[CheckpointInfo]:
 
 
 def _look(step: int, path: Path) -> CheckpointInfo:
+    manifest = None
     try:
-        return CheckpointInfo(step, path, read_manifest(path))
+        manifest = read_manifest(path)
+        fault = None
     except ManifestError as error:
         fault = error
     try:
-        # verl names a step in its tracker once it is whole, so a later one is not.
-        finished = newest_finished(path.parent)
-        if fault.state == "no_manifest" and (finished is None or step <= finished) and verls.wrote(path):
+        if (fault is None or fault.state == "no_manifest") and _of_verl(step, path, manifest):
             return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
     except OSError as error:
-        fault = read_error(path, error)
-    return CheckpointInfo(step, path, None, fault.state, (str(fault),))
+        fault = read_error(path, error) if manifest is None else None
+    if fault is not None:
+        return CheckpointInfo(step, path, None, fault.state, (str(fault),))
+    return CheckpointInfo(step, path, manifest)
+
+
+def _of_verl(step: int, path: Path, manifest: Manifest | None) -> bool:
+    """Whether a folder is a checkpoint that verl itself wrote, where nothing or its weights alone had been committed.
+    verl names a step in its tracker once it is whole, so a later one is not.
+    """
+    finished = newest_finished(path.parent)
+    if manifest is None:
+        return (finished is None or step <= finished) and verls.wrote(path)
+    if manifest.kind == FULL or finished is None or step > finished:
+        return False
+    return verls.wrote_over(path, manifest.paths)
 
 
 def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:

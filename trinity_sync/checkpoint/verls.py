@@ -1,4 +1,5 @@
-"""Checkpoints that verl itself wrote: step folders without a manifest, told by the names of the files in them.
+"""Checkpoints that verl itself wrote: step folders without a manifest, or with one of weights that were committed
+before, told by the names of the files in them.
 
 They are listed and resumed from, and belong to whoever wrote them: nothing here renames, replaces or deletes one. What
 is in them nobody has digested, so they are not verified. verl names a step in its tracker when it has written all of
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import MANIFEST, TRAINER_STATE
@@ -16,6 +18,7 @@ from trinity_sync.errors import RunError
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
 _PARTS = ("model", "optim", "extra_state")
+_STATE = re.compile(r"(optim|extra_state)_world_size_\d+_rank_\d+\.pt")
 _MEGATRON = "ckpt_contents.json"
 
 
@@ -26,6 +29,19 @@ def wrote(folder: Path) -> bool:
     if (folder / TRAINER_STATE).exists():
         return False
     return any(_ranks(place) or (place / _MEGATRON).is_file() for place in _places(folder))
+
+
+def wrote_over(folder: Path, weights: Collection[str]) -> bool:
+    """Whether verl has saved in full where weights had been committed alone.
+
+    Args:
+        weights: the committed files, relative to the folder.
+    """
+    found = (path for place in _places(folder) for path in place.iterdir())
+    return any(
+        (path.name == _MEGATRON or _STATE.fullmatch(path.name)) and path.relative_to(folder).as_posix() not in weights
+        for path in found
+    )
 
 
 def missing(folder: Path) -> str | None:
