@@ -17,7 +17,7 @@ One save, on every rank:
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -394,23 +394,24 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if local_path is None:
             return
         together("load, because an earlier save failed", self.wait_on_save_thread)
-        together(f"load {local_path}", lambda: self._check_files(local_path))
         step = self._step_of(local_path)
-        if step is None or self._root is None:
+        with ExitStack() as held:
+            # A rank that stops before verl's barrier would leave its peers in it.
+            together(f"load {local_path}", lambda: self._hold(local_path, held))
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-            return
-        committed = (step_dir(self._root, step) / MANIFEST).exists()
-        holder = f"rank {self.rank}"
+        if step is not None:
+            self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
+
+    def _hold(self, local_path: str, held: ExitStack) -> None:
+        self._check_files(local_path)
+        step = self._step_of(local_path)
         # What verl itself wrote has no manifest; nobody deletes it.
-        lease = (
-            lease_checkpoint(self._root, step, holder=holder, seconds=self._timeout_s) if committed else nullcontext()
-        )
-        with lease:
-            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-        self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
+        if step is not None and self._root is not None and (step_dir(self._root, step) / MANIFEST).exists():
+            lease = lease_checkpoint(self._root, step, holder=f"rank {self.rank}", seconds=self._timeout_s)
+            held.enter_context(lease)
 
     def _check_files(self, local_path: str) -> None:
-        """This rank's files are there: a rank that stops on a missing one would leave its peers in verl's barrier."""
+        """This rank's files are there."""
         if is_non_local(local_path):
             return
         wanted = {

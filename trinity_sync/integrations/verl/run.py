@@ -14,11 +14,14 @@ import ray
 
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.checkpoint.lock import locked
+from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.checkpoint.resume_point import put_in_order
 from trinity_sync.errors import RunError
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
+
+#: A monitor that was killed has so long to be gone.
+_END_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,10 +53,14 @@ class VerlRun:
     def close(self) -> None:
         """End the actors and let the folder go. The end of the driver does the same."""
         _open.remove(self)
-        for actor in (self.monitor, self.synchronizer.actor):
-            ray.kill(actor)
-        store.clear_versions(self.root, now=time.time())
-        self.lock.close()
+        try:
+            for actor in (self.monitor, self.synchronizer.actor):
+                ray.kill(actor)
+            # Else the next run does it.
+            if has_no_monitor(self.root, _END_S):
+                store.clear_versions(self.root, now=time.time())
+        finally:
+            self.lock.close()
 
 
 #: They live as long as the driver, whether or not it keeps what `open_run` returned.
