@@ -269,6 +269,22 @@ def test_saving_a_committed_step_again_is_refused() -> None:
 # ---- trackers
 
 
+def test_a_step_that_was_deleted_can_be_saved_again() -> None:
+    book = make_book()
+    book.begin(2, FULL, ["a"])
+    commit_all(book, book.finished(2, part="a", files=[("a", 1, "x")]))
+    book.forget(2)
+    assert not book.has(2, "a")
+    assert book.status(2, FULL).state == "committed", "for those who ask late"
+    book.begin(2, FULL, ["a"])
+    assert book.status(2, FULL).state == "open"
+    (commit,) = only(book.finished(2, part="a", files=[("a", 1, "y")]), Commit)
+    assert commit.files == (("a", 1, "y"),)
+    book.commit_done(2, FULL)
+    assert book.has(2, "a")
+    assert book.open_steps() == []
+
+
 def test_steps_that_commit_out_of_order_never_move_a_tracker_back() -> None:
     book = make_book()
     for step in (10, 20):

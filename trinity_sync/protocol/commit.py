@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -136,6 +137,7 @@ class _Step:
     committed_keys: frozenset[str] = frozenset()
     failed: str | None = None
     ended: set[str] = field(default_factory=set)
+    deleted: bool = False
 
     @property
     def wanted(self) -> Kind | None:
@@ -224,7 +226,9 @@ class CommitBook:
     def has(self, step: int, part: str) -> bool:
         """Whether a commit of this attempt holds the part, so that there is nothing to write for it."""
         entry = self._steps.get(step)
-        return entry is not None and entry.failed is None and part in entry.committed_keys
+        if entry is None or entry.failed is not None or entry.deleted:
+            return False
+        return part in entry.committed_keys
 
     def turn(self, ticket: str) -> bool | None:
         """Whether this ticket has its turn. None: it is not known (any more); its step failed or its writer is lost."""
@@ -265,7 +269,7 @@ class CommitBook:
         Raises:
             RunError: the step has failed, or all of these parts are committed already.
         """
-        entry = self._open(step, attempt)
+        entry = self._announced(step, attempt)
         if entry.failed is not None:
             raise RunError(f"step {step} has failed and is not saved again in attempt {self.attempt}: {entry.failed}")
         parts = list(parts)
@@ -283,13 +287,13 @@ class CommitBook:
         """Add to the numbers of expected parts; several callers add up, a doubled `report` id counts once."""
         if weights < 0 or checkpoint < 0:
             raise ValueError(f"part counts cannot be negative: weights {weights}, checkpoint {checkpoint}")
-        entry = self._open(step, attempt)
+        entry = self._announced(step, attempt)
         entry.parts.register(weights, checkpoint, report)
         return self._evaluate(entry)
 
     def mark(self, step: int, kind: Kind, *, attempt: int | None = None) -> list[Decision]:
         """The step is to be committed as `kind` as soon as its parts are in."""
-        entry = self._open(step, attempt)
+        entry = self._announced(step, attempt)
         entry.marks.add(kind)
         return self._evaluate(entry)
 
@@ -432,7 +436,7 @@ class CommitBook:
         """The step is visible as `kind` now; `beside`: it lies beside its place, as decided or for what was there."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
-        entry.committing = None
+        entry.committing, entry.deleted = None, False
         decisions: list[Decision] = []
         if beside or entry.pending_beside:
             self._beside.add(step)
@@ -456,8 +460,12 @@ class CommitBook:
         return self._fail(entry, f"the commit as {kind} failed: {error}")
 
     def forget(self, step: int) -> None:
-        """The checkpoint of this step was deleted from the disk."""
+        """The checkpoint of this step was deleted from the disk. Those who ask late still hear that it was committed;
+        one who announces it again begins it anew.
+        """
         self._disk.pop(step, None)
+        if step in self._steps:
+            self._steps[step].deleted = True
 
     def tick(self) -> list[Decision]:
         """Fail the steps of which nothing was heard for `step_timeout_s`, and take back turns held for so long."""
@@ -564,6 +572,16 @@ class CommitBook:
             entry.committed = self._own(step)
         entry.touched = now
         return entry
+
+    def _announced(self, step: int, attempt: int | None) -> _Step:
+        """As `_open`; what is known of an earlier checkpoint of the step goes with that, once it was deleted."""
+        entry = self._open(step, attempt)
+        if not entry.deleted or entry.failed is not None or self._is_open(entry):
+            return entry
+        del self._steps[step]
+        with suppress(ValueError):
+            self._settled.remove(step)
+        return self._open(step, attempt)
 
     def _own(self, step: int) -> Kind | None:
         """What this attempt has committed of a step: visible, or beside what must stay."""
