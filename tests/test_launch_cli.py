@@ -415,6 +415,19 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("hydra.searchpath=[pkg://my_rewards]", "hydra.searchpath is my_rewards"),
         ("+hydra.job_logging.handlers.x.class=os.system", "hydra.job_logging.handlers.x.class is os.system"),
         ("model.trust_remote_code=true", "model.trust_remote_code=true"),
+        ("+more=[{_target_: os.system}]", "more.0._target_ is os.system"),
+        ("+tracker.mine='${oc.create:{_target_: os.system}}'", "tracker.mine is ${oc.create:"),
+        ("+tracker.mine='${oc.${.x}:\"{_target_: os.system}\"}'", "tracker.mine is ${oc.${.x}:"),
+        ("+tracker.mine='${oc.select:x,{_target_: os.system}}'", "tracker.mine is ${oc.select:"),
+        ("+tracker.mine.path='\\${oc.create:{_target_: os.system}}'", "tracker.mine.path is \\${oc.create:"),
+        (
+            "+tracker.mine={first: '$${.second}', second: '{oc.create:{_target_: os.system}}'}",
+            "tracker.mine.first is $${",
+        ),
+        ("+hydra.callbacks.evil='${oc.decode:\"{_target_: os.system}\"}'", "hydra.callbacks.evil is ${oc.decode:"),
+        ("+hydra.callbacks.evil='${hydra.runtime.output_dir}'", "hydra.callbacks.evil is ${hydra.runtime.output_dir}"),
+        ("+hydra.job.env_set.LD_PRELOAD=evil.so", "hydra.job.env_set.LD_PRELOAD is evil.so"),
+        ("hydra.overrides.task=['${oc.create:{_target_: os.system}}']", "hydra.overrides.task.0 is ${oc.create:"),
     ],
 )
 def test_what_the_settings_of_a_foreign_folder_name_is_not_run(
@@ -426,6 +439,25 @@ def test_what_the_settings_of_a_foreign_folder_name_is_not_run(
     assert said in capsys.readouterr().err
     assert len(launcher.calls) == 1
     assert not rewards.exists()
+
+
+def test_plain_interpolations_of_saved_settings_are_resolved_as_before(launcher: StandIn) -> None:
+    folder = first_run(
+        "trainer.steps=10", "trainer.warmup_steps=${seed}", "+checkpoint.mirror_options.a='${oc.env:HOME}/${name}'"
+    )
+    assert cli.main(["resume", str(folder)]) == 0
+    assert launcher.calls[1].cfg == launcher.calls[0].cfg
+
+
+@pytest.mark.parametrize("value", ["'${oc.create:{b: 1}}'", "{b: '${oc.create:{c: 1}}'}"])
+def test_a_saved_value_that_is_made_while_it_is_read_is_given_again(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str], value: str
+) -> None:
+    own = f"+checkpoint.mirror_options.a={value}"
+    folder = first_run("trainer.steps=10", own)
+    assert cli.main(["resume", str(folder)]) == 2
+    assert re.search(r"give checkpoint\.mirror_options\.a\S*=\.\.\. again", capsys.readouterr().err)
+    assert cli.main(["resume", str(folder), own]) == 0
 
 
 def test_an_option_file_of_a_foreign_folder_is_looked_into(

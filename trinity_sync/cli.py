@@ -213,11 +213,14 @@ def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
             f"{folder} is no folder of a run: {lacking[0]} is missing; name the folder that holds run.json"
         )
     try:
-        overrides = [str(override) for override in OmegaConf.load(saved / "overrides.yaml")]
+        # As they were given: what they refer to stands in the configuration that they make.
+        texts = OmegaConf.to_container(OmegaConf.load(saved / "overrides.yaml"), resolve=False)
+        overrides = list(map(str, texts or []))
         settings = OmegaConf.load(saved / "hydra.yaml").hydra
         sources = settings.runtime.config_sources
         extra = [Path(source.path) for source in sources if source.provider == "command-line"]
-        searched = [str(item) for item in settings.overrides.hydra if str(item).startswith("hydra.searchpath=")]
+        of_hydra = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
+        searched = [text for text in map(str, of_hydra or []) if text.startswith("hydra.searchpath=")]
         return [*overrides, *searched], str(settings.job.config_name), extra[0] if extra else None
     except Exception as error:
         raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error

@@ -7,13 +7,15 @@ else the user names again: the value itself on the command line of the resume, o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import compose
 from trinity_sync.errors import ConfigError
@@ -24,6 +26,14 @@ OWN = ("trinity_sync.tasks", "trinity_sync.tracking.tensorboard", "trinity_sync.
 _RUN = ("_target_", "class", "()")
 """Keys by which Hydra, and Python's logging that it sets up, are told what to call."""
 _IMPORTED = ("pkg://", "ext://")
+_HARMLESS = re.compile(r"\$\{(?:(?:oc\.env|now|sum):[^${}]*|[^:${}\0]*)\}")
+"""Interpolations that come to text or a number, or to what stands in the configuration itself. Others, such as those of
+`oc.create`, may come to a `_target_` that stands nowhere. Arguments may be such interpolations, NUL for each; names may
+not.
+"""
+_UNKNOWN = object()
+_RECORD = "hydra.job.override_dirname"
+"""Written by Hydra itself from the overrides, as is `hydra.overrides`."""
 
 
 def check_saved_targets(
@@ -52,13 +62,24 @@ def check_saved_targets(
             _check("hydra.searchpath", name, allowed, where)
     cfg = compose(overrides, config_name=config_name, config_dir=config_dir, hydra=True)
     given = set(_given(new))
-    shipped = {name for _, name in _named(_values(compose(hydra=True).hydra), "")}
-    hydra = _values(cfg.hydra)
+    ours = compose(hydra=True)
+    known = {(key, text) for key, text, _ in _interpolated(ours, "")} | given
+    for key, text, value in _interpolated(cfg, ""):
+        if not ((key, text) in known or key == _RECORD or (key.startswith("hydra.overrides.") and text in overrides)):
+            _check_interpolation(key, text, value, where)
+    values = _values(cfg)
+    hydra = values.pop("hydra")
+    for key, value in _leaves(hydra["job"].get("env_set", {}), "hydra.job.env_set"):
+        if (key, value) not in given:
+            raise ConfigError(
+                f"{key} is {value} in the saved settings of {where}, which programs that are started would heed; where "
+                f"you trust it, give {key}=... again"
+            )
+    shipped = {name for _, name in _named(_values(ours.hydra), "")}
     for key, name in _named(hydra, "hydra"):
         if name not in shipped and (key, name) not in given:
             _check(key, name, allowed, where)
-    own = {key: _values(cfg[key]) for key in cfg if key != "hydra" and isinstance(cfg[key], DictConfig)}
-    for key, name in _named(own, ""):
+    for key, name in _named(values, ""):
         if (key, name) not in given:
             _check(key, name, (*OWN, *allowed), where)
     key = "model.trust_remote_code"
@@ -79,6 +100,20 @@ def _check(key: str, name: str, allowed: Collection[str], where: Path) -> None:
         raise ConfigError(
             f"{key} is {name} in the saved settings of {where}, which would be imported and run; where you trust it, "
             f"add --allow-target {package.partition('.')[0] if real is None else package}"
+        )
+
+
+def _check_interpolation(key: str, text: str, value: Any, where: Path) -> None:
+    left, before = text, ""
+    while left != before:
+        left, before = _HARMLESS.sub("\0", left), left
+    # In the run Hydra's own settings come to more than here; what of the others cannot be resolved is refused as wrong.
+    unknown = value is _UNKNOWN and key.startswith("hydra.")
+    # Text that looks like one when it is resolved would be resolved again, as Hydra does before it calls anything.
+    if "${" in left or unknown or (isinstance(value, str) and "${" in value):
+        raise ConfigError(
+            f"{key} is {text} in the saved settings of {where}, and what that comes to might be run; where you trust "
+            f"it, give {key}=... again"
         )
 
 
@@ -115,14 +150,34 @@ def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, value.partition("://")[2].replace("/", ".")
 
 
+def _interpolated(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, str, Any]]:
+    """(key, text, value) of all interpolations, at any depth; the value is `_UNKNOWN` where it cannot be known now."""
+    raw: Any = OmegaConf.to_container(node, resolve=False)
+    for part in node if isinstance(node, DictConfig) else range(len(node)):
+        place, text = f"{key}.{part}" if key else str(part), raw[part]
+        if isinstance(text, dict | list):
+            yield from _interpolated(node[part], place)
+        elif isinstance(text, str) and "${" in text:
+            try:
+                yield place, text, node[part]
+            except OmegaConfBaseException:
+                yield place, text, _UNKNOWN
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list):
+        for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(inner, f"{key}.{part}")
+    else:
+        yield key, value
+
+
 def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """(key, value) of what stands on the command line itself; choices of options are none: those are files."""
     for override in OverridesParser.create().parse_overrides(list(new)):
         key, value = override.get_key_element().lstrip("+~"), override.value()
-        if isinstance(value, dict | list):
-            yield from _named(value, key)
-        else:
-            yield key, value
+        yield from _named(value, key)
+        yield from _leaves(value, key)
 
 
 def _packages(text: str) -> Iterator[str]:
