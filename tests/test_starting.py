@@ -188,9 +188,63 @@ def test_a_lost_folder_is_fetched_from_the_mirror_only_if_it_has_the_newest(tmp_
     gone(here, 10)
     cfg = config(f"checkpoint.mirror={there}")
     look_before_resume(cfg, here, Resume(), [10, 20])
-    with pytest.raises(ConfigError, match=rf"step 20 was committed, .*{here} and checkpoint\.mirror={there} is .* 10"):
+    with pytest.raises(ConfigError, match=rf"steps 10, 20 were committed, .*{here} and checkpoint\.mirror={there}\."):
         Start.find(cfg, here, resume=Resume(), committed=[10, 20])
     assert Start.find(cfg, here, resume=Resume(), committed=[10]).step == 10
+
+
+def test_nothing_is_fetched_that_would_not_do(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    saved(there, 10)
+    with pytest.raises(ConfigError, match=r"steps 10, 20 were committed, .*Nothing was changed"):
+        Start.find(config(f"checkpoint.mirror={there}"), here, resume=Resume(), committed=[10, 20])
+    assert names(here) == set()
+    start = Start.find(config(f"checkpoint.mirror={there}"), here, resume=Resume(skip_unreadable=True), committed=[20])
+    assert start.step == 10
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "actor/model_world_size_2_rank_0.pt"])
+@pytest.mark.parametrize("newest", [20, 30])
+def test_what_cannot_be_read_here_is_fetched_from_the_mirror(tmp_path: Path, name: str, newest: int) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    saved(here, 10)
+    saved(here, 20)
+    saved(there, newest)
+    unreadable(here / "global_step_20" / name)
+    cfg = config(f"checkpoint.mirror={there}")
+    look_before_resume(cfg, here, Resume(), [10, 20])
+    assert Start.find(cfg, here, resume=Resume(), committed=[10, 20]).step == newest
+
+
+def test_what_cannot_be_read_here_and_is_not_at_the_mirror_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    saved(here, 10)
+    second = saved(here, 20)
+    saved(there, 15)
+    unreadable(second / "actor" / "model_world_size_2_rank_0.pt")
+    before = names(here)
+    for mirror in (there, tmp_path / "file" / "below"):
+        (tmp_path / "file").write_text("")
+        cfg = config(f"checkpoint.mirror={mirror}", "checkpoint.mirror_tries=1")
+        with pytest.raises(ConfigError, match=r"global_step_20/.* cannot be read now.*--skip-unreadable"):
+            Start.find(cfg, here, resume=Resume(), committed=[10, 20])
+        assert "going on" not in capsys.readouterr().err
+        assert names(here) == before
+
+
+@pytest.mark.parametrize("resume", [Resume(), Resume(from_scratch=True)])
+def test_a_run_that_never_committed_begins_again_with_the_checkpoint_it_was_given(
+    tmp_path: Path, resume: Resume, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = saved(tmp_path / "other", 20)
+    own = tmp_path / "own"
+    own.mkdir()
+    start = Start.find(config(f"checkpoint.resume_from={folder}"), own, resume=resume)
+    assert start == Start(20, True, own, folder)
+    assert not start.continued
+    assert f"the run begins again with checkpoint.resume_from={folder}" in capsys.readouterr().err
 
 
 def test_a_mirror_with_a_checkpoint_of_a_newer_version_stops_a_resume(tmp_path: Path) -> None:

@@ -86,7 +86,8 @@ class Job:
 
         cfg, recorder, mirror = self._cfg, self._recorder, self._mirror
         self._phase("starting the coordinators")
-        store.set_start(self._start.checkpoints, self._start.step, recorder.attempt)
+        kept = self._start.step if self._start.continued else 0
+        store.set_start(self._start.checkpoints, kept, recorder.attempt)
         config = SynchronizerConfig(
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
         )
@@ -359,7 +360,8 @@ class Job:
 
         cfg = self._cfg
         groups = cfg.algorithm.prompts_per_step
-        position = data_position(self._start.folder) if self._start.resumed and self._start.folder else None
+        folder = self._start.folder
+        position = data_position(folder) if folder is not None and self._start.continued else None
         if position is not None and position["groups_per_step"] != groups:
             before = position["groups_per_step"]
             print(

@@ -58,9 +58,9 @@ class RunMirror:
         """See `fetch.check_place`."""
         check_place(self.place, self.settings, checkpoints, log=self.log)
 
-    def fetch_newer(self, checkpoints: Path, best: CheckpointInfo | None) -> int | None:
+    def fetch_newer(self, checkpoints: Path, best: CheckpointInfo | None, least: int = 0) -> int | None:
         """See `fetch.fetch_newer`; what the user should know goes to standard error."""
-        return fetch_newer(self.place, self.settings, checkpoints, best, say=_say, log=self.log)
+        return fetch_newer(self.place, self.settings, checkpoints, best, least=least, say=_say, log=self.log)
 
     def finish(self, monitor: Any, limit_s: float, fault: Callable[[str, str], None]) -> None:
         """Wait for the copies that are under way, and say on standard error and as a fault what did not get there.

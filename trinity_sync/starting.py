@@ -13,8 +13,10 @@ from omegaconf import DictConfig
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import resume_point, store, verls
 from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
+from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.mirroring import RunMirror
+from trinity_sync.protocol.parts import FULL
 from trinity_sync.resuming import Resume
 
 
@@ -35,6 +37,11 @@ class Start:
     checkpoints: Path
     folder: Path | None
     weights_only: bool = False
+
+    @property
+    def continued(self) -> bool:
+        """Whether the checkpoint is one of the run's own folder, so that what is there up to its step stays."""
+        return self.resumed and self.folder is not None and self.folder.parent == self.checkpoints
 
     def taken_weights(self, model_folder: Path) -> Path:
         """Where the weights of another engine's checkpoint lie while the run starts, in Hugging Face format."""
@@ -72,11 +79,19 @@ class Start:
                 f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
                 f"or go on with that run: trinity-sync resume RUN_DIR"
             )
-        folder = Path(cfg.checkpoint.resume_from) if cfg.checkpoint.resume_from is not None else None
-        step, whole = _check_given(cfg, folder) if folder is not None else (0, True)
+        start = cls._first(cfg, checkpoints, resumed=False)
         if mirror is not None:
             mirror.check(checkpoints)
-        return cls(step, False, checkpoints, folder, weights_only=not whole)
+        return start
+
+    @classmethod
+    def _first(cls, cfg: DictConfig, checkpoints: Path, *, resumed: bool) -> Start:
+        """Where the run begins while it has no checkpoint of its own."""
+        if cfg.checkpoint.resume_from is None:
+            return cls(0, resumed, checkpoints, None)
+        folder = Path(cfg.checkpoint.resume_from)
+        step, whole = _check_given(cfg, folder)
+        return cls(step, resumed, checkpoints, folder, weights_only=not whole)
 
     @classmethod
     def _resumed(
@@ -93,8 +108,10 @@ class Start:
         if found is None:
             where = f"{checkpoints} or at {mirror.name}" if mirror is not None else str(checkpoints)
             why = "as asked for" if resume.from_scratch else f"no checkpoint in {where} verifies yet"
-            print(f"{why}: the run begins again at step 1", file=sys.stderr)
-            return cls(0, True, checkpoints, None)
+            start = cls._first(cfg, checkpoints, resumed=True)
+            begin = "at step 1" if start.folder is None else f"with checkpoint.resume_from={start.folder}"
+            print(f"{why}: the run begins again {begin}", file=sys.stderr)
+            return start
         _check_steps(cfg, found.step, f"the run with checkpoints in {checkpoints}")
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
         whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
@@ -120,7 +137,11 @@ def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, commi
         return
     with _advised():
         if not resume.skip_unreadable:
-            resume_point.look(checkpoints)
+            try:
+                resume_point.look(checkpoints)
+            except resume_point.UnseenError:
+                if cfg.checkpoint.mirror is None:
+                    raise
         if committed and cfg.checkpoint.mirror is None and not any(checkpoints.glob("*global_step_*")):
             resume_point.check_all_seen(checkpoints, None, committed, places=f"checkpoint.dir={checkpoints}")
 
@@ -130,12 +151,41 @@ def _newest(
 ) -> store.CheckpointInfo | None:
     """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet."""
     store.finish_replacements(checkpoints)
-    found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable, say=_say)
-    if mirror is not None and mirror.fetch_newer(checkpoints, found) is not None:
-        found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
+    unread = False
+    try:
+        found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable, say=_say)
+    except resume_point.UnseenError:
+        if mirror is None:
+            raise
+        unread = True
+        found = resume_point.find(checkpoints, skip_unreadable=True)
+    if mirror is not None:
+        least = 0 if resume.skip_unreadable else _least(checkpoints, found, committed, unread)
+        if mirror.fetch_newer(checkpoints, found, least) is not None or unread:
+            found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
     places = f"checkpoint.dir={checkpoints}" + (f" and checkpoint.mirror={mirror.name}" if mirror is not None else "")
     resume_point.check_all_seen(checkpoints, found, committed, places=places, skip_missing=resume.skip_unreadable)
     return found
+
+
+def _least(checkpoints: Path, found: store.CheckpointInfo | None, committed: Collection[int], unread: bool) -> int:
+    """The oldest step that the mirror can help with: an older one would be refused once it is here.
+
+    Args:
+        unread: something newer than `found` cannot be read now.
+    """
+    there = {info.step: info for info in store.scan(checkpoints)}
+    after = found.step if found is not None else 0
+    named = read_tracker(checkpoints, FULL).step
+    known = {*committed, *([named] if named is not None else [])}
+    lost = {step for step in known if step > after and step not in there}
+    if unread:
+        lost |= {step for step, info in there.items() if step > after and _cannot_be_read(info)}
+    return max(lost, default=0)
+
+
+def _cannot_be_read(info: store.CheckpointInfo) -> bool:
+    return (store.verify(info.path) if info.kind == FULL else info).state == "unreadable"
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def fetch_newer(
     root: Path,
     best: CheckpointInfo | None,
     *,
+    least: int = 0,
     say: Callable[[str], None],
     log: Path | None = None,
 ) -> int | None:
@@ -55,10 +56,12 @@ def fetch_newer(
     Args:
         root: the local checkpoint folder, used by nobody else meanwhile.
         best: the newest good one here; None: there is none.
+        least: nothing older than this step would do.
         say: gets a sentence for all that the user should know.
 
     Returns:
-        The step that was fetched; None: the mirror has nothing newer, or cannot be reached and `best` has to do.
+        The step that was fetched; None: the mirror has nothing that is newer and would do, or cannot be reached and
+        there is a `best`.
 
     Raises:
         ConfigError: the mirror is the checkpoint folder itself.
@@ -66,7 +69,8 @@ def fetch_newer(
         RunError: the mirror cannot be reached and there is nothing here.
     """
     _check_apart(place, root)
-    known = (best.attempt or 0, best.step) if best is not None else None
+    here = best.step if best is not None else 0
+    known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
     try:
         result = try_again(
             settings,
@@ -81,11 +85,12 @@ def fetch_newer(
         )
     except MirrorError as error:
         if best is not None:
-            say(f"the mirror cannot be asked for a newer checkpoint; going on from step {best.step}, which is here")
+            then = f"; going on from step {here}, which is here" if here >= least else ""
+            say(f"the mirror cannot be asked for a newer checkpoint{then}")
             return None
         raise RunError(
             f"no checkpoint in {root} verifies, and the mirror {shown(place)} cannot be asked for one: {error}; "
-            f"try again when it can be reached, or begin again at step 1 with checkpoint.mirror=null"
+            f"try again when it can be reached, or begin again at step 1 with --from-scratch"
         ) from error
     if result["unknown"]:
         raise NewerFormatError(f"the mirror {shown(place)}: {result['unknown']}")
