@@ -14,7 +14,7 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import compose
@@ -150,10 +150,10 @@ def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, value.partition("://")[2].replace("/", ".")
 
 
-def _interpolated(node: DictConfig | ListConfig, key: str) -> Iterator[tuple[str, str, Any]]:
+def _interpolated(node: Any, key: str) -> Iterator[tuple[str, str, Any]]:
     """(key, text, value) of all interpolations, at any depth; the value is `_UNKNOWN` where it cannot be known now."""
     raw: Any = OmegaConf.to_container(node, resolve=False)
-    for part in node if isinstance(node, DictConfig) else range(len(node)):
+    for part in raw if isinstance(raw, dict) else range(len(raw)):
         place, text = f"{key}.{part}" if key else str(part), raw[part]
         if isinstance(text, dict | list):
             yield from _interpolated(node[part], place)
