@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from tests.integrations.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint import store
@@ -383,6 +384,32 @@ def test_a_rank_whose_file_is_missing_stops_all_ranks(ranks: list[Any], run: Ver
         assert "rank 1: RunError" in str(error)
         assert "has no model_world_size_2_rank_1.pt, optim_world_size_2_rank_1.pt" in str(error)
         assert "what is there is model_world_size_2" in str(error)
+
+
+def test_what_is_pickled_in_a_checkpoint_does_not_run(
+    ranks: list[Any], run: VerlRun, root: Path, step: int, tmp_path: Path
+) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    save(ranks, root, step)
+    wait(ranks)
+    mark = tmp_path / "ran"
+    for number in range(2):
+        path = Path(actor_path(root, step)) / f"extra_state_world_size_2_rank_{number}.pt"
+        path.unlink()
+        torch.save({"lr_scheduler": None, "rng": Marks(str(mark))}, path)
+    for error in outcomes(ranks, "manager", "fsdp2", "load_checkpoint", actor_path(root, step)):
+        assert "cannot be loaded" in str(error)
+    assert not mark.exists()
+
+
+class Marks:
+    """Leaves a mark where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self.path, "w")
 
 
 def test_without_actors_a_manager_says_who_starts_them(ranks: list[Any]) -> None:

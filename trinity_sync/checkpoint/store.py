@@ -558,8 +558,9 @@ def _link_reported(staging: Path, draft: Manifest) -> Path:
 def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
     """Link into `source` what an earlier commit of the step holds and the new one does not bring.
 
-    Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. What it
-    does not list, and a folder without a manifest, was written by verl, or by parts that use its paths.
+    Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. A folder
+    without a manifest was written by parts that use verl's own paths. What others write into one with a manifest is
+    left to `_let_go`: they may not have done yet.
     """
     earlier: dict[str, FileEntry] = {}
     wanted = {entry.path for entry in draft.files}
@@ -568,7 +569,7 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
     for folder in (target, step_dir(versions_dir(root, draft.attempt), draft.step)):
         found = _committed(folder)
         if found is not None and found.attempt == draft.attempt:
-            earlier, base, ours = {entry.path: entry for entry in found.files}, folder, True
+            earlier, base, ours = {entry.path: entry for entry in found.files}, folder, False
             break
     if ours and not partial:
         wanted |= set(_files(base))

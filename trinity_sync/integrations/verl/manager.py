@@ -27,6 +27,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from verl.utils.fs import is_non_local
 from verl.utils.fsdp_utils import fsdp_version
 
+from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.holds import lease_checkpoint
@@ -398,7 +399,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         with ExitStack() as held:
             # A rank that stops before verl's barrier would leave its peers in it.
             together(f"load {local_path}", lambda: self._hold(local_path, held))
-            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+            self._load_as_verl(local_path, hdfs_path, del_local_after_load)
         if step is not None:
             self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
 
@@ -409,6 +410,11 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if step is not None and self._root is not None and (step_dir(self._root, step) / MANIFEST).exists():
             lease = lease_checkpoint(self._root, step, holder=f"rank {self.rank}", seconds=self._timeout_s)
             held.enter_context(lease)
+
+    def _load_as_verl(self, local_path: str, hdfs_path: str | None, del_local_after_load: bool) -> None:
+        """By verl's own code, which would run what is pickled in the files."""
+        with nothing_runs(local_path):
+            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def _check_files(self, local_path: str) -> None:
         """This rank's files are there."""
