@@ -29,7 +29,7 @@ from trinity_sync.checkpoint.layout import (
     parse_manifest,
     step_of,
 )
-from trinity_sync.checkpoint.trackers import TRACKERS
+from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 ROOT = Path("/sim/run/checkpoints")
@@ -216,7 +216,8 @@ class Ledger:
         root = self.disk.find(str(ROOT))
         assert isinstance(root, Folder)
         for name, node in root.names.items():
-            known = step_of(name) is not None or name in TRACKERS.values() or name.startswith(ABANDONED_PREFIX)
+            known = step_of(name) is not None or name in (*TRACKERS.values(), COMMITTED)
+            known = known or name.startswith(ABANDONED_PREFIX)
             if not known and not _ORDINARY.fullmatch(name):
                 raise Violation(f"{name} was left behind")
             if name == STAGING and isinstance(node, Folder):
