@@ -5,8 +5,13 @@ Ranks are threads here, each with a client of its own of one real store.
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -14,6 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from trinity_sync.backends import meetings as module
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.errors import RunError
 
@@ -165,6 +171,52 @@ def test_the_store_does_not_grow_with_the_saves(group: Group) -> None:
         group.outcomes(lambda meetings: meetings.begin("step 2", lambda: [][1]))
         counts.append(len(group.store.list_keys()))
     assert counts[1] == counts[3]
+
+
+_SERVE = """
+import time, torch.distributed as dist
+from datetime import timedelta
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def served() -> Iterator[tuple[int, Any]]:
+    """The pid of a process that serves a store, and a client of it."""
+    with subprocess.Popen([sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            port, limit = int(process.stdout.readline()), timedelta(seconds=LIMIT)
+            yield process.pid, dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
+        finally:
+            process.kill()
+
+
+def test_a_rank_0_that_stands_still_holds_up_no_other_rank_for_ever_and_the_next_save_is_sound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every call of a client waits for it, also those that find out who is missing."""
+    with served() as (pid, client), ThreadPoolExecutor(2) as pool:
+        meetings = [Meetings(dist.PrefixStore("saves", client), rank, 2, 0.5) for rank in range(2)]
+        begun = [pool.submit(one.begin, "step 1") for one in meetings]
+        first = [one.result(LIMIT) for one in begun]
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(module, "_ANSWER_S", 0.5)
+        try:
+            waiting = [pool.submit(first[1].gather, "write", lambda: None), pool.submit(meetings[1].begin, "step 2")]
+            for one in waiting:
+                with pytest.raises(RunError, match=r"rank 0, through which the ranks meet, did not answer"):
+                    one.result(LIMIT)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        monkeypatch.setattr(module, "_ANSWER_S", LIMIT)
+        for meeting in meetings:
+            meeting.timeout_s = LIMIT
+        meetings[0].begin("step 2")  # rank 1 had come to it
+        sound = [pool.submit(one.begin, "step 3") for one in meetings]
+        assert [one.result(LIMIT).rank for one in sound] == [0, 1]
 
 
 def test_a_store_that_is_gone_is_said_to_be() -> None:

@@ -10,6 +10,7 @@ so nothing of a failed one reaches it.
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -24,6 +25,9 @@ T = TypeVar("T")
 
 _CHUNK_BYTES = 4 << 20
 """Of what a rank tells; the store closes the connection over values of more than 8 MiB."""
+
+_ANSWER_S = 10.0
+"""Limit of the store's answer to one call, seconds; waiting for a key has its own."""
 
 _GO = "go"
 
@@ -43,8 +47,7 @@ class Meetings:
         self.ranks = ranks
         self.timeout_s = timeout_s
         # A client is held for as long as it waits. One waits beside training, and must not hold up the other.
-        self._here, self._beside = store.clone(), store.clone()
-        self._store = store  # on rank 0 its server ends with it
+        self._here, self._beside = _Client(store), _Client(store)
         self._number = 0
         self._over: list[Meeting] = []
 
@@ -86,7 +89,7 @@ class Meeting:
         timeout_s: limit of the wait for the others in each stage, seconds.
     """
 
-    def __init__(self, of: Meetings, prefix: str, what: str, here: Any, beside: Any) -> None:
+    def __init__(self, of: Meetings, prefix: str, what: str, here: _Client, beside: _Client) -> None:
         self.rank, self.ranks, self.timeout_s = of.rank, of.ranks, of.timeout_s
         self._prefix = prefix
         self._what = what
@@ -147,10 +150,10 @@ class Meeting:
     def forget(self) -> None:
         """Remove what this rank has left in the store: it would grow with every save."""
         for key in self._keys:
-            self._here.delete_key(key)
+            self._here.call("delete_key", key)
 
     @contextmanager
-    def _next(self, store: Any, what: str, awaited: Iterable[int]) -> Iterator[_Stage]:
+    def _next(self, store: _Client, what: str, awaited: Iterable[int]) -> Iterator[_Stage]:
         self._stage += 1
         try:
             yield _Stage(self, store, f"{self._prefix}{self._stage}/", f"{what} ({self._what})", awaited)
@@ -160,10 +163,53 @@ class Meeting:
             ) from error
 
 
+class _Client:
+    """A client of the store whose calls end. Those of torch's own wait without a limit for a server that stands still,
+    and hold the client for as long: it is given up then, and the next call has another one.
+
+    Args:
+        store: to have clients of. On rank 0 its server ends with it.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._client: Any = store.clone()
+
+    def call(self, method: str, *args: Any, waits_s: float = 0.0) -> Any:
+        """Call a method of the client.
+
+        Args:
+            waits_s: what the call itself may wait for others, seconds.
+
+        Raises:
+            WaitTimeout: the server does not answer.
+        """
+        client: Any = self._client
+        outcome: list[tuple[Any, Any, BaseException | None]] = []
+
+        def run() -> None:
+            try:
+                used = client or self._store.clone()
+                outcome.append((used, getattr(used, method)(*args), None))
+            except BaseException as error:
+                outcome.append((client, None, error))
+
+        thread = threading.Thread(target=run, name="meeting", daemon=True)
+        thread.start()
+        thread.join(waits_s + _ANSWER_S)
+        if not outcome:
+            self._client = None
+            raise WaitTimeout("rank 0, through which the ranks meet,", "answer", waits_s + _ANSWER_S)
+        self._client, result, error = outcome[0]
+        if error is not None:
+            raise error
+        return result
+
+
 class _Stage:
     """One stage of a meeting, as one rank goes through it."""
 
-    def __init__(self, meeting: Meeting, store: Any, prefix: str, what: str, awaited: Iterable[int]) -> None:
+    def __init__(self, meeting: Meeting, store: _Client, prefix: str, what: str, awaited: Iterable[int]) -> None:
         self._rank, self._ranks, self._timeout_s = meeting.rank, meeting.ranks, meeting.timeout_s
         self._keys = meeting._keys
         self._store = store
@@ -191,23 +237,24 @@ class _Stage:
 
     def get(self, rank: int) -> Any:
         """What was left for or by a rank, once the stage is passed."""
-        chunks = int(self._store.get(f"{self._prefix}value-{rank}"))
-        return pickle.loads(b"".join(self._store.get(f"{self._prefix}value-{rank}-{n}") for n in range(chunks)))
+        chunks = int(self._store.call("get", f"{self._prefix}value-{rank}"))
+        keys = [f"{self._prefix}value-{rank}-{number}" for number in range(chunks)]
+        return pickle.loads(b"".join(self._store.call("get", key) for key in keys))
 
     def arrive(self) -> None:
         """This rank is done; the last one decides that the stage is passed."""
         self._set(f"rank-{self._rank}", "")
         if self._rank == 0:
             self._keys.append(f"{self._prefix}arrived")
-        if self._store.add(f"{self._prefix}arrived", 1) == self._ranks:
+        if self._store.call("add", f"{self._prefix}arrived", 1) == self._ranks:
             self.decide(_GO)
 
     def wait(self) -> None:
         """Until it is decided."""
         key = f"{self._prefix}decision"
         try:
-            self._store.wait([key], timedelta(seconds=self._timeout_s))
-            decision = self._store.get(key).decode()
+            self._store.call("wait", [key], timedelta(seconds=self._timeout_s), waits_s=self._timeout_s)
+            decision = self._store.call("get", key).decode()
         except dist.DistStoreError:
             decision = self.decide(str(WaitTimeout(self._missing(), self._what, self._timeout_s)))
         if decision != _GO:
@@ -216,14 +263,17 @@ class _Stage:
     def decide(self, decision: str) -> str:
         """Decide, unless somebody has; what was decided."""
         self._keys.append(f"{self._prefix}decision")
-        return self._store.compare_set(f"{self._prefix}decision", "", decision).decode()
+        return self._store.call("compare_set", f"{self._prefix}decision", "", decision).decode()
 
     def _missing(self) -> str:
-        missing = [rank for rank in self._awaited if not self._store.check([f"{self._prefix}rank-{rank}"])]
+        missing = [rank for rank in self._awaited if not self._here(rank)]
         return ", ".join(f"rank {rank}" for rank in missing) or "the last rank"
 
+    def _here(self, rank: int) -> bool:
+        return bool(self._store.call("check", [f"{self._prefix}rank-{rank}"]))
+
     def _set(self, name: str, value: Any) -> None:
-        self._store.set(self._prefix + name, value)
+        self._store.call("set", self._prefix + name, value)
         self._keys.append(self._prefix + name)
 
 
