@@ -76,6 +76,26 @@ def test_weights_that_are_committed_are_not_written_again_and_nobody_waits_for_t
     assert store.verify(step_dir(root, 20)).ok
 
 
+def test_settling_hides_what_saves_failed_of_and_no_interrupt(
+    monitor: Any, coordinator: CheckpointCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave() -> None:
+        raise SystemExit("of the save's thread")
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    call(monitor, "begin", 20, 0, FULL, ["r0"])
+    coordinator.save_async("full", leave, 20, part="r0")
+    coordinator.settle()
+    coordinator.wait_all()
+    coordinator.save_async("full", boom, 21, part="r0")
+    coordinator._saves["full"].thread.join(LIMIT)
+    monkeypatch.setattr(coordinator, "_join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        coordinator.settle()
+
+
 def test_a_background_save_is_committed_with_digests(monitor: Any, coordinator: CheckpointCoordinator) -> None:
     folder = Path(call(monitor, "begin", 20, 0, FULL, ["r0"]))
     coordinator.save_async("full", writer(folder, "model.pt"), 20, part="r0")

@@ -177,12 +177,7 @@ class CheckpointCoordinator:
             the first error of the background saves since the last call; the others are added to it as notes.
             WaitTimeout: a save does not end.
         """
-        deadline = time.monotonic() + self._timeout_s
-        for name, save in list(self._saves.items()):
-            self._join(name, save, deadline)
-        self._saves = {name: save for name, save in self._saves.items() if save.thread.is_alive()}
-        with self._lock:
-            errors, self._untold = self._untold, []
+        errors = self._ended()
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"another background save failed as well: {_describe(other)}")
@@ -195,11 +190,7 @@ class CheckpointCoordinator:
         Raises:
             WaitTimeout: a save does not end.
         """
-        try:
-            self.wait_all()
-        except BaseException:
-            if any(save.thread.is_alive() for save in self._saves.values()):
-                raise
+        self._ended()
 
     async def register_and_monitor(
         self,
@@ -370,6 +361,16 @@ class CheckpointCoordinator:
         del self._saves[name]
         if save.error is not None:
             raise save.error
+
+    def _ended(self) -> list[BaseException]:
+        """Wait for all; what was raised since the last call."""
+        deadline = time.monotonic() + self._timeout_s
+        for name, save in list(self._saves.items()):
+            self._join(name, save, deadline)
+        self._saves = {name: save for name, save in self._saves.items() if save.thread.is_alive()}
+        with self._lock:
+            errors, self._untold = self._untold, []
+        return errors
 
     def _join(self, name: str, save: _Save, deadline: float) -> None:
         save.thread.join(max(0.0, deadline - time.monotonic()))
