@@ -34,7 +34,7 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import Shard, flat_range, row_slice, whole
-from trinity_sync.weights.tensors import Saved, from_torch, wire_name
+from trinity_sync.weights.tensors import Saved, from_torch, to_torch, wire_name
 
 _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
 
@@ -73,7 +73,8 @@ class FsdpBackend:
 
     def _find_pieces(self) -> list[tuple[Shard, Any]]:
         # What is saved in another form than the model holds it, nobody maps here.
-        names = {name for name, saved in self._saved.items() if saved.unchanged}
+        unchanged = {name for name, saved in self._saved.items() if saved.unchanged}
+        names = {name for name in unchanged if 0 not in self._saved[name].shape}
         pieces = self._flat_pieces(names) if fsdp_version(self._engine.module) == 1 else self._dtensor_pieces(names)
         buffers = {clean_tensor_name(name): buffer for name, buffer in self._engine.module.named_buffers()}
         for name in sorted(names & buffers.keys()):
@@ -81,6 +82,10 @@ class FsdpBackend:
                 shape, dtype = tuple(buffers[name].shape), self._wire(buffers[name].dtype)
                 # A copy: what is staged beside the next forward pass must not be what that pass changes.
                 pieces.append((whole(name, dtype, shape), lambda name=name: dict(self._clean_buffers())[name].clone()))
+        for name in sorted(unchanged - names) if self._rank == 0 else ():  # no rank has a shard of it
+            dtype, shape, _ = self._saved[name]
+            empty = torch.empty(shape, dtype=to_torch(dtype))
+            pieces.append((whole(name, dtype, shape), lambda empty=empty: empty))
         return pieces
 
     def _clean_buffers(self) -> list[tuple[str, torch.Tensor]]:
