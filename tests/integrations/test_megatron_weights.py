@@ -45,7 +45,10 @@ class Monitored(CheckpointCoordinator):
             root=root, attempt=0, policies=(), keep_state_dicts=1, fsync=False, clock=lambda: 0.0
         )
 
-    def _let_watch(self) -> None:
+    def _ask_for_turn(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _answered(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def _ask(self, method: str, *args: Any, what: str, **given: Any) -> Any:
