@@ -139,8 +139,9 @@ class Ledger:
         for step, promise in list(self.promises.items()):
             if not promise.durable:
                 self.doubtful.add((step, promise.attempt))
-                self.pins.discard((step, promise.attempt))
                 del self.promises[step]
+        # A pin may have come between a commit's rename and its fsync.
+        self.pins = {key for key in self.pins if key[0] in self.promises}
         self.leases.clear()
         self.named.clear()
         self.disordered = True  # trackers may be ahead of weights that were not durable, until somebody tidies up

@@ -119,10 +119,16 @@ def claimed(root: Path, manifest: Manifest, *, now: float) -> Iterator[bool]:
         claim.unlink(missing_ok=True)
 
 
-def drop_claims(root: Path) -> None:
-    """Let go what programs that died had claimed."""
+def drop_claims(root: Path, *, now: float) -> None:
+    """Let go what programs that died had claimed. Those that may live keep their claim until it ends."""
     for path in _files(root / LEASES, _CLAIM):
-        path.unlink(missing_ok=True)
+        if _ends(path) < now:
+            path.unlink(missing_ok=True)
+
+
+def _ends(claim: Path) -> float:
+    expires = claim.stem.rpartition("-")[0].rpartition("-")[2]
+    return int(expires) if expires.isdecimal() else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +241,9 @@ class CheckpointLease:
     def _is_claimed(self) -> bool:
         now = self._clock()
         for path in _files(self.path.parent / LEASES, _CLAIM):
-            key, _, expires = path.stem.rpartition("-")[0].rpartition("-")
-            if expires.isdecimal() and int(expires) < now:
+            if _ends(path) < now:
                 path.unlink(missing_ok=True)
-            elif _held(key) == (self.step, self.attempt):
+            elif _held(path.stem.rpartition("-")[0].rpartition("-")[0]) == (self.step, self.attempt):
                 return True
         return False
 

@@ -78,9 +78,9 @@ def put_back(root: Path, condemned: Path) -> None:
             condemned.rename(abandoned_dir(root, step, _attempt(condemned)))
 
 
-def undo_unfinished(root: Path) -> None:
+def undo_unfinished(root: Path, *, now: float) -> None:
     """Put back what programs that died had condemned. One that lives finds it put back, or looks again."""
-    holds.drop_claims(root)
+    holds.drop_claims(root, now=now)
     for path in root.glob(f"{CONDEMNED_PREFIX}*"):
         put_back(root, path)
 

@@ -386,7 +386,7 @@ def recover(
     """
     if not root.is_dir():
         return
-    undo_unfinished(root)
+    undo_unfinished(root, now=clock())
     for path in root.glob(f"{REPLACED_PREFIX}*"):
         _finish_replacing(root, path, clock)
     kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
@@ -428,7 +428,7 @@ def finish_replacements(root: Path) -> None:
     """Bring back what a crash left out of its place: while a fuller one was to take it, or it was about to be deleted.
     Nothing goes by that. The caller holds the folder.
     """
-    undo_unfinished(root)
+    undo_unfinished(root, now=time.time())
     for path in root.glob(f"{REPLACED_PREFIX}*"):
         target = root / path.name.removeprefix(REPLACED_PREFIX)
         if not target.exists():

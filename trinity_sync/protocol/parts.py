@@ -115,8 +115,10 @@ class StepParts:
         return tuple(sorted({file for key in keys for file in self.done[key].files or ()}))
 
     def untold(self, keys: Iterable[str]) -> bool:
-        """Whether one of these parts said nothing of its files."""
-        return any(self.done[key].files is None for key in keys if key != DIGEST_PART)
+        """Whether one of these parts said nothing of its files. Parts that are only counted never do: their writers use
+        the step's own folder.
+        """
+        return any(self.done[key].files is None for key in keys if key != DIGEST_PART and not key.startswith("#"))
 
     def missing(self, kind: Kind) -> list[str]:
         """What a commit of this kind still waits for, one phrase each; empty: nothing."""
