@@ -128,7 +128,7 @@ def _operations(system: FileSystem) -> dict[str, Callable[..., Any]]:
         "open": lambda path, flags, mode=0o777, **_: system.open(path, flags),
         "access": lambda path, mode, **_: system.find(path) is not None,
         "chmod": lambda path, mode, **_: None,
-        "utime": lambda path, *_, **__: None,
+        "utime": lambda path, *_, **__: system.stat(path) and None,  # raises where there is nothing
     }
 
 

@@ -142,6 +142,8 @@ def test_the_usual_functions_work_on_it(disk: FileSystem) -> None:
         assert file.read() == b"text and more"
     with pytest.raises(FileNotFoundError):
         (PLACE / "nowhere").read_text()
+    (PLACE / "touched").touch()
+    assert (PLACE / "touched").read_bytes() == b""
 
 
 def test_a_lock_keeps_others_out_until_its_holder_ends(disk: FileSystem) -> None:

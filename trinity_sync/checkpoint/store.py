@@ -469,7 +469,7 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
         RunError: as `check_start`; nothing has been touched then.
     """
     check_start(root, step, of_verl=of_verl)
-    recover(root)
+    recover(root, clock=time.time)
     infos = scan(root)
     # What the resume starts from may be verl's own.
     full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
