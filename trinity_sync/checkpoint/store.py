@@ -657,7 +657,6 @@ def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock:
         replaced = _replaced(aside)
         if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
             raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
-        sync_folder(place)
         _let_go(place, aside, manifest)
     except Exception:
         _put_back(source, target, aside)
@@ -697,6 +696,7 @@ def _let_go(place: Path, aside: Path, successor: Manifest) -> None:
     a full checkpoint that has files which the new one lacks, and what cannot be read: these are set aside as
     ``abandoned-*``.
     """
+    sync_folder(place)  # else a power cut could bring back the name of the old one without its files
     replaced = _committed(aside)
     if replaced is None and (aside / MANIFEST).exists():
         aside.rename(abandoned_dir(place, successor.step, None))
