@@ -23,7 +23,6 @@ def main() -> int:
     )
     parser.add_argument("--steps", type=int, default=0, help="go on until so many steps are done")
     parser.add_argument("--length", type=int, default=STEPS, help="steps of a trial")
-    parser.add_argument("--skip", type=int, nargs="*", default=[], help="trials to leave out, whose failure is known")
     parser.add_argument("--keep-going", action="store_true", help="after a failure, too; one line for each")
     parser.add_argument("--log", type=int, default=40, help="operations before a failure that are shown")
     options = parser.parse_args()
@@ -36,9 +35,6 @@ def main() -> int:
     kinds: dict[str, int] = {}
     trial = options.first
     while steps < options.steps if options.steps else trial < options.first + options.trials * options.every:
-        if trial in options.skip:
-            trial += options.every
-            continue
         outcome = run_trial(options.seed, trial, options.length, options.log)
         steps, operations, checks = steps + outcome.steps, operations + outcome.operations, checks + outcome.checks
         for kind, count in outcome.kinds.items():

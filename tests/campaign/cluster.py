@@ -465,7 +465,7 @@ def observed(ledger: Ledger) -> Iterator[None]:
     def told(self: disk.CheckpointDisk, decision: Commit) -> Manifest:
         manifest = commit(self, decision)
         if not getattr(decision, "beside", False):
-            ledger.committed(manifest, durable=bool(decision.meta.get("durable", self.fsync)))
+            ledger.committed(manifest, durable=self.fsync if manifest.kind == FULL else bool(decision.durable))
         return manifest
 
     ray = mock.Mock(get_runtime_context=_Context)

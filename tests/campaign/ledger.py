@@ -34,7 +34,7 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 ROOT = Path("/sim/run/checkpoints")
 
-_ASIDE = re.compile(rf"\.(?:trash|replaced|condemned)-(?:[0-9a-f]+-)?{STEP_PREFIX}(\d+)")
+_ASIDE = re.compile(rf"\.(?:replaced|condemned)-(?:[0-9a-f]+-)?{STEP_PREFIX}(\d+)")
 _ORDINARY = re.compile(r"\.lock|\.monitor\.lock|\.pins|\.leases|\.staging|\.versions|\.pruned")
 
 
@@ -171,7 +171,15 @@ class Ledger:
             raise Violation(
                 f"attempt {attempt} goes on after step {start}, but {self._promised(self.newest_full())} is lost"
             )
-        for step in [step for step in self.promises if step > start]:
+        # Weights that were deleted because there were newer ones: these are set aside now.
+        superseded = [
+            step
+            for step, promise in self.promises.items()
+            if promise.kind == STATE_DICT
+            and step < max(self.promises)
+            and self.disk.find(f"{ROOT}/{STEP_PREFIX}{step}") is None
+        ]
+        for step in {*superseded, *(step for step in self.promises if step > start)}:
             del self.promises[step]
         # Later weights are set aside with their pins; of readers, only those of the run before can hold them.
         self.pins = {key for key in self.pins if key[0] <= start}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -308,3 +309,20 @@ def test_the_first_step_of_a_folder_may_have_a_part_in_its_own_place(tmp_path: P
     life.save(2, FULL, FILES)
     assert set(FILES) < read_manifest(step_dir(tmp_path, 2)).paths
     assert store.verify(step_dir(tmp_path, 2)).unlisted == ()
+
+
+@pytest.mark.parametrize(
+    ("fsync", "asked", "synced"), [(True, None, True), (True, False, False), (False, None, False), (False, True, True)]
+)
+def test_a_commit_is_made_durable_as_was_asked_for_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, fsync: bool, asked: bool | None, synced: bool
+) -> None:
+    disk = CheckpointDisk(
+        root=root, attempt=0, policies=(KeepLast(10),), keep_state_dicts=2, fsync=fsync, clock=Clock()
+    )
+    stage(root, 3, FILES)
+    calls: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append(os.fstat(descriptor).st_ino))
+    disk.commit(Commit(3, 0, FULL, (), None, {}, 0.0, False, asked))
+    of_files = [(step_dir(root, 3) / name).stat().st_ino for name in FILES]
+    assert set(of_files) <= set(calls) if synced else not set(of_files) & set(calls)

@@ -216,6 +216,34 @@ def test_a_committed_state_dict_is_upgraded_to_full() -> None:
     assert (commit.kind, commit.files) == (FULL, (("o", 1, "y"), ("w", 1, "x")))
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_a_full_commit_is_as_durable_as_it_was_asked_for_whatever_the_weights_are(
+    weights_first: bool, restarted: bool
+) -> None:
+    book = make_book()
+    asked = [("state_dict", ["w"], False), ("full", ["w", "o"], None)]
+    for kind, parts, durable in asked if weights_first else asked[::-1]:
+        book.begin(3, kind, parts, weights_parts=["w"], durable=durable)  # type: ignore[arg-type]
+    if restarted:
+        dumped = json.loads(json.dumps(book.dump(3)))
+        book = make_book()
+        book.restore(dumped)
+    weights = only(book.finished(3, weights=True, part="w", files=[("w", 1, "x")]), Commit)
+    book.commit_done(3, STATE_DICT)
+    full = only(book.finished(3, part="o", files=[("o", 1, "x")]), Commit)
+    assert [(commit.kind, commit.durable) for commit in (*weights, *full)] == [("state_dict", False), ("full", None)]
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True), (True, None), (None, True)])
+def test_what_has_to_be_durable_for_one_who_asks_is_durable(order: tuple[bool | None, bool | None]) -> None:
+    book = make_book()
+    book.begin(3, "full", ["a"], durable=order[0])
+    book.begin(3, "full", ["b"], durable=order[1])
+    book.finished(3, part="a")
+    assert [commit.durable for commit in only(book.finished(3, part="b"), Commit)] == [True]
+
+
 def test_parts_that_come_after_a_full_commit_are_added_by_another_one() -> None:
     book = make_book()
     book.register(2, checkpoint=1)

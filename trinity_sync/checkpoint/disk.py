@@ -90,7 +90,7 @@ class CheckpointDisk:
         )
         if self.root is None:
             return draft
-        durable = bool(meta.get("durable", self.fsync))
+        durable = self.fsync if commit.durable is None else commit.durable
         return store.commit_folder(
             self.root, draft, partial=commit.partial, durable=durable, beside=commit.beside, clock=self.clock
         )

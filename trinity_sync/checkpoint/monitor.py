@@ -210,7 +210,7 @@ class CheckpointMonitor:
             parts: names; ``"digest"`` among them makes the commit wait for the version digest.
             meta: fields of the manifest: `backend`, `world_size`, `config_digest`, `metrics`.
             weights_parts: those that are weights; for a ``state_dict`` commit all are.
-            durable: overrides `MonitorConfig.fsync` for this commit.
+            durable: overrides `MonitorConfig.fsync` for the commit as this kind.
 
         Returns:
             The staging folder, into which the parts are written. It exists.
@@ -224,8 +224,9 @@ class CheckpointMonitor:
             lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
             self._config.timeout_s,
         )
-        meta = dict(meta or {}) | ({} if durable is None else {"durable": durable})
-        decisions = self._book.begin(step, kind, parts, weights_parts=weights_parts, meta=meta, attempt=attempt)
+        decisions = self._book.begin(
+            step, kind, parts, weights_parts=weights_parts, meta=meta, durable=durable, attempt=attempt
+        )
         self._execution.apply(decisions)
         folder = await asyncio.to_thread(self._disk.prepare, step)
         await self._execution.note(step)

@@ -59,6 +59,7 @@ class Commit:
         partial: other parts of the step are still being written: only `files` may go into the commit, and the
             staging folder has to stay. Weights that did not name their files are not committed so: which of those that
             are there are theirs, nobody knows.
+        durable: whether it has to survive a power cut, as was asked for this kind; None: as all commits do.
         beside: weights whose place is taken by what they must not replace: a full checkpoint, or any of another
             attempt. They are committed beside it.
     """
@@ -71,6 +72,7 @@ class Commit:
     meta: Mapping[str, Any]
     opened: float
     partial: bool
+    durable: bool | None = None
     beside: bool = False
 
 
@@ -130,6 +132,7 @@ class _Step:
     marks: set[Kind] = field(default_factory=set)
     digest: str | None = None
     meta: dict[str, Any] = field(default_factory=dict)
+    durable: dict[Kind, bool] = field(default_factory=dict)
     committing: Kind | None = None
     pending_keys: frozenset[str] = frozenset()
     pending_beside: bool = False
@@ -258,6 +261,7 @@ class CommitBook:
         *,
         weights_parts: Collection[str] = (),
         meta: Mapping[str, Any] | None = None,
+        durable: bool | None = None,
         attempt: int | None = None,
     ) -> list[Decision]:
         """Name all parts of a step and ask for its commit as `kind`. Calling it again adds to it.
@@ -265,6 +269,8 @@ class CommitBook:
         Args:
             parts: names of the parts; `DIGEST_PART` among them makes the commit wait for the version digest.
             weights_parts: those of them that are weights; for a ``state_dict`` commit all of them are.
+            durable: whether the commit as this kind, and no other of the step, has to survive a power cut. What was
+                asked for once with True stays so.
 
         Raises:
             RunError: the step has failed, or all of these parts are committed already.
@@ -278,6 +284,8 @@ class CommitBook:
         for name in parts:
             entry.parts.expect(name, kind == STATE_DICT or name in weights_parts or name == DIGEST_PART)
         entry.meta.update(meta or {})
+        if durable is not None:
+            entry.durable[kind] = durable or entry.durable.get(kind, False)
         entry.marks.add(kind)
         return self._evaluate(entry)
 
@@ -498,6 +506,7 @@ class CommitBook:
             "marks": sorted(entry.marks),
             "digest": entry.digest,
             "meta": entry.meta,
+            "durable": entry.durable,
             "committed": entry.committed,
             "committed_keys": sorted(entry.committed_keys),
             "turns": [[turn.ticket, *turn.writer, turn.part, turn.collective] for turn in granted],
@@ -520,6 +529,7 @@ class CommitBook:
         entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}
         entry.digest = dumped["digest"]
         entry.meta = dict(dumped["meta"])
+        entry.durable = dict(dumped.get("durable", {}))
         kind = self._own(entry.step)
         if kind is not None:
             entry.committed = kind
@@ -618,7 +628,10 @@ class CommitBook:
         beside = kind == STATE_DICT and visible is not None and (by != self.attempt or visible == FULL)
         entry.committing, entry.pending_keys, entry.pending_beside = kind, keys, beside
         files, meta = entry.parts.files(keys), dict(entry.meta)
-        return [Commit(entry.step, self.attempt, kind, files, entry.digest, meta, entry.opened, partial, beside)]
+        durable = entry.durable.get(kind)
+        return [
+            Commit(entry.step, self.attempt, kind, files, entry.digest, meta, entry.opened, partial, durable, beside)
+        ]
 
     def _move_trackers(self, step: int, kind: Kind) -> list[Decision]:
         decisions: list[Decision] = []
