@@ -153,6 +153,15 @@ def test_a_user_may_insist_on_an_older_step(tmp_path: Path) -> None:
         put_in_order(tmp_path, 20)
 
 
+@pytest.mark.parametrize("resume_step", [None, 20])
+def test_a_step_that_a_crash_left_between_two_places_is_gone_on_from(tmp_path: Path, resume_step: int | None) -> None:
+    commit(tmp_path, 10)
+    commit(tmp_path, 20, attempt=3)
+    (tmp_path / "global_step_20").rename(tmp_path / ".replaced-global_step_20")
+    assert put_in_order(tmp_path, resume_step) == StartPoint(attempt=4, step=20, verified=True)
+    assert [info.step for info in store.scan(tmp_path)] == [10, 20]
+
+
 @pytest.mark.parametrize("how", ["killed", "failed"])
 @pytest.mark.parametrize("trainers", [{}, {"data.pt": "x"}])
 def test_the_tracker_that_verls_trainer_writes_before_the_commit_is_no_word_of_ours(

@@ -125,8 +125,9 @@ def put_in_order(root: Path, resume_step: int | None) -> StartPoint:
 
     Raises:
         RunError: there is no such checkpoint; or what was committed cannot be seen, is of a newer version, or would be
-            in the way. Nothing was changed then.
+            in the way. Nothing was changed then, but for what a crash had left out of its place.
     """
+    store.finish_replacements(root)
     before = store.newest_attempt(root)
     attempt = 0 if before is None else before + 1
     found = _newest(root) if resume_step is None else _named(root, resume_step)
@@ -139,7 +140,6 @@ def put_in_order(root: Path, resume_step: int | None) -> StartPoint:
 
 
 def _newest(root: Path) -> CheckpointInfo | None:
-    store.finish_replacements(root)
     try:
         found = find(root, of_verl=True, say=logger.warning)
         check_all_seen(root, found, ())
