@@ -449,6 +449,24 @@ def test_any_setting_of_verls_engine_can_be_given() -> None:
     assert cfg.backend.overrides == {"forward_prefetch": True, "wrap_policy": {"min_num_params": 10}}
 
 
+@pytest.mark.parametrize(
+    ("field", "key"),
+    [
+        ("dtype=float16", "backend.param_dtype"),
+        ("model_dtype=bf16", "backend.master_dtype"),
+        ("param_dtype=fp16", "backend.param_dtype"),
+        ("mixed_precision={param_dtype: fp16}", "backend.param_dtype and backend.reduce_dtype"),
+        ("fsdp_size=1", "backend.fsdp_size"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_a_setting_of_verls_engine_that_has_a_key_is_not_set_past_it(backend: str, field: str, key: str) -> None:
+    name = field.partition("=")[0]
+    assert refused(f"backend={backend}", f"backend.overrides.{field}") == (
+        f"backend.overrides.{name} would take the place of {key}; set that instead"
+    )
+
+
 # digest and difference
 
 

@@ -48,6 +48,25 @@ def test_what_cannot_be_is_refused_with_its_key(overrides: list[str], key: str, 
     assert right in message
 
 
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("dtype=float16", "backend.dtype"),
+        ("tensor_model_parallel_size=2", "backend.tp"),
+        ("pp=2", "backend.pp"),
+        ("dist_ckpt_optim_fully_reshardable=false", "backend.optimizer_format"),
+        ("seed=3", "seed"),
+        ("override_transformer_config.params_dtype=float16", "backend.dtype"),
+        ("override_transformer_config.sequence_parallel=true", "backend.sequence_parallel"),
+    ],
+)
+def test_a_field_of_the_engine_that_has_a_key_is_not_set_past_it(override: str, key: str) -> None:
+    name = override.partition("=")[0]
+    assert refused("backend=megatron", f"+backend.overrides.{override}") == (
+        f"backend.overrides.{name} would take the place of {key}; set that instead"
+    )
+
+
 def test_a_batch_is_shared_out_over_the_data_parallel_ranks_only() -> None:
     sizes = ["algorithm.prompts_per_step=3", "algorithm.samples_per_prompt=3", "explorer.replicas=1"]
     check(compose(["backend=megatron", "backend.tp=2", *sizes]))

@@ -413,6 +413,9 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("+tracker.mine._target_=os.system", "tracker.mine._target_ is os.system"),
         ("+hydra.callbacks.evil._target_=os.system", "hydra.callbacks.evil._target_ is os.system"),
         ("hydra.searchpath=[pkg://my_rewards]", "hydra.searchpath is my_rewards"),
+        ("hydra.searchpath=[pkg\\://my_rewards]", "hydra.searchpath is my_rewards"),
+        ("hydra.searchpath=[structured://my_rewards]", "hydra.searchpath is my_rewards"),
+        ("hydra.job.chdir=true", "hydra.job.chdir is true"),
         ("+hydra.job_logging.handlers.x.class=os.system", "hydra.job_logging.handlers.x.class is os.system"),
         ("model.trust_remote_code=true", "model.trust_remote_code=true"),
         ("+more=[{_target_: os.system}]", "more.0._target_ is os.system"),
@@ -471,6 +474,41 @@ def test_an_option_file_of_a_foreign_folder_is_looked_into(
     for arguments in ([], ["experiment=more"]):
         assert cli.main(["resume", str(folder), *arguments]) == 2
         assert "task._target_ is os.system" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("scheme", ["pkg", "structured"])
+@pytest.mark.parametrize("place", ["option folder", "beside ours"])
+def test_a_primary_config_of_a_foreign_folder_has_no_package_imported(
+    launcher: StandIn, rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, scheme: str
+) -> None:
+    folder = first_run("trainer.steps=10")
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"defaults: [config]\nhydra:\n  searchpath: ['${{oc.env:NO_SUCH,{scheme}}}://my_rewards']\n")
+    settings = OmegaConf.load(folder / ".hydra" / "hydra.yaml")
+    settings.hydra.job.config_name = "theirs"
+    if place == "beside ours":
+        settings.hydra.job.config_name = os.path.relpath(theirs.with_suffix(""), config.conf_dir())
+    else:
+        source = {"path": str(tmp_path), "schema": "file", "provider": "command-line"}
+        settings.hydra.runtime.config_sources.append(source)
+    OmegaConf.save(settings, folder / ".hydra" / "hydra.yaml")
+    for arguments in ([], ["sync=nccl"], ["hydra.searchpath=[]"]):
+        assert cli.main(["resume", str(folder), *arguments]) == 2
+        said = capsys.readouterr().err
+        assert "hydra.searchpath is my_rewards" in said
+        assert "--allow-target my_rewards" in said
+    assert len(launcher.calls) == 1
+    assert not rewards.exists()
+
+
+@pytest.mark.parametrize("given", [["hydra.searchpath=[pkg://my_rewards]"], ["--allow-target", "my_rewards"]])
+def test_a_package_of_option_files_is_allowed_or_given_again(
+    launcher: StandIn, rewards: Path, given: list[str]
+) -> None:
+    folder = first_run("trainer.steps=10")
+    OmegaConf.save(["hydra.searchpath=[pkg://my_rewards]"], folder / ".hydra" / "overrides.yaml")
+    assert cli.main(["resume", str(folder), *given]) == 0
+    assert rewards.exists()
 
 
 def test_how_to_insist_is_handed_on(launcher: StandIn) -> None:

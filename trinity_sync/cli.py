@@ -161,21 +161,22 @@ def _resume(options: argparse.Namespace) -> int:
 
     folder = options.run.absolute()
     overrides, config_name, config_dir = _read_invocation(folder)
+    trusted: dict[str, Any] = {
+        "config_name": config_name,
+        "config_dir": config_dir,
+        "allowed": options.allow_target,
+        "where": folder,
+    }
     try:
+        merged = merge_overrides(overrides, options.overrides)
+        config.check_search_path(merged, options.overrides, **trusted)
         old = without_foreign_keys(
             overrides,
             options.overrides,
             lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
         )
         overrides = merge_overrides(old, options.overrides)
-        config.check_saved_targets(
-            overrides,
-            options.overrides,
-            config_name=config_name,
-            config_dir=config_dir,
-            allowed=options.allow_target,
-            where=folder,
-        )
+        config.check_saved_targets(overrides, options.overrides, **trusted)
         cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(app.explain(error)) from error

@@ -219,6 +219,27 @@ def test_a_rank_0_that_stands_still_holds_up_no_other_rank_for_ever_and_the_next
         assert [one.result(LIMIT).rank for one in sound] == [0, 1]
 
 
+def test_the_making_of_meetings_waits_for_a_rank_0_that_stands_still_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    with served() as (pid, client), ThreadPoolExecutor(1) as pool:
+        monkeypatch.setattr(module, "_get_default_store", lambda: dist.PrefixStore("default", client))
+        Meetings.of_default_group(0.5)
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(module, "_ANSWER_S", 0.5)
+        try:
+            made = pool.submit(Meetings.of_default_group, 0.5)
+            with pytest.raises(RunError, match=r"rank 0, through which the ranks meet, did not answer"):
+                made.result(5.0)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        made.exception(LIMIT)
+        monkeypatch.setattr(module, "_ANSWER_S", LIMIT)
+        Meetings.of_default_group(0.5)
+
+
 def test_a_store_that_is_gone_is_said_to_be() -> None:
     group = Group()
     begun = [done.result(LIMIT) for done in group.begin(lambda meetings: meetings.begin("step 1"))]

@@ -66,6 +66,24 @@ def test_a_checkpoint_of_verls_without_a_rank_of_its_critic_is_passed_over(tmp_p
         put_in_order(tmp_path, None)
 
 
+@pytest.mark.parametrize("resume_step", [None, 20])
+def test_an_actor_that_verl_saved_is_not_gone_on_from_without_its_critic(
+    tmp_path: Path, resume_step: int | None
+) -> None:
+    put_in_order(tmp_path, None)
+    commit(tmp_path, 10)
+    verls(tmp_path, 20)
+    stage(tmp_path, 20, {"critic/model_world_size_2_rank_0.pt": "half"})
+    store.clean_staging(tmp_path, 20, 0)
+    write_tracker(tmp_path, FULL, 20)  # as verl's trainer does when it has asked both to save
+    before = state(tmp_path)
+    with pytest.raises(RunError, match=r"global_step_20.* verl"):
+        put_in_order(tmp_path, resume_step, ("actor", "critic"))
+    assert state(tmp_path) == before
+    verls(tmp_path, 20, place="critic")
+    assert put_in_order(tmp_path, resume_step, ("actor", "critic")).step == 20
+
+
 def test_what_verl_did_not_finish_is_set_aside_as_verl_itself_passes_it_over(tmp_path: Path) -> None:
     verl_run(tmp_path, 20, 30, tracker=20)
     assert put_in_order(tmp_path, None).step == 20
@@ -151,6 +169,15 @@ def test_a_user_may_insist_on_an_older_step(tmp_path: Path) -> None:
     assert [info.step for info in store.scan(tmp_path)] == [10]
     with pytest.raises(RunError, match="global_step_20 is not a committed full checkpoint"):
         put_in_order(tmp_path, 20)
+
+
+@pytest.mark.parametrize("resume_step", [None, 20])
+def test_a_step_that_a_crash_left_between_two_places_is_gone_on_from(tmp_path: Path, resume_step: int | None) -> None:
+    commit(tmp_path, 10)
+    commit(tmp_path, 20, attempt=3)
+    (tmp_path / "global_step_20").rename(tmp_path / ".replaced-global_step_20")
+    assert put_in_order(tmp_path, resume_step) == StartPoint(attempt=4, step=20, verified=True)
+    assert [info.step for info in store.scan(tmp_path)] == [10, 20]
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])

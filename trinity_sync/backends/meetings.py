@@ -54,10 +54,13 @@ class Meetings:
     @classmethod
     def of_default_group(cls, timeout_s: float) -> Meetings:
         """Of the ranks of torch's default process group, through the store in which they met. All ranks make the same
-        ones, in the same order.
+        ones, in the same order; none waits for another to make them.
+
+        Raises:
+            WaitTimeout: rank 0, which serves the store, does not answer.
         """
         store, rank = _get_default_store(), dist.get_rank()
-        number = store.add(f"saves/made-by-{rank}", 1)
+        number = _Client(store).call("add", f"saves/made-by-{rank}", 1)
         return cls(dist.PrefixStore(f"saves/{number}", store), rank, dist.get_world_size(), timeout_s)
 
     def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> Meeting:
@@ -169,11 +172,15 @@ class _Client:
 
     Args:
         store: to have clients of. On rank 0 its server ends with it.
+
+    Raises:
+        WaitTimeout: the server does not answer.
     """
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._client: Any = store.clone()
+        self._client: Any = None
+        self.call("num_keys")  # connects: that, too, waits for the server
 
     def call(self, method: str, *args: Any, waits_s: float = 0.0) -> Any:
         """Call a method of the client.

@@ -46,6 +46,7 @@ def find(
     *,
     skip_unreadable: bool = False,
     of_verl: bool = False,
+    roles: Collection[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckpointInfo | None:
     """The newest full checkpoint that verifies; None: there is none.
@@ -54,6 +55,7 @@ def find(
         root: the checkpoint folder; nobody writes in it meanwhile.
         skip_unreadable: go on from an older one where a newer one cannot be read now.
         of_verl: take one that verl itself wrote, too.
+        roles: those that one of verl's has to hold.
         say: gets a sentence for each one that is passed over.
 
     Raises:
@@ -61,7 +63,7 @@ def find(
         NewerFormatError: a newer one was written by a later version of this program.
     """
     try:
-        return store.newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl)
+        return store.newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl, roles=roles)
     except UnreadableError as error:
         raise UnseenError(str(error)) from error
 
@@ -116,20 +118,23 @@ def check_all_seen(
         )
 
 
-def put_in_order(root: Path, resume_step: int | None) -> StartPoint:
+def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = ()) -> StartPoint:
     """Prepare a checkpoint folder for a verl program, a fresh one or one that verl or this program has saved to.
 
     Args:
         root: the folder; nobody writes in it meanwhile.
         resume_step: where the user wants to begin; None: at the newest full checkpoint.
+        roles: places in a step's folder without which one of verl's is not full: verl's trainer names a step when all
+            roles were asked to save, and one of them may have been killed since.
 
     Raises:
         RunError: there is no such checkpoint; or what was committed cannot be seen, is of a newer version, or would be
-            in the way. Nothing was changed then.
+            in the way. Nothing was changed then, but for what a crash had left out of its place.
     """
+    store.finish_replacements(root)
     before = store.newest_attempt(root)
     attempt = 0 if before is None else before + 1
-    found = _newest(root) if resume_step is None else _named(root, resume_step)
+    found = _newest(root, roles) if resume_step is None else _named(root, resume_step, roles)
     step = found.step if found is not None else 0
     store.set_start(root, step, attempt, of_verl=True)
     verified = found is None or found.manifest is not None
@@ -138,10 +143,9 @@ def put_in_order(root: Path, resume_step: int | None) -> StartPoint:
     return StartPoint(attempt=attempt, step=step, verified=verified)
 
 
-def _newest(root: Path) -> CheckpointInfo | None:
-    store.finish_replacements(root)
+def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
     try:
-        found = find(root, of_verl=True, say=logger.warning)
+        found = find(root, of_verl=True, roles=roles, say=logger.warning)
         check_all_seen(root, found, ())
     except UnseenError as error:
         raise UnseenError(
@@ -159,13 +163,16 @@ def _newest(root: Path) -> CheckpointInfo | None:
     return found
 
 
-def _named(root: Path, step: int) -> CheckpointInfo | None:
+def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | None:
     if step == 0:
         return None
-    for info in store.scan(root):
-        if info.step == step and (info.kind == FULL or (info.state == "verl" and verls.missing(info.path) is None)):
-            return info
-    raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
+    info = next((info for info in store.scan(root) if info.step == step), None)
+    absent = verls.missing(info.path, roles) if info is not None and info.state == "verl" else None
+    if absent is not None:
+        raise RunError(f"{step_dir(root, step)} was written by verl, but its {absent} is missing: it is not whole")
+    if info is None or (info.kind != FULL and info.state != "verl"):
+        raise RunError(f"{step_dir(root, step)} is not a committed full checkpoint, so no run can go on from it")
+    return info
 
 
 def _steps(steps: Collection[int]) -> str:

@@ -237,6 +237,7 @@ def newest_good(
     on_skip: Callable[[str], None] | None = None,
     skip_unreadable: bool = False,
     of_verl: bool = False,
+    roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
     """The newest checkpoint that verifies, to resume from (``full``) or to load weights from (``state_dict``: either).
 
@@ -246,6 +247,7 @@ def newest_good(
         on_skip: called with a sentence for each newer one that was passed over.
         skip_unreadable: pass over what cannot be read now, too.
         of_verl: take one that verl itself wrote, which cannot be verified, where it has the files of all ranks.
+        roles: those that one of verl's has to hold, too.
 
     Raises:
         UnreadableError: a newer one cannot be read now.
@@ -262,7 +264,7 @@ def newest_good(
             else:
                 state, problems = "damaged", (f"{info.path} lists no files",)
         elif of_verl and state == "verl":
-            absent = verls.missing(info.path)
+            absent = verls.missing(info.path, roles)
             state, problems = ("committed", ()) if absent is None else (state, (f"{info.path / absent} is missing",))
         if state == "committed":
             return info

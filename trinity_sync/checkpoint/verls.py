@@ -44,10 +44,13 @@ def wrote_over(folder: Path, weights: Collection[str]) -> bool:
     )
 
 
-def missing(folder: Path) -> str | None:
-    """The first file that is not there, relative to the folder, of the models or of what else some rank has saved;
-    None: all are.
+def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
+    """The first that is not there, relative to the folder, of the roles without which it is no full checkpoint, and of
+    the files of the models or of what else some rank has saved; None: all are.
     """
+    for role in roles:
+        if not _ranks(folder / role) and not (folder / role / _MEGATRON).is_file():
+            return role
     for place in _places(folder):
         ranks = _ranks(place)
         for part in _PARTS:

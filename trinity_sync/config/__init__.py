@@ -11,7 +11,7 @@ from trinity_sync.config.checks import check
 from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest
 from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote
 from trinity_sync.config.retention import retention_policies
-from trinity_sync.config.saved import check_saved_targets
+from trinity_sync.config.saved import check_saved_targets, check_search_path
 from trinity_sync.config.schema import SCHEMA, Config, register
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target
 
@@ -24,6 +24,7 @@ __all__ = [
     "check",
     "check_inputs",
     "check_saved_targets",
+    "check_search_path",
     "compose",
     "conf_dir",
     "config_diff",

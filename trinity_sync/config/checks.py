@@ -232,6 +232,24 @@ def _check_megatron_settings(get: Get) -> Iterator[Problem]:
         )
 
 
+def _check_engine_overrides(get: Get) -> Iterator[Problem]:
+    """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence."""
+    backend = get("backend")
+    overrides = backend.overrides
+    named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"}
+    named |= _MEGATRON_FIELDS if backend.strategy == "megatron" else _FSDP_FIELDS
+    given = {name: named.get(name) for name in map(str, overrides)}
+    transformer = overrides.get("override_transformer_config")
+    if backend.strategy == "megatron" and isinstance(transformer, DictConfig):
+        given |= {
+            f"override_transformer_config.{name}": _TRANSFORMER_FIELDS.get(name) or named.get(name)
+            for name in map(str, transformer)
+        }
+    for name, key in given.items():
+        if key is not None:
+            yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
+
+
 def _model_fields(get: Get) -> dict[str, Any]:
     """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
     path = get("model.path")
@@ -415,12 +433,27 @@ def _check_task(get: Get) -> Iterator[Problem]:
         yield Problem("task.path", f"is {path}, which is no file; name an existing one")
 
 
+_FSDP_FIELDS = {
+    "dtype": "backend.param_dtype",
+    "model_dtype": "backend.master_dtype",
+    "mixed_precision": "backend.param_dtype and backend.reduce_dtype",
+}
+_MEGATRON_FIELDS = {
+    "tensor_model_parallel_size": "backend.tp",
+    "pipeline_model_parallel_size": "backend.pp",
+    "dist_ckpt_optim_fully_reshardable": "backend.optimizer_format",
+    "seed": "seed",
+}
+_TRANSFORMER_FIELDS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
+"""Fields of verl's engine configs, and of megatron-core's `TransformerConfig`, that other keys set."""
+
 _CHECKS: tuple[Callable[[Get], Iterator[Problem]], ...] = (
     _check_name,
     _check_fsdp_size,
     _check_megatron_ranks,
     _check_megatron_model,
     _check_megatron_settings,
+    _check_engine_overrides,
     _check_staleness,
     _check_batch,
     _check_replicas,

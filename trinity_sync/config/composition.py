@@ -10,7 +10,10 @@ from typing import Any
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+_SEARCH_PATH = "hydra.searchpath"
 
 
 def conf_dir() -> Path:
@@ -36,14 +39,32 @@ def compose(
     """
     overrides = list(overrides)
     if config_dir:
-        search = [f"file://{config_dir.resolve()}"]
-        for text in [text for text in overrides if text.startswith("hydra.searchpath=")]:
-            overrides.remove(text)
-            folders = OverridesParser.create().parse_override(text).value()
-            search += [str(folder) for folder in folders] if isinstance(folders, list) else []
-        overrides.append(f"hydra.searchpath=[{','.join(quote(folder) for folder in search)}]")
+        search = [f"file://{config_dir.resolve()}", *search_path(overrides, config_name, config_dir)]
+        overrides = [text for text in overrides if _parse(text).get_key_element() != _SEARCH_PATH]
+        overrides.append(f"{_SEARCH_PATH}=[{','.join(map(quote, search))}]")
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         return hydra_compose(config_name, overrides=overrides, return_hydra_config=hydra)
+
+
+def search_path(overrides: Sequence[str], config_name: str, config_dir: Path | None) -> list[str]:
+    """Where settings have Hydra look for option files, beside our folder and `config_dir`: in folders, and in packages,
+    which it imports. Said by an override, else by the primary config. Nothing is imported.
+
+    Args:
+        overrides, config_name, config_dir: as for `compose`.
+    """
+    given = [override.value() for override in map(_parse, overrides) if override.get_key_element() == _SEARCH_PATH]
+    found: Any = given[0] if given else None
+    if found is None:
+        name = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
+        files = [folder / name for folder in (conf_dir(), config_dir) if folder is not None]
+        primary = next((OmegaConf.load(file) for file in files if file.is_file()), None)
+        found = OmegaConf.select(primary, _SEARCH_PATH) if isinstance(primary, DictConfig) else None
+    return [str(place) for place in found] if isinstance(found, list | ListConfig) else []
+
+
+def _parse(override: str) -> Override:
+    return OverridesParser.create().parse_override(override)
 
 
 def quote(text: str) -> str:

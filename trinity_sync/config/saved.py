@@ -17,7 +17,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.composition import compose
+from trinity_sync.config.composition import compose, search_path
 from trinity_sync.errors import ConfigError
 
 OWN = ("trinity_sync.tasks", "trinity_sync.tracking.tensorboard", "trinity_sync.tracking.wandb")
@@ -34,6 +34,26 @@ not.
 _UNKNOWN = object()
 _RECORD = "hydra.job.override_dirname"
 """Written by Hydra itself from the overrides, as is `hydra.overrides`."""
+
+
+def check_search_path(
+    overrides: Sequence[str],
+    new: Sequence[str],
+    *,
+    config_name: str,
+    config_dir: Path | None,
+    allowed: Sequence[str],
+    where: Path,
+) -> None:
+    """That a run's settings have Hydra look for option files in folders alone, or in packages that are allowed or given
+    anew: it imports them for that. To be called before anything is composed of the settings; arguments and errors as
+    for `check_saved_targets`.
+    """
+    of_overrides = search_path([text for text in overrides if text not in new], config_name, config_dir)
+    for place in (*of_overrides, *search_path([], config_name, config_dir)):
+        scheme, _, name = place.rpartition("://")
+        if scheme not in ("", "file"):
+            _check("hydra.searchpath", name.replace("/", ".").strip("."), allowed, where)
 
 
 def check_saved_targets(
@@ -57,9 +77,6 @@ def check_saved_targets(
     Raises:
         ConfigError: one does, with its key.
     """
-    for text in overrides:
-        for name in _packages(text) if text not in new else ():
-            _check("hydra.searchpath", name, allowed, where)
     cfg = compose(overrides, config_name=config_name, config_dir=config_dir, hydra=True)
     given = set(_given(new))
     ours = compose(hydra=True)
@@ -69,12 +86,18 @@ def check_saved_targets(
             _check_interpolation(key, text, value, where)
     values = _values(cfg)
     hydra = values.pop("hydra")
+    hydra.pop("searchpath", None)  # see `check_search_path`
     for key, value in _leaves(hydra["job"].get("env_set", {}), "hydra.job.env_set"):
         if (key, value) not in given:
             raise ConfigError(
                 f"{key} is {value} in the saved settings of {where}, which programs that are started would heed; where "
                 f"you trust it, give {key}=... again"
             )
+    if hydra["job"].get("chdir") and ("hydra.job.chdir", True) not in given:
+        raise ConfigError(
+            f"hydra.job.chdir is true in the saved settings of {where}, so that the run's processes would look for "
+            "modules in that folder; where you trust it, give hydra.job.chdir=true again"
+        )
     shipped = {name for _, name in _named(_values(ours.hydra), "")}
     for key, name in _named(hydra, "hydra"):
         if name not in shipped and (key, name) not in given:
@@ -96,10 +119,9 @@ def _check(key: str, name: str, allowed: Collection[str], where: Path) -> None:
         # What a module of ours imports is not ours: trinity_sync.tasks.rows.json.loads
         real = _home(name)
     if real is None or not _below(real, allowed):
-        package = name.rpartition(".")[0] if real is None else real
         raise ConfigError(
             f"{key} is {name} in the saved settings of {where}, which would be imported and run; where you trust it, "
-            f"add --allow-target {package.partition('.')[0] if real is None else package}"
+            f"add --allow-target {name.partition('.')[0] if real is None else real}"
         )
 
 
@@ -178,9 +200,3 @@ def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key, value = override.get_key_element().lstrip("+~"), override.value()
         yield from _named(value, key)
         yield from _leaves(value, key)
-
-
-def _packages(text: str) -> Iterator[str]:
-    """Packages in which an override has Hydra look for option files, which it imports for that."""
-    for part in text.split("pkg://")[1:]:
-        yield "".join(char if char.isidentifier() or char.isdigit() or char == "." else " " for char in part).split()[0]

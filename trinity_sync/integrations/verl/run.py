@@ -90,8 +90,8 @@ def open_run(
             itself wrote it; 0: from the start.
         save_strategy: who may write at once, see `CheckpointMonitor`.
         roles: the folders in ``global_step_N`` that make up a full checkpoint, such as ``("actor", "critic")``: none is
-            committed before all of them are in. Empty: what is there when the first is written is committed, and what
-            comes later at the same step is added to it.
+            committed before all of them are in, and one of verl's that lacks one is not gone on from. Empty: what is
+            there when the first is written is committed, and what comes later at the same step is added to it.
         monitor_config, synchronizer_config: the rest of the actors' settings; attempt and folder are filled in.
 
     Raises:
@@ -104,7 +104,7 @@ def open_run(
     root = Path(checkpoint_dir).absolute()
     with ExitStack() as lock:
         lock.enter_context(locked(root, root))
-        start = put_in_order(root, resume_step)
+        start = put_in_order(root, resume_step, roles)
         config = replace(monitor_config or MonitorConfig(), attempt=start.attempt, roles=tuple(roles))
         monitor = CheckpointMonitor.get_actor(namespace, save_strategy, str(root), config=config)
         synchronizer = Synchronizer.get_actor(
