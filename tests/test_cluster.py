@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -224,3 +226,47 @@ def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path
     assert list(deep.iterdir()) == []
     assert not ray.is_initialized()
     assert dict(os.environ) == before
+
+
+def stopped(root: Path, work: str) -> subprocess.CompletedProcess[str]:
+    """A program whose raylet stands still, in a process of its own: what came of it."""
+    program = f"""
+import signal
+from types import SimpleNamespace
+import psutil, ray
+from trinity_sync import cluster as module, node_watch
+module._SHUTDOWN_S, node_watch._ASK_S = 1.0, 0.2
+settings = SimpleNamespace(
+    address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
+)
+with module.cluster(settings, namespace="run-1", cpus=1, env={{}}):
+    raylet = next(process for process in psutil.Process().children() if process.name() == "raylet")
+    raylet.send_signal(signal.SIGSTOP)
+    {work}
+print("the end")
+"""
+    quick = {"initial_delay_ms": "0", "timeout_ms": "500", "period_ms": "200", "failure_threshold": "2"}
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {MARK: mark} | {f"RAY_health_check_{name}": value for name, value in quick.items()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    deadline = time.monotonic() + 60.0
+    while left := [process for process in marked(mark) if lives(process)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    return done
+
+
+def test_a_raylet_that_stands_still_ends_the_run_and_is_named(root: Path) -> None:
+    done = stopped(root, 'ray.put(b"x" * 10_000_000)')
+    assert done.returncode == 1
+    assert re.findall("^error: .*", done.stderr, re.MULTILINE)[0].startswith("error: Ray has given up this node")
+
+
+def test_a_raylet_that_stands_still_does_not_keep_a_run_from_its_end(root: Path) -> None:
+    done = stopped(root, "pass")
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr

@@ -23,11 +23,13 @@ import psutil
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.locks import is_own_folder, open_lock, own_name, try_lock
+from trinity_sync.node_watch import ended_with_its_node
 
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
 _CONNECT_S = 10.0
 _END_S = 10.0
+_SHUTDOWN_S = 30.0
 _POLL_S = 0.02
 
 
@@ -63,6 +65,7 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
     import ray
 
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
+    own: Path | None = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(_restored_environment())
         # Whoever waits for a call reports its error; Ray would print those of calls that were given up as well.
@@ -95,6 +98,8 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
                     **common,
                 )
             stack.callback(_shut_down, folder)
+            own = folder
+        stack.enter_context(ended_with_its_node(lambda: _kill_raylet(own)))
         per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
         yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
 
@@ -143,17 +148,29 @@ def _shut_down(folder: Path) -> None:
     """End the local Ray whose session is in `folder`, and return when none of its processes is left.
 
     `ray.shutdown` ends its own and the actors, but not what an actor had started: that ends when it notices that its
-    parent is gone.
+    parent is gone. A raylet that stands still would keep it for ever, and is killed.
     """
     import ray
 
     processes = _processes(folder)
+    late = threading.Timer(_SHUTDOWN_S, _kill_raylet, [folder])
+    late.daemon = True
+    late.start()
     ray.shutdown()
+    late.cancel()
     stubborn = _wait_for_ends(processes, _END_S)
     for process in stubborn:
         with contextlib.suppress(psutil.Error):
             process.kill()
     _wait_for_ends(stubborn, _END_S)
+
+
+def _kill_raylet(folder: Path | None) -> None:
+    """End the local Ray's raylet, and with it all of its workers; nothing where Ray is somebody else's."""
+    for process in _processes(folder) if folder is not None else ():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "raylet":
+                process.kill()
 
 
 def _wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:

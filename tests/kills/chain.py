@@ -34,8 +34,9 @@ _NOTICED_S = 60.0
 _HANG_S = 100.0
 # So many steps without somebody who hangs, and the run does not need it.
 _NOT_NEEDED = 40
-# For the end of whatever is left when the driver has ended.
+# For the end of whatever is left when the driver has ended; of Ray's helpers, which look for their raylet now and then.
 _GONE_S = 40.0
+_HELPERS_GONE_S = 120.0
 _GOES_ON_S = 300.0
 _END_S = 400.0
 
@@ -127,6 +128,8 @@ class Chain:
                 self._kill_all(launch, trial)
             last = self._trials[-1]
             left = launch.wait_gone(_GONE_S)
+            if {one.role for one in left} == {"other"}:
+                left = launch.wait_gone(_HELPERS_GONE_S)
             if left:
                 last.problems.append(f"{_GONE_S:.0f} s after the end there were {_names(left)}")
             ended_in_order = self._in_order and launch.code is not None and launch.code >= 0 and not left
@@ -276,6 +279,7 @@ class Chain:
         took = f"after {time.monotonic() - began:.0f} s"
         if launch.code is not None:
             trial.noticed = f"{took}: {checks.error_of(launch.text)}"
+            self._in_order = self._in_order and member.role != "raylet"
             return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
         launch.strike(member, signal.SIGCONT)
         if fault is not None:
