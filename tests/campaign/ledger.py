@@ -156,6 +156,7 @@ class Ledger:
         """Within the block a run puts the folder in order; it may be killed in it."""
         self.resumes += 1
         self.resuming += 1
+        self.named.clear()  # it sets the trackers back, and may be killed right after that
         try:
             yield
         finally:
