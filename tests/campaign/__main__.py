@@ -43,7 +43,7 @@ def main() -> int:
             failed += 1
             print(f"trial {trial}: {outcome.failure}" if options.keep_going else shown(options.seed, trial, outcome))
             if not options.keep_going:
-                return 1
+                break
         trial += options.every
     seconds = time.perf_counter() - started
     print(f"{steps} steps, {operations} file operations, {checks} checks in {seconds:.1f} s; {failed} trials failed")

@@ -156,6 +156,9 @@ class Ledger:
         """Within the block a run puts the folder in order; it may be killed in it."""
         self.resumes += 1
         self.resuming += 1
+        # It may be broken off at any point of what it does.
+        self.named.clear()
+        self._later_may_go(self.newest_full())
         try:
             yield
         finally:
@@ -171,19 +174,7 @@ class Ledger:
             raise Violation(
                 f"attempt {attempt} goes on after step {start}, but {self._promised(self.newest_full())} is lost"
             )
-        # Weights that were deleted because there were newer ones: these are set aside now.
-        superseded = [
-            step
-            for step, promise in self.promises.items()
-            if promise.kind == STATE_DICT
-            and step < max(self.promises)
-            and self.disk.find(f"{ROOT}/{STEP_PREFIX}{step}") is None
-        ]
-        for step in {*superseded, *(step for step in self.promises if step > start)}:
-            del self.promises[step]
-        # Later weights are set aside with their pins; of readers, only those of the run before can hold them.
-        self.pins = {key for key in self.pins if key[0] <= start}
-        self.leases = {lease: key for lease, key in self.leases.items() if key[0] <= start}
+        self._later_may_go(start)
         self.named.clear()
         self.disordered = False
         self._seen = -1
@@ -246,6 +237,24 @@ class Ledger:
                 raise Violation(f"nothing is being saved, but {STAGING}/{name} is there")
 
     # ---- inside
+
+    def _later_may_go(self, start: int) -> None:
+        """A resume after this step sets aside what is newer."""
+        # Weights that were deleted because there were newer ones: these are set aside now.
+        superseded = [
+            step
+            for step, promise in self.promises.items()
+            if promise.kind == STATE_DICT
+            and step < max(self.promises)
+            and self.disk.find(f"{ROOT}/{STEP_PREFIX}{step}") is None
+        ]
+        for step in {*superseded, *(step for step in self.promises if step > start)}:
+            promise = self.promises.pop(step)
+            if not promise.durable:  # and the power may be cut before it is set aside
+                self.doubtful.add((step, promise.attempt))
+        # Later weights are set aside with their pins; of readers, only those of the run before can hold them.
+        self.pins = {key for key in self.pins if key[0] <= start}
+        self.leases = {lease: key for lease, key in self.leases.items() if key[0] <= start}
 
     def _promised(self, step: int) -> str:
         return str(self.promises[step])

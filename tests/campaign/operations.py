@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ class Trial:
         self.attempts = 0
         self.run: Run | None = None
         self.troubles = self.rng.choice((0.0, 0.5, 1.0, 2.0))
-        self.unpins = 0
+        self.unpins: Counter[int] = Counter()
         self.unpinning: list[int] = []
         self.crowd = self.rng.choice((1, 2, 4))
         self.pause = self.rng.choice((3.0, 1.0, 0.2))
@@ -197,14 +198,14 @@ class Trial:
         prune(ROOT, prune_plan(ROOT, policies, now=now), now=now)
 
     def _pin(self, step: int) -> None:
-        before = None if self.unpinning or self.ledger.resuming else (self.unpins, self.ledger.resumes)
+        before = None if step in self.unpinning or self.ledger.resuming else (self.unpins[step], self.ledger.resumes)
         holds.pin(ROOT, step, clock=self.world.clock)
         # Else somebody may have taken it away meanwhile, or a resume may have set the checkpoint aside.
-        if before == (self.unpins, self.ledger.resumes) and not self.ledger.resuming:
+        if before == (self.unpins[step], self.ledger.resumes) and not self.ledger.resuming:
             self.ledger.pinned(step)
 
     def _unpin(self, step: int) -> None:
-        self.unpins += 1
+        self.unpins[step] += 1
         self.unpinning.append(step)
         self.ledger.unpinning(step)
         CURRENT.get().on_death.append(lambda: self.unpinning.remove(step))
@@ -221,7 +222,7 @@ class Trial:
             if run is None or world.over:
                 continue
             rng.choices((self._hurt_monitor, self._hurt_rank, self._hurt_explorer, self._hurt_driver, self._hurt_disk,
-                         self._cut_power), (8, 3, 3, 2, 4, 1))[0](run)  # fmt: skip
+                         self._power_fails), (8, 3, 3, 2, 4, 2))[0](run)  # fmt: skip
 
     def _hurt_monitor(self, run: Run) -> None:
         process = run.monitor.process
@@ -273,6 +274,16 @@ class Trial:
         self.world.faults = [fault for fault in self.world.faults if fault.until > self.world.clock()]
         self.world.faults_met = True
         self.world.faults.append(DiskFault(code, operations, within, until, rng.choice((0.1, 0.5, 1.0))))
+
+    def _power_fails(self, run: Run) -> None:
+        """At once, or while the monitor has done one thing and is about to do the next."""
+        process = run.monitor.process
+        if process is None or not process.alive or self.rng.random() < 0.3:
+            self._cut_power(run)
+            return
+        self._doom(process, 150)
+        process.on_death.append(lambda: None if run.ended else self._cut_power(run))
+        self.world.step(f"power is to fail after {process.dies_after or process.dies_at}")
 
     def _cut_power(self, run: Run) -> None:
         self.world.step("power is cut")

@@ -72,10 +72,14 @@ class Scheduler:
         rng: every choice is drawn from it.
         switch_every: file operations between two passings of the baton, on average.
         inline: the share of blocking work that is done in one go.
+        stops: the weight of long pauses, in which claims and leases run out, among a hundred short ones.
     """
 
-    def __init__(self, rng: random.Random, *, switch_every: float = 6.0, inline: float = 0.7) -> None:
+    def __init__(
+        self, rng: random.Random, *, switch_every: float = 6.0, inline: float = 0.7, stops: float = 1.0
+    ) -> None:
         self.rng = rng
+        self._stops = stops
         self.now = 1_000_000.0
         self.loop = Loop(self)
         self._switch_every, self._inline = switch_every, inline
@@ -103,9 +107,9 @@ class Scheduler:
         if self._until_switch <= 0:
             self._draw()
             if self._running is not self._main and self.rng.random() < 0.5:
-                self.sleep(
-                    self.rng.choices(_PAUSES, (90, 10, 0, 0) if self.calm else (60, 30, 9, 1))[0] * self.rng.random()
-                )
+                stops = self._stops * (3 if decisive else 1)
+                weights = (90, 10, 0, 0) if self.calm else (60, 30, 10, stops)
+                self.sleep(self.rng.choices(_PAUSES, weights)[0] * self.rng.random())
                 return
             others = [actor for actor in (self._main, *self._runnable()) if actor is not self._running]
             if others:

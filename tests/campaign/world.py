@@ -155,7 +155,10 @@ class World:
         self.rng = rng
         self.limit = steps
         self.scheduler = Scheduler(
-            rng, switch_every=rng.choice((3.0, 8.0, 20.0, 60.0)), inline=rng.choice((0.2, 0.5, 0.9))
+            rng,
+            switch_every=rng.choice((3.0, 8.0, 20.0, 60.0)),
+            inline=rng.choice((0.2, 0.5, 0.9)),
+            stops=rng.choice((1.0, 1.0, 12.0)),
         )
         self.loop = self.scheduler.loop
         self.disk = FileSystem(before=self._before, now=self.clock, owner=CURRENT.get, exchanges=rng.random() < 0.75)

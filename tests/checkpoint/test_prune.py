@@ -10,9 +10,9 @@ import pytest
 from tests.checkpoint.helpers import commit, refuse, stage
 from trinity_sync.checkpoint import holds, removal, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
-from trinity_sync.checkpoint.layout import ManifestError, step_dir
+from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.checkpoint.trackers import tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy
@@ -246,6 +246,14 @@ def test_what_was_deleted_before_the_disk_refused_is_told(tmp_path: Path, monkey
     assert [gone.step for gone in pruned] == [10, 30]
     assert problems == ["step 20 could not be deleted: Input/output error"]
     assert steps(tmp_path) == [20, 40]
+
+
+def test_nothing_is_given_up_while_a_tracker_cannot_be_read(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step)
+    tracker_path(tmp_path, FULL).mkdir()
+    with pytest.raises(UnreadableError, match=r"latest_checkpointed_iteration\.txt"):
+        prune_plan(tmp_path, [KeepLast(1)], now=100.0)
 
 
 def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint import holds
-from trinity_sync.checkpoint.layout import STAGING, Manifest
+from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
 from trinity_sync.checkpoint.removal import remove_checkpoint
 from trinity_sync.checkpoint.store import CheckpointInfo, purge, scan
 from trinity_sync.checkpoint.trackers import read_tracker
@@ -69,12 +69,19 @@ def prune_plan(
     Args:
         now: Unix seconds.
         saving: steps that are being saved; those with a staging folder count too.
+
+    Raises:
+        UnreadableError: the folder or a tracker cannot be read now, so nobody knows what has to stay.
     """
     infos = {info.step: info for info in scan(root) if info.manifest is not None}
     pins, leases = holds.pinned(root), holds.leased(root, now=now)
     busy = set(saving) | _staged(root)
     # A tracker stays behind a commit for a moment, or for longer where the disk refuses to take it.
-    named = {read_tracker(root, kind).step for kind in KINDS}
+    trackers = [read_tracker(root, kind) for kind in KINDS]
+    for tracker in trackers:
+        if tracker.unreadable:
+            raise UnreadableError(str(tracker.problem))
+    named = {tracker.step for tracker in trackers}
     facts = [_facts(info, pins, leases, busy, named) for info in infos.values()]
     rows = []
     for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):

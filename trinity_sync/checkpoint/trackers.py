@@ -31,10 +31,12 @@ class Tracker:
     Args:
         step: the step it names; None where there is no file or it cannot be understood.
         problem: why it cannot be understood.
+        unreadable: it may well name one, but cannot be read now.
     """
 
     step: int | None
     problem: str | None = None
+    unreadable: bool = False
 
 
 def tracker_path(root: Path, kind: Kind) -> Path:
@@ -71,7 +73,9 @@ def _read(path: Path) -> Tracker:
         text = path.read_bytes().decode("ascii").strip()
     except FileNotFoundError:
         return Tracker(None)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        return Tracker(None, f"{path} cannot be read: {error}", unreadable=True)
+    except UnicodeDecodeError as error:
         return Tracker(None, f"{path} cannot be read: {error}")
     if not text.isdecimal():
         return Tracker(None, f"{path} holds {text[:40]!r} instead of a step")
