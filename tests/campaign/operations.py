@@ -73,6 +73,8 @@ def read_held(
             try:
                 text = (lease.path / name).read_text()
             except FileNotFoundError as error:
+                if (step, lease.attempt) in ledger.doubtful:
+                    raise RunError("a power cut took it, which it was not to survive") from None
                 if world.clock() < ends and (root != ROOT or ledger.holds(lease)):
                     text = f"{who} holds a lease on step {step} and cannot read {name}: {error}"
                     raise world.broken(Violation(text)) from None

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
 from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
+from trinity_sync.checkpoint.event_log import EventLog
+from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import read_manifest, staging_dir, step_dir, versions_dir
 from trinity_sync.checkpoint.places import find_config
-from trinity_sync.checkpoint.prune import prune_plan
+from trinity_sync.checkpoint.prune import prune, prune_plan
+from trinity_sync.checkpoint.removal import deleted
 from trinity_sync.checkpoint.resume_point import put_in_order
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
@@ -243,7 +250,7 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
     life = Life(tmp_path)
     life.save(20, STATE_DICT, {"actor/model.pt": "w"})
     with monkeypatch.context() as patch:
-        patch.setattr(store, "discard", die)
+        patch.setattr(store, "_put_out_of_sight", die)
         with pytest.raises(Death):
             life.save(20, FULL, {"actor/optim.pt": "o"})
     assert staging_dir(tmp_path, 20, 0).is_dir(), "the weights that the full checkpoint has replaced"
@@ -256,6 +263,46 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
         life.save(step, FULL, FILES)
     (row, *_) = prune_plan(tmp_path, [KeepLast(1)], now=life.clock.now)
     assert (row.step, row.keep) == (20, False), "it is not being saved any more"
+
+
+def test_a_commit_that_retention_took_is_told_in_another_life(tmp_path: Path) -> None:
+    life = Life(tmp_path)
+    told = {step: life.save(step, STATE_DICT, WEIGHTS) for step in (10, 20, 30)}
+    assert not step_dir(tmp_path, 10).exists()
+    life = Life(tmp_path, restarted=True)
+    assert life.book.status(10).state == "unknown"
+    assert life.disk.describe_deleted(10, STATE_DICT) == life.disk.describe_deleted(10) == told[10]
+    assert life.disk.describe_deleted(10, FULL) is None
+    assert Life(tmp_path, 1).disk.describe_deleted(10) is None, "it is another attempt's"
+    assert deleted(tmp_path) == set(), "a resume misses no weights"
+    prune(tmp_path, prune_plan(tmp_path, [], now=2000.0, keep_state_dicts=1), now=2000.0)
+    assert life.book.status(20).state == "committed", "somebody else has deleted it"
+    assert life.disk.describe_committed(20, STATE_DICT) == told[20]
+    life.save(40, FULL, FILES)
+    life.save(10, FULL, FILES)
+    assert life.disk.describe_deleted(10) is None
+    note = tmp_path / ".pruned" / "20-0.weights"
+    note.write_text("")  # as a disk that is full leaves it
+    assert life.disk.describe_deleted(20) is None
+
+
+def test_what_a_commit_failed_of_is_told_with_what_could_not_be_taken_back(tmp_path: Path) -> None:
+    async def failure() -> str:
+        life = Life(tmp_path)
+        error = OSError(errno.EIO, "the disk fails")
+        error.add_note("nor can it be taken back")
+        commits = Mock(side_effect=error)
+        disk = Mock(wraps=life.disk, commit=commits)
+        events, changes = EventLog(0, life.clock), Changes()
+        execution = Execution(disk, life.book, events, changes, life.clock)
+        life.book.begin(20, FULL, ["a"])
+        execution.apply(life.book.finished(20, part="a", files=[]))
+        await changes.wait(lambda: commits.called and execution.idle, lambda: ("the test", "end"), 30.0)
+        await execution.stop()
+        return life.book.failures[20]
+
+    told = asyncio.run(failure())
+    assert "the disk fails; nor can it be taken back" in told
 
 
 def test_a_step_that_had_failed_is_not_taken_up_again_from_its_journal(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
 import shutil
 from collections.abc import Callable
@@ -9,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers import commit
+from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
 from trinity_sync.checkpoint import holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -146,3 +149,83 @@ def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize(
+    ("how", "attempt"), [("exchanged", 0), ("exchanged", 1), ("renamed", 0), ("renamed", 1), ("in place", 1)]
+)
+def test_what_is_held_is_not_replaced_for_an_instant(
+    pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, how: str, attempt: int
+) -> None:
+    monkeypatch.setattr(holds, "_POLL_S", 0.0)
+    if how == "renamed":
+        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    winners = set()
+    for seed in range(_SEEDS):
+        root = pool()
+        files = () if how == "in place" else tuple(stage(root, 10, {"actor/model.pt": "other"}, attempt=attempt))
+        draft = Manifest(step=10, attempt=attempt, kind=FULL, created=1.0, digest="other", files=files)
+        held: dict[str, Manifest] = {}
+        committed = []
+
+        def committer(root: Path = root, draft: Manifest = draft, committed: list[Manifest] = committed) -> None:
+            with contextlib.suppress(RunError):
+                committed.append(store.commit_folder(root, draft, clock=lambda: 100.0))
+
+        def reader(root: Path = root, held: dict[str, Manifest] = held) -> None:
+            with contextlib.suppress(RunError):
+                lease = lease_checkpoint(root, 10, holder="reader", seconds=_EVER, clock=lambda: 100.0)
+                held["reader"] = read_manifest(lease.path)
+
+        def pinner(root: Path = root, held: dict[str, Manifest] = held) -> None:
+            with contextlib.suppress(RunError):
+                pin(root, 10, clock=lambda: 100.0)
+                held["pin"] = read_manifest(step_dir(root, 10))
+
+        def look(root: Path = root, held: dict[str, Manifest] = held) -> None:
+            for who, manifest in held.items():
+                assert read_manifest(step_dir(root, 10)) == manifest, who
+
+        try:
+            interleave(seed, committer, reader, pinner, watch=look)
+            # What is pinned is what the pin names, and a commit that was told is what is there.
+            assert all((10, manifest.attempt) in holds.pinned(root) for who, manifest in held.items() if who == "pin")
+            assert store.verify(step_dir(root, 10)).ok
+            assert read_manifest(step_dir(root, 10)).created == (1.0 if committed else 0.0)
+            # Whoever comes too late leaves the others what they have, so one of them has it.
+            assert held or committed
+            assert not list(root.glob(".leases/*.claim"))
+            assert not staging_dir(root, 10, attempt).exists() or not committed
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        winners.add((bool(committed), bool(held)))
+    assert {committed for committed, _ in winners} == {True, False}
+
+
+def test_nobody_comes_to_hold_what_may_have_to_go_again(
+    pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(place: Path, *_: object) -> None:
+        for _ in range(30):
+            (place / "what a slow disk does").exists()
+        raise OSError(errno.EIO, "the disk fails")
+
+    monkeypatch.setattr(holds, "_POLL_S", 0.0)
+    monkeypatch.setattr(store, "_let_go", fail)
+    for seed in range(_SEEDS):
+        root = pool()
+        draft = Manifest(step=10, attempt=0, kind=FULL, files=tuple(stage(root, 10, {"actor/more.pt": "more"})))
+        held: list[Manifest] = []
+
+        def committer(root: Path = root, draft: Manifest = draft) -> None:
+            with pytest.raises(OSError, match="the disk fails"):
+                store.commit_folder(root, draft, clock=lambda: 100.0)
+
+        def reader(root: Path = root, held: list[Manifest] = held) -> None:
+            lease = lease_checkpoint(root, 10, holder="reader", seconds=_EVER, clock=lambda: 100.0)
+            held.append(read_manifest(lease.path))
+
+        with contextlib.suppress(RunError):  # the reader was told of one that went again before it had a hold
+            interleave(seed, committer, reader)
+        assert all(read_manifest(step_dir(root, 10)).extends(manifest) for manifest in held), f"seed {seed}"

@@ -343,6 +343,18 @@ def test_an_actor_that_is_killed_goes_on_where_it_was(monitor: Any, root: Path) 
     assert call(monitor, "wait_committed", 10, 0, LIMIT)["path"] == str(step_dir(root, 10))
 
 
+def test_who_asks_after_a_restart_for_what_retention_took_hears_that_it_was_committed(
+    make_monitor: Callable[..., Any],
+) -> None:
+    monitor = make_monitor(policies={"keep_last": {"n": 1}})
+    told = [save(monitor, step) for step in (10, 20)]
+    ray.kill(monitor, no_restart=False)
+    again = call(monitor, "wait_committed", 10, 0, LIMIT / 3, kind=FULL)
+    assert {**again, "total_s": 0} == {**told[0], "total_s": 0}
+    with pytest.raises(WaitTimeout):
+        call(monitor, "wait_committed", 30, 0, 0.1)
+
+
 def test_a_step_that_failed_stays_failed_after_a_restart(monitor: Any) -> None:
     begin(monitor, 20, ["r0", "r1"])
     call(monitor, "notify_failed", 20, "r0", "disk full")

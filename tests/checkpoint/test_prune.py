@@ -238,6 +238,43 @@ def test_a_checkpoint_that_cannot_be_put_back_is_abandoned_not_lost(tmp_path: Pa
     assert not condemned.exists()
 
 
+def test_a_deletion_that_can_neither_be_done_nor_taken_back_tells_the_first_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = commit(tmp_path, 10)
+
+    def fail(*_: object) -> None:
+        refuse(condemned, monkeypatch)
+        raise RuntimeError("the first error")
+
+    condemned = tmp_path / ".condemned-0a-global_step_10"
+    with monkeypatch.context() as failing:
+        failing.setattr(removal.secrets, "token_hex", lambda size: "0a")
+        failing.setattr(removal, "_note", fail)
+        with pytest.raises(RuntimeError, match="the first error") as told:
+            removal.remove_checkpoint(tmp_path, manifest, now=100.0)
+    assert "Input/output error" in told.value.__notes__[0]
+    monkeypatch.undo()
+    store.recover(tmp_path)
+    assert store.verify(step_dir(tmp_path, 10)).ok
+
+
+def test_a_claim_that_cannot_be_taken_away_is_no_fault_of_what_was_done_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = commit(tmp_path, 10)
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".claim":
+            raise OSError(errno.EIO, "the disk fails")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    assert removal.remove_checkpoint(tmp_path, manifest, now=100.0)
+    assert steps(tmp_path) == []
+
+
 def test_what_was_deleted_before_the_disk_refused_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (10, 20, 30, 40):
         commit(tmp_path, step)

@@ -520,6 +520,7 @@ def test_what_somebody_holds_is_not_replaced(tmp_path: Path, exchange: bool, mon
 def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
     tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     commit(tmp_path, 20)
     real, leases = store._exchange, []
 
@@ -537,6 +538,7 @@ def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
 def test_a_reader_of_the_new_one_does_not_bring_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)
     commit(tmp_path, 20)
     real = store._exchange
 
@@ -626,6 +628,60 @@ def test_a_commit_in_place_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not there"):
         store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry("a", 1, "00"),)))
     assert not step_dir(tmp_path, 20).exists()
+
+
+def test_a_reader_that_comes_at_a_commit_in_place_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
+    before = commit(tmp_path, 20)
+    real, leases = store.write_manifest, []
+
+    def when_a_reader_has_come(folder: Path, manifest: Manifest, **options: bool) -> None:
+        if not leases:
+            leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
+        real(folder, manifest, **options)
+
+    monkeypatch.setattr(store, "write_manifest", when_a_reader_has_come)
+    with pytest.raises(RunError, match="held by explorer-7 since just now"):
+        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
+    assert read_manifest(step_dir(tmp_path, 20)) == before
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("fails_at", ["global_step_20", ".replaced-global_step_20"])
+def test_the_first_error_is_told_though_it_cannot_be_taken_back(
+    tmp_path: Path, exchange: bool, fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 20, {"model.pt": "w"}, created=1.0)
+    pin(tmp_path, 20)
+    real = store._exchange
+    exchanged: list[bool] = []
+
+    def once(first: Path, second: Path) -> bool:
+        if exchanged:
+            raise OSError(errno.EROFS, "Read-only file system")
+        exchanged.append(True)
+        return exchange and real(first, second)
+
+    def fail(*_: object, **__: object) -> None:
+        if not exchange:
+            refuse(tmp_path / fails_at, failing)
+        raise OSError(errno.EIO, "the leases cannot be read")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
+        failing.setattr(store, "_holders_of", fail)
+        failing.setattr(store, "_exchange", once)
+        with pytest.raises(OSError, match="the leases cannot be read") as told:
+            commit(tmp_path, 20, {"model.pt": "other"}, attempt=1, created=2.0)
+    (note,) = told.value.__notes__
+    assert ("Read-only" if exchange else "Input/output error") in note
+    store.clean_staging(tmp_path, 20, 1)
+    store.recover(tmp_path)
+    assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
+    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert [info.step for info in store.scan(tmp_path)] == [20]
 
 
 @pytest.mark.parametrize("exchange", [True, False])

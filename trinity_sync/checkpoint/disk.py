@@ -16,6 +16,7 @@ from trinity_sync.checkpoint.layout import (
     STAGING,
     FileEntry,
     Manifest,
+    NoManifestError,
     journal_path,
     read_manifest,
     staging_dir,
@@ -25,6 +26,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.lock import hold_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
+from trinity_sync.checkpoint.removal import deletion
 from trinity_sync.checkpoint.trackers import read_committed, read_tracker, tracker_path, write_committed, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import Commit, CommitBook
@@ -125,7 +127,26 @@ class CheckpointDisk:
             raise RunError(f"step {step} was committed before, but there is no checkpoint folder to read it from")
         beside = kind == STATE_DICT and step in self._steps_beside()
         place = self._beside if beside and self._beside is not None else self.root
-        return self.describe(read_manifest(step_dir(place, step)), 0.0, (), beside=beside)
+        try:
+            manifest = read_manifest(step_dir(place, step))
+        except NoManifestError:
+            deleted = self.describe_deleted(step, kind)
+            if deleted is None:
+                raise
+            return deleted
+        return self.describe(manifest, 0.0, (), beside=beside)
+
+    def describe_deleted(self, step: int, kind: Kind | None = None) -> dict[str, Any] | None:
+        """Of a commit of this attempt that was deleted on purpose since, as `describe`; None: nothing is noted of one.
+
+        Args:
+            kind: what was asked for.
+        """
+        noted = deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
+        if noted is None:
+            return None
+        manifest = Manifest(step=step, attempt=self.attempt, kind=noted["kind"], digest=noted["digest"])
+        return self.describe(manifest, 0.0, ()) | {"bytes": noted["bytes"]}
 
     def move_tracker(self, kind: Kind, step: int) -> None:
         """Let the tracker name the step.

@@ -200,7 +200,8 @@ class Execution:
             commit = await asyncio.to_thread(self._disk.placed, commit)
             manifest = await asyncio.to_thread(self._disk.commit, commit)
         except Exception as error:
-            self.apply(self._book.commit_failed(commit.step, commit.kind, str(error) or type(error).__name__))
+            told = "; ".join((str(error) or type(error).__name__, *getattr(error, "__notes__", ())))
+            self.apply(self._book.commit_failed(commit.step, commit.kind, told))
             return
         self._finishing.add(commit.step)
         try:

@@ -8,7 +8,7 @@ holder writes its lease, waits until nobody has a *claim*, and looks whether the
 one writes a claim into the same folder, and looks for leases and pins: for one of them it gives up. So what is held
 never moves, not for an instant, and no lock is needed, which some network file systems do not have. A pin is written
 under a lease. The claim of one that died ends by itself. A commit that only adds to a checkpoint (`Manifest.extends`)
-takes nothing from a reader and asks nobody.
+takes nothing from a reader and asks nobody; like any other it claims, until it is known to stay.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def claimed(root: Path, manifest: Manifest, *, now: float) -> Iterator[bool]:
         claim.touch()
         yield not holders(root, manifest, now=now)
     finally:
-        claim.unlink(missing_ok=True)
+        with suppress(OSError):  # then it ends by itself
+            claim.unlink(missing_ok=True)
 
 
 def drop_claims(root: Path, *, now: float) -> None:

@@ -251,6 +251,11 @@ class CheckpointMonitor:
         """
         if attempt is not None and attempt != self._book.attempt:
             raise RunError(f"attempt {attempt} was asked for, but attempt {self._book.attempt} is running")
+        if self._book.status(step, kind).state == "unknown":
+            # It may have been committed and deleted long ago, or in an earlier life of the monitor.
+            deleted = await asyncio.to_thread(self._disk.describe_deleted, step, kind)
+            if deleted is not None and self._book.status(step, kind).state == "unknown":
+                return deleted
         seconds = self._config.timeout_s if timeout_s is None else timeout_s
         await self._changes.wait(
             lambda: self._settled(step, kind),

@@ -4,15 +4,20 @@ Its folder leaves its place under a name that nobody deletes (``.condemned-...``
 meant, and held by nobody, it becomes trash. A program that dies in between leaves the condemned folder and its claim to
 `undo_unfinished`; retention decides again about what is back.
 
-What was taken out is noted in ``.pruned``, for a resume that misses it: whoever deletes may be unable to tell the run.
+What was taken out is noted in ``.pruned``, for a resume that misses it, and for who asks how its commit went when the
+monitor has forgotten it: whoever deletes may be unable to tell the run.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.layout import (
@@ -26,10 +31,11 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
-from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 
-#: Notes of what was deleted, of the newest steps: a resume asks only for what is newer than what it found.
+#: Notes of what was deleted, of the newest steps of each kind: a resume asks only for what is newer than what it found.
 _MOST_NOTES = 1000
+_SUFFIX: dict[Kind, str] = {FULL: "", STATE_DICT: ".weights"}
 
 
 def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
@@ -57,10 +63,18 @@ def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
             condemned.rename(root / f"{TRASH_PREFIX}{target.name}-{secrets.token_hex(4)}")
         except FileNotFoundError:
             return False  # a monitor that started just now has put it back
-        except BaseException:
-            put_back(root, condemned)
+        except BaseException as error:
+            take_back(error, partial(put_back, root, condemned))
             raise
     return True
+
+
+def take_back(error: BaseException, undo: Callable[[], object]) -> None:
+    """Undo what was done before an error. That error is the one to tell; what the undoing fails of is a note of it."""
+    try:
+        undo()
+    except Exception as second:
+        error.add_note(f"it could not be taken back either: {second}")
 
 
 def put_back(root: Path, condemned: Path) -> None:
@@ -89,31 +103,52 @@ def deleted(root: Path) -> set[tuple[int, int]]:
     """(step, attempt) of the full checkpoints that were deleted on purpose and not committed again; of very many the
     newest.
     """
-    return set(_notes(root))
+    return set(_notes(root, FULL))
+
+
+def deletion(root: Path, step: int, attempt: int, kind: Kind) -> dict[str, Any] | None:
+    """What is noted of a checkpoint of at least this kind that was deleted and not committed again: its `kind`,
+    `digest` and `bytes`. None: nothing.
+    """
+    for of in KINDS:
+        if covers(of, kind):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                noted = json.loads(_note_path(root, step, attempt, of).read_text(encoding="utf-8"))
+                return {"kind": of, "digest": noted["digest"], "bytes": int(noted["bytes"])}
+    return None
 
 
 def forget_deletion(root: Path, step: int, attempt: int) -> None:
     """The step is committed again."""
-    with suppress(OSError):
-        (root / PRUNED / f"{step}-{attempt}").unlink()
+    for kind in KINDS:
+        _remove_note(root, step, attempt, kind)
 
 
 def _note(root: Path, manifest: Manifest) -> None:
     """Note a deletion. It goes on where that cannot be done: a disk may be full, which the deletion mends."""
-    if manifest.kind != FULL:
-        return
     with suppress(OSError):
         (root / PRUNED).mkdir(exist_ok=True)
-        (root / PRUNED / f"{manifest.step}-{manifest.attempt}").touch()
-    for step, attempt in _notes(root)[:-_MOST_NOTES]:
-        forget_deletion(root, step, attempt)
+        path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
+        path.write_text(json.dumps({"digest": manifest.digest, "bytes": manifest.bytes}), encoding="utf-8")
+    for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
+        _remove_note(root, step, attempt, manifest.kind)
 
 
-def _notes(root: Path) -> list[tuple[int, int]]:
+def _note_path(root: Path, step: int, attempt: int, kind: Kind) -> Path:
+    return root / PRUNED / f"{step}-{attempt}{_SUFFIX[kind]}"
+
+
+def _remove_note(root: Path, step: int, attempt: int, kind: Kind) -> None:
+    with suppress(OSError):
+        _note_path(root, step, attempt, kind).unlink()
+
+
+def _notes(root: Path, kind: Kind) -> list[tuple[int, int]]:
     try:
-        names = [path.name.partition("-") for path in (root / PRUNED).iterdir()]
+        paths = [path for path in (root / PRUNED).iterdir() if path.suffix == _SUFFIX[kind]]
     except OSError:
         return []
+    names = [path.stem.partition("-") for path in paths]
     return sorted((int(step), int(attempt)) for step, _, attempt in names if step.isdecimal() and attempt.isdecimal())
 
 

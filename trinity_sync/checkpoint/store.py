@@ -28,7 +28,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.removal import forget_deletion, remove_checkpoint, undo_unfinished
+from trinity_sync.checkpoint.removal import forget_deletion, remove_checkpoint, take_back, undo_unfinished
 from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS, newest_finished, write_committed, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
@@ -503,9 +503,18 @@ def _check_ours(infos: Collection[CheckpointInfo], others: Collection[str]) -> N
 
 def discard(root: Path, path: Path) -> None:
     """Delete a folder: first out of sight with one rename, then piece by piece."""
+    _delete(_put_out_of_sight(root, path))
+
+
+def _put_out_of_sight(root: Path, path: Path) -> Path:
     trash = root / f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}"
     path.rename(trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    return trash
+
+
+def _delete(trash: Path | None) -> None:
+    if trash is not None:
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 def purge(root: Path) -> list[str]:
@@ -540,7 +549,14 @@ def _commit_in_place(
     if durable:
         _sync_tree(target)
         sync_folder(target.parent)
-    write_manifest(target, manifest, durable=durable)
+    with _replacing(target.parent, target, manifest, clock) as replaced:
+        try:
+            write_manifest(target, manifest, durable=durable)
+            _check_unheld(target.parent, target, replaced, manifest, clock)
+        except Exception as error:
+            if replaced is not None and _committed(target) != replaced:
+                take_back(error, lambda: write_manifest(target, replaced, durable=durable))
+            raise
     return manifest
 
 
@@ -636,6 +652,34 @@ def _check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callab
         raise _refused(target, visible, manifest, f"held by {', '.join(names)}")
 
 
+@contextmanager
+def _replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> Iterator[Manifest | None]:
+    """What a commit takes the place of; None: nothing that can be read. Within the block nobody comes to hold that, nor
+    the new one, which may have to go again.
+
+    Raises:
+        RunError: as `_check_replaces`.
+    """
+    visible = _committed(target)
+    now = clock()
+    with holds.claimed(place, visible or manifest, now=now), holds.claimed(place, manifest, now=now):
+        _check_replaces(place, target, manifest, clock)
+        yield visible
+
+
+def _check_unheld(
+    place: Path, target: Path, replaced: Manifest | None, manifest: Manifest, clock: Callable[[], float]
+) -> None:
+    """That nobody holds what a commit has taken the place of: our claim may have run out, because this program was
+    stopped for a while.
+
+    Raises:
+        RunError: somebody does.
+    """
+    if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
+        raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
+
+
 def _refused(target: Path, visible: Manifest, manifest: Manifest, reason: str) -> RunError:
     return RunError(
         f"step {manifest.step} cannot be committed as {manifest.kind} by attempt {manifest.attempt}: {target} is a "
@@ -644,9 +688,7 @@ def _refused(target: Path, visible: Manifest, manifest: Manifest, reason: str) -
 
 
 def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
-    """Make `source` visible as `target`. What is there goes, unless somebody came to hold it meanwhile: a reader writes
-    its lease first and looks for the folder afterwards, so leases are looked for after the folders have changed places.
-    """
+    """Make `source` visible as `target`. What is there goes, unless somebody holds it."""
     if (target / MANIFEST).exists() and _committed(target) is None:
         # It cannot be read, or not now: nobody knows what it is worth.
         target.rename(abandoned_dir(place, manifest.step, None))
@@ -654,15 +696,15 @@ def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock:
         source.rename(target)
         sync_folder(place)
         return
-    aside = _change_places(place, source, target)
-    try:
-        replaced = _replaced(aside)
-        if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
-            raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
-        _let_go(place, aside, manifest)
-    except Exception:
-        _put_back(source, target, aside)
-        raise
+    with _replacing(place, target, manifest, clock):
+        aside = _change_places(place, source, target)
+        try:
+            _check_unheld(place, target, _replaced(aside), manifest, clock)
+            trash = _let_go(place, aside, manifest)
+        except Exception as error:
+            take_back(error, partial(_put_back, source, target, aside))
+            raise
+    _delete(trash)
 
 
 def _change_places(place: Path, source: Path, target: Path) -> Path:
@@ -673,8 +715,8 @@ def _change_places(place: Path, source: Path, target: Path) -> Path:
     target.rename(aside)
     try:
         source.rename(target)
-    except Exception:
-        aside.rename(target)
+    except Exception as error:
+        take_back(error, partial(aside.rename, target))
         raise
     return aside
 
@@ -693,16 +735,16 @@ def _replaced(aside: Path) -> Manifest | None:
         return None
 
 
-def _let_go(place: Path, aside: Path, successor: Manifest) -> None:
-    """Part with what a commit has taken the place of. It is deleted, but for files of others, which stay with the step;
-    a full checkpoint that has files which the new one lacks, and what cannot be read: these are set aside as
-    ``abandoned-*``.
+def _let_go(place: Path, aside: Path, successor: Manifest) -> Path | None:
+    """Part with what a commit has taken the place of; returns what of it is to be deleted, out of sight now. Files of
+    others stay with the step; a full checkpoint that has files which the new one lacks, and what cannot be read: these
+    are set aside as ``abandoned-*``.
     """
     sync_folder(place)  # else a power cut could bring back the name of the old one without its files
     replaced = _committed(aside)
     if replaced is None and (aside / MANIFEST).exists():
         aside.rename(abandoned_dir(place, successor.step, None))
-        return
+        return None
     target = step_dir(place, successor.step)
     listed = replaced.paths if replaced is not None else set()
     for path in set(_files(aside)) - listed:
@@ -710,8 +752,8 @@ def _let_go(place: Path, aside: Path, successor: Manifest) -> None:
             _link(aside / path, target / path, copy=False)
     if replaced is not None and replaced.kind == FULL and not listed <= successor.paths:
         aside.rename(abandoned_dir(place, successor.step, replaced.attempt))
-    else:
-        discard(place, aside)
+        return None
+    return _put_out_of_sight(place, aside)
 
 
 def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
@@ -741,7 +783,7 @@ def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> No
     if not target.exists():
         aside.rename(target)
     elif manifest is not None:
-        _let_go(root, aside, manifest)
+        _delete(_let_go(root, aside, manifest))
     else:  # nobody knows what it is worth
         step = step_of(target.name)
         assert step is not None, aside
@@ -774,7 +816,7 @@ def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> N
         if _holders_of(place, staged, visible, clock):
             _exchange(staging, target)
         else:
-            _let_go(place, staging, visible)
+            _delete(_let_go(place, staging, visible))
         return
 
 
