@@ -86,6 +86,7 @@ class Ledger:
     pins: set[tuple[int, int]] = field(default_factory=set)
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
     doubtful: set[tuple[int, int]] = field(default_factory=set)
+    superseded: set[tuple[int, int]] = field(default_factory=set)
     named: dict[Kind, int] = field(default_factory=dict)
     disordered: bool = False
     resumes: int = 0
@@ -240,15 +241,13 @@ class Ledger:
 
     def _later_may_go(self, start: int) -> None:
         """A resume after this step sets aside what is newer."""
-        # Weights that were deleted because there were newer ones: these are set aside now.
-        superseded = [
-            step
+        # Whoever decided before to delete weights, because of newer ones that are set aside now, may do it afterwards.
+        self.superseded |= {
+            (step, promise.attempt)
             for step, promise in self.promises.items()
-            if promise.kind == STATE_DICT
-            and step < max(self.promises)
-            and self.disk.find(f"{ROOT}/{STEP_PREFIX}{step}") is None
-        ]
-        for step in {*superseded, *(step for step in self.promises if step > start)}:
+            if promise.kind == STATE_DICT and step < max(self.promises)
+        }
+        for step in [step for step in self.promises if step > start]:
             promise = self.promises.pop(step)
             if not promise.durable:  # and the power may be cut before it is set aside
                 self.doubtful.add((step, promise.attempt))
@@ -329,7 +328,8 @@ class Ledger:
             return False
         steps = {step for step, there in found.items() if there.manifest.kind == FULL}
         if promise.kind == STATE_DICT:
-            return any(step > promise.step for step in found)
+            superseded = (promise.step, promise.attempt) in self.superseded
+            return superseded or any(step > promise.step for step in found)
         newer = sum(step > promise.step for step in steps)
         return newer >= self.keeps and not (self.spares and promise.step % self.spares == 0)
 

@@ -15,7 +15,8 @@ import pytest
 from tests.campaign.filesystem import FileSystem
 from tests.campaign.patches import installed
 from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import sync_folder, write_atomic
+from trinity_sync.checkpoint.layout import write_atomic
+from trinity_sync.durable import sync_folder
 
 PLACE = Path("/sim/place")
 

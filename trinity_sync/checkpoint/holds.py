@@ -33,6 +33,7 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     write_atomic,
 )
+from trinity_sync.durable import make_folder
 from trinity_sync.errors import RunError
 
 #: Who takes a checkpoint away is done in milliseconds. After so many seconds it is taken for dead.
@@ -52,7 +53,7 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
     """
     with lease_checkpoint(root, step, holder="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
-        path.parent.mkdir(exist_ok=True)
+        make_folder(path.parent)
         new = not path.exists()
         body = {"step": step, "attempt": lease.attempt, "note": note, "created": clock()}
         write_atomic(path, json.dumps(body))

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from trinity_sync.durable import sync_folder
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import KINDS, FileTuple, Kind, covers
 
@@ -318,18 +319,6 @@ def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
         raise
     if durable:
         sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable; nothing on file systems that cannot fsync a folder."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from trinity_sync.durable import make_folder
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.locks import open_lock, try_lock, wait_for_lock
 
@@ -41,7 +42,7 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
             one does not end.
     """
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        make_folder(root)
         descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who holds the folder
     except FileExistsError:
         raise ConfigError(f"checkpoint.dir={root} is a file; name a folder") from None
@@ -111,7 +112,7 @@ def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
         RunError: another run holds the folder by now.
         WaitTimeout: somebody keeps the lock to themselves.
     """
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     file = os.fdopen(open_lock(root / _MONITOR), "r+b", buffering=0)
     # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.
     try:

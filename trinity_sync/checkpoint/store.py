@@ -56,12 +56,12 @@ from trinity_sync.checkpoint.layout import (
     staging_dir,
     step_dir,
     step_of,
-    sync_folder,
     versions_dir,
     write_manifest,
 )
 from trinity_sync.checkpoint.removal import forget_deletion, remove_checkpoint, take_back, undo_unfinished
 from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS, newest_finished, write_committed, write_tracker
+from trinity_sync.durable import sync_folder
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 

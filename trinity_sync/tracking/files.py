@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -10,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.durable import sync_folder
 from trinity_sync.errors import RunError
 
 
@@ -30,18 +30,6 @@ def write_atomic(path: Path, data: bytes) -> None:
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def sync_folder(path: Path) -> None:
-    """Makes the names in a folder durable; nothing on file systems that cannot fsync a folder."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    finally:
-        os.close(handle)
 
 
 def write_json(path: Path, value: Any) -> None:

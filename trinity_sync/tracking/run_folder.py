@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from trinity_sync.durable import make_folder
 from trinity_sync.errors import ConfigError
 from trinity_sync.locks import open_lock, try_lock
 
@@ -71,7 +72,7 @@ class RunFolder:
         if resume and not run_json.exists():
             raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             lock = open_lock(path / ".lock", mode=0o644)  # for all to read who runs here
         except OSError as error:
             raise _unwritable(path, error) from error

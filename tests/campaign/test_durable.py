@@ -1,0 +1,48 @@
+"""What has to be there after a power cut, on the simulated disk."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.campaign.filesystem import FileSystem
+from tests.campaign.patches import installed
+from tests.checkpoint.helpers import commit
+from trinity_sync.checkpoint.holds import pin, pinned
+from trinity_sync.durable import make_folder
+
+PLACE = Path("/sim/place")
+
+
+@pytest.fixture
+def disk() -> Iterator[FileSystem]:
+    system = FileSystem()
+    here = installed(
+        system, clock=lambda: 0.0, sleep=lambda _: None, pid=lambda: 1, token=lambda nbytes=4: "0" * nbytes
+    )
+    with here:
+        PLACE.mkdir()
+        system.make_durable()
+        yield system
+
+
+@pytest.mark.parametrize("tried", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_a_folder_that_was_made_is_there(disk: FileSystem, seed: int, tried: bool) -> None:
+    if tried:
+        (PLACE / "run").mkdir()  # by an earlier run, which died before it was durable
+    make_folder(PLACE / "run" if tried else PLACE / "run/checkpoints")
+    disk.lose_power(random.Random(seed))
+    assert (PLACE / "run").is_dir()
+    assert tried or (PLACE / "run/checkpoints").is_dir()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_first_pin_of_a_folder_stays(disk: FileSystem, seed: int) -> None:
+    commit(PLACE, 3)
+    pin(PLACE, 3)
+    disk.lose_power(random.Random(seed))
+    assert pinned(PLACE) == {(3, 0)}
