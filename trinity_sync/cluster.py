@@ -99,7 +99,7 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
                 )
             stack.callback(_shut_down, folder)
             own = folder
-        stack.enter_context(ended_with_its_node(lambda: _kill_raylet(own)))
+        stack.enter_context(ended_with_its_node(lambda: _give_up(own)))
         per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
         yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
 
@@ -165,12 +165,24 @@ def _shut_down(folder: Path) -> None:
     _wait_for_ends(stubborn, _END_S)
 
 
-def _kill_raylet(folder: Path | None) -> None:
-    """End the local Ray's raylet, and with it all of its workers; nothing where Ray is somebody else's."""
-    for process in _processes(folder) if folder is not None else ():
+def _kill_raylet(folder: Path) -> None:
+    """End the local Ray's raylet, and with it all of its workers."""
+    for process in _processes(folder):
         with contextlib.suppress(psutil.Error):
             if process.name() == "raylet":
                 process.kill()
+
+
+def _give_up(folder: Path | None) -> None:
+    """End the local Ray at once, and remove its folder; nothing where Ray is somebody else's. As far as it gets: Ray
+    ends this process when the raylet is gone.
+    """
+    if folder is None:
+        return
+    processes = _processes(folder)
+    _kill_raylet(folder)
+    _wait_for_ends(processes, _END_S)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:

@@ -35,8 +35,8 @@ def ended_with_its_node(end: Callable[[], None]) -> Iterator[None]:
                 continue
             if dead and not over.is_set():
                 sys.stderr.write(
-                    "error: Ray has given up this node: its raylet did not answer for longer than Ray's health check "
-                    "allows (RAY_health_check_timeout_ms); the run ends, and can be resumed\n"
+                    "error: Ray has given up this node: its raylet died, or did not answer for longer than Ray's "
+                    "health check allows (RAY_health_check_timeout_ms); the run ends, and can be resumed\n"
                 )
                 sys.stderr.flush()
                 with contextlib.suppress(Exception):

@@ -52,6 +52,8 @@ _NAMES = {
 
 _RAYLET = "Raylet is terminated"
 """What Ray says when it ends the driver on the spot with exit code 1: nobody has a say then."""
+_GIVEN_UP = "Ray has given up this node"
+"""What is said where Ray has not: then there is little time to clear up."""
 
 
 class Interrupted(Exception):  # noqa: N818 - it says what happened
@@ -279,7 +281,6 @@ class Chain:
         took = f"after {time.monotonic() - began:.0f} s"
         if launch.code is not None:
             trial.noticed = f"{took}: {checks.error_of(launch.text)}"
-            self._in_order = self._in_order and member.role != "raylet"
             return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
         launch.strike(member, signal.SIGCONT)
         if fault is not None:
@@ -312,6 +313,8 @@ class Chain:
         code, text = launch.code, launch.text
         error = checks.error_of(text)
         trial.noticed = trial.noticed or error
+        if _GIVEN_UP in text:
+            self._in_order = False
         if code != expected:
             trial.problems.append(f"exit code {code} instead of {expected}: {error or text[-300:]}")
         if code is not None and code >= 0:
