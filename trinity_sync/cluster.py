@@ -180,7 +180,9 @@ def _give_up(folder: Path | None) -> None:
     if folder is None:
         return
     processes = _processes(folder)
-    _kill_raylet(folder)
+    for process in reversed(processes):  # the raylet after those that it started
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     _wait_for_ends(processes, _END_S)
     shutil.rmtree(folder, ignore_errors=True)
 
