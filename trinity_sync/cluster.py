@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -79,7 +80,7 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
                 raise ConfigError(
                     f"cluster.address={settings.address}: no Ray cluster answers there ({_first_line(error)})"
                 ) from error
-            stack.callback(ray.shutdown)
+            stack.callback(_leave)
         else:
             folder = stack.enter_context(_own_folder(settings.temp_dir))
             # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime
@@ -163,6 +164,22 @@ def _shut_down(folder: Path) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     _wait_for_ends(stubborn, _END_S)
+
+
+def _leave() -> None:
+    """Let go of somebody else's Ray. A raylet on this node that stands still would keep this program for ever."""
+    import ray
+
+    def end() -> None:
+        sys.stderr.write(f"error: Ray did not let this program go within {_SHUTDOWN_S:g} s; it ends\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    late = threading.Timer(_SHUTDOWN_S, end)
+    late.daemon = True
+    late.start()
+    ray.shutdown()
+    late.cancel()
 
 
 def _kill_raylet(folder: Path) -> None:

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+_CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
+
 
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable; nothing on file systems that cannot fsync a folder."""
@@ -14,20 +16,21 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _CANNOT:
             raise
     finally:
         os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that are not there, durable; also where an earlier try came to its making only.
+    """Make a folder and those above it; all that are on its file system are durable then, whoever made them.
 
     Raises:
         OSError: it cannot be made.
     """
-    absent = [folder for folder in path.parents if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for folder in (path, *absent):
+    folder = path.absolute()
+    while not os.path.ismount(folder):
+        folder = folder.parent
         with suppress(PermissionError):  # somebody else's, which may be entered only
-            sync_folder(folder.parent)
+            sync_folder(folder)

@@ -176,7 +176,7 @@ class FileSystem:
         writes = flags & (os.O_WRONLY | os.O_RDWR)
         self._start("create" if flags & os.O_CREAT else "open", path)
         parent, name = self._folder_of(path), path.rpartition("/")[2]
-        node = parent.names.get(name) if name else parent
+        node = self.root if path == PREFIX else parent.names.get(name) if name else parent
         if node is None:
             if not flags & os.O_CREAT:
                 raise _error(errno.ENOENT, path)

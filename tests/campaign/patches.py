@@ -30,7 +30,7 @@ def _ours(path: Any) -> str | None:
         if isinstance(path, (int, bytes)) or path is None:
             return None
         path = os.fspath(path)
-    return path if isinstance(path, str) and path.startswith(PREFIX + "/") else None
+    return path if isinstance(path, str) and (path == PREFIX or path.startswith(PREFIX + "/")) else None
 
 
 class _Entry:

@@ -71,7 +71,7 @@ def test_an_actor_that_verl_saved_is_not_gone_on_from_without_its_critic(
     tmp_path: Path, resume_step: int | None
 ) -> None:
     put_in_order(tmp_path, None)
-    commit(tmp_path, 10)
+    commit(tmp_path, 10, {"actor/model.pt": "a", "critic/model.pt": "c"})
     verls(tmp_path, 20)
     stage(tmp_path, 20, {"critic/model_world_size_2_rank_0.pt": "half"})
     store.clean_staging(tmp_path, 20, 0)
@@ -82,6 +82,17 @@ def test_an_actor_that_verl_saved_is_not_gone_on_from_without_its_critic(
     assert state(tmp_path) == before
     verls(tmp_path, 20, place="critic")
     assert put_in_order(tmp_path, resume_step, ("actor", "critic")).step == 20
+
+
+def test_a_checkpoint_of_a_run_of_other_roles_is_gone_on_from_when_it_is_named(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    write_tracker(tmp_path, FULL, 10)
+    before = state(tmp_path)
+    with pytest.raises(RunError, match=r"global_step_10 .* nothing of critic; resume_step=10"):
+        put_in_order(tmp_path, None, ("actor", "critic"))
+    assert state(tmp_path) == before
+    assert put_in_order(tmp_path, None, ("actor",)).step == 10
+    assert put_in_order(tmp_path, 10, ("actor", "critic")).step == 10
 
 
 def test_what_verl_did_not_finish_is_set_aside_as_verl_itself_passes_it_over(tmp_path: Path) -> None:

@@ -244,6 +244,14 @@ def test_what_has_to_be_durable_for_one_who_asks_is_durable(order: tuple[bool | 
     assert [commit.durable for commit in only(book.finished(3, part="b"), Commit)] == [True]
 
 
+def test_a_full_commit_is_durable_where_the_weights_are_that_it_takes_the_place_of() -> None:
+    book = make_book()
+    book.begin(3, "state_dict", ["w"], durable=True)
+    commit_all(book, book.finished(3, weights=True, part="w"))
+    book.begin(3, "full", ["w", "o"], weights_parts=["w"])
+    assert [commit.durable for commit in only(book.finished(3, part="o"), Commit)] == [True]
+
+
 def test_parts_that_come_after_a_full_commit_are_added_by_another_one() -> None:
     book = make_book()
     book.register(2, checkpoint=1)

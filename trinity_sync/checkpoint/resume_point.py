@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint import store, verls
-from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, step_dir
+from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, UnreadableError, step_dir
 from trinity_sync.checkpoint.store import CheckpointInfo
 from trinity_sync.checkpoint.trackers import newest_finished, read_committed, read_tracker, tracker_path
 from trinity_sync.errors import RunError
@@ -157,10 +157,21 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
             f"{found.path} was written by verl, but no {tracker_path(root, FULL)} says whether it was finished; "
             f"resume_step={found.step} goes on from it"
         )
+    absent = _absent(found.manifest, roles) if found is not None and found.manifest is not None else None
+    if found is not None and absent is not None:
+        raise RunError(
+            f"{found.path} was saved by a run of other roles: it holds nothing of {absent}; resume_step={found.step} "
+            "goes on from it, resume_step=N from an older one"
+        )
     named, step = read_tracker(root, FULL).step or 0, found.step if found is not None else 0
     if named > step:
         logger.warning("%s names step %d; the newest to go on from is step %d", tracker_path(root, FULL), named, step)
     return found
+
+
+def _absent(manifest: Manifest, roles: Collection[str]) -> str | None:
+    """The first of the roles that a full checkpoint holds no file of."""
+    return next((role for role in roles if not any(path.startswith(f"{role}/") for path in manifest.paths)), None)
 
 
 def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | None:

@@ -629,6 +629,8 @@ class CommitBook:
         entry.committing, entry.pending_keys, entry.pending_beside = kind, keys, beside
         files, meta = entry.parts.files(keys), dict(entry.meta)
         durable = entry.durable.get(kind)
+        if kind == FULL and entry.durable.get(STATE_DICT):
+            durable = True  # it takes the place of weights that are
         return [
             Commit(entry.step, self.attempt, kind, files, entry.digest, meta, entry.opened, partial, durable, beside)
         ]
