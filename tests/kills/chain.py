@@ -29,9 +29,10 @@ _ENOUGH = STEPS - 60
 _LAST_STEPS = 8
 
 _START_S = 900.0
-# A death is noticed at once; what hangs, within the limits of `running.SMALL`, of which two may follow one another.
+# A death is noticed at once; what hangs, within the limits of `running.SMALL`, of which up to four may follow one
+# another: a rank that is to begin a save waits for its turn, its peers and its agent.
 _NOTICED_S = 60.0
-_HANG_S = 100.0
+_HANG_S = 160.0
 # So many steps without somebody who hangs, and the run does not need it.
 _NOT_NEEDED = 40
 # For the end of whatever is left when the driver has ended; of Ray's helpers, which look for their raylet now and then.
@@ -285,7 +286,9 @@ class Chain:
         launch.strike(member, signal.SIGCONT)
         if fault is not None:
             trial.noticed = f"{took}: {fault['where']}: {fault['error']}"
-            if _NAMES.get(member.role, "") not in trial.noticed:
+            # An agent that hangs leaves the parts that it was to write for its ranks.
+            parts = "part 'rank-" if member.role == "agent" else _NAMES.get(member.role, "")
+            if _NAMES.get(member.role, "") not in trial.noticed and parts not in trial.noticed:
                 trial.problems.append(f"the fault does not name {member.name}: {trial.noticed}")
         elif steps >= _NOT_NEEDED:
             trial.noticed = f"the run trained {steps} steps meanwhile"
