@@ -20,7 +20,7 @@ from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
-from trinity_sync.checkpoint.layout import read_manifest, staging_dir, step_dir, versions_dir
+from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.removal import deleted
@@ -174,8 +174,24 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
         life.save(22, STATE_DICT, WEIGHTS)
         assert store.verify(place).ok
     life.save(23, STATE_DICT, WEIGHTS)
-    assert not (left / ".versions").exists()
+    assert not place.exists()
     assert whole(left, 20)
+
+
+def test_retention_leaves_the_place_of_a_commit_beside_it(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(left, 1)
+    real = store._sync_tree
+
+    def during(folder: Path) -> None:
+        real(folder)
+        life.disk.retain([20])
+
+    monkeypatch.setattr(store, "_sync_tree", during)
+    files = stage(left, 20, WEIGHTS, attempt=1)
+    store.commit_folder(left, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
+    assert store.verify(step_dir(versions_dir(left, 1), 20)).ok
+    Life(left, 2)
+    assert not (left / ".versions").exists()
 
 
 def test_weights_beside_that_cannot_be_looked_at_do_not_hide_what_was_pruned(tmp_path: Path) -> None:

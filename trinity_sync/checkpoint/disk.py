@@ -186,13 +186,13 @@ class CheckpointDisk:
         pruned, problems = prune(self.root, plan, now=now, defer=True)
         warnings = [*problems, *(warning for row in plan for warning in row.warnings)]
 
-        def wanted(step: int, attempt: int) -> bool:
+        def wanted(step: int) -> bool:
             """As many of the newest weights as are visible ones, and those that a full commit will take in."""
             newer = sum(row.step > step for row in plan)
-            return attempt == self.attempt and (step in saving or newer < max(1, self.keep_state_dicts))
+            return step in saving or newer < max(1, self.keep_state_dicts)
 
         try:
-            store.clear_versions(self.root, keep=wanted, now=now)
+            store.clear_versions(self.root, attempt=self.attempt, keep=wanted, now=now)
         except (OSError, RunError) as error:
             warnings.append(f"weights beside the step folders could not be removed: {error}")
         return pruned, warnings

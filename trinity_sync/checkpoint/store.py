@@ -399,28 +399,32 @@ def recover(
             discard(root, path)
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
-    clear_versions(root, keep=lambda step, of: of == attempt, now=clock())
+    clear_versions(root, attempt=attempt, now=clock())
     for name in (*TRACKERS.values(), COMMITTED):
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     purge(root)
 
 
-def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step, attempt: False, now: float) -> None:
+def clear_versions(
+    root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
+) -> None:
     """Remove the weights that were committed beside the step folders; what somebody reads stays until the next time.
 
     Args:
-        keep: told (step, attempt), whether to leave these alone.
+        attempt: that is running. Its place stays, also an empty one: a commit may be about to move into it.
+        keep: told a step, whether to leave that attempt's weights of it alone.
         now: Unix seconds.
     """
+    running = versions_dir(root, attempt) if attempt is not None else None
     for place in sorted((root / VERSIONS).iterdir()) if (root / VERSIONS).is_dir() else ():
         for info in scan(place):
             if info.manifest is None:
                 discard(place, info.path)
-            elif not keep(info.step, info.manifest.attempt):
+            elif place != running or not keep(info.step):
                 remove_checkpoint(place, info.manifest, now=now)
         purge(place)
-        if not scan(place):
+        if place != running and not scan(place):
             discard(root, place)
     with suppress(OSError):  # not empty, or not there
         (root / VERSIONS).rmdir()
