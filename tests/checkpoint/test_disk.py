@@ -20,12 +20,13 @@ from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
-from trinity_sync.checkpoint.layout import read_manifest, staging_dir, step_dir, versions_dir
+from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.removal import deleted
 from trinity_sync.checkpoint.resume_point import put_in_order
-from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
+from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.retention import KeepLast
@@ -174,8 +175,24 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
         life.save(22, STATE_DICT, WEIGHTS)
         assert store.verify(place).ok
     life.save(23, STATE_DICT, WEIGHTS)
-    assert not (left / ".versions").exists()
+    assert not place.exists()
     assert whole(left, 20)
+
+
+def test_retention_leaves_the_place_of_a_commit_beside_it(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    life = Life(left, 1)
+    real = store._sync_tree
+
+    def during(folder: Path) -> None:
+        real(folder)
+        life.disk.retain([20])
+
+    monkeypatch.setattr(store, "_sync_tree", during)
+    files = stage(left, 20, WEIGHTS, attempt=1)
+    store.commit_folder(left, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
+    assert store.verify(step_dir(versions_dir(left, 1), 20)).ok
+    Life(left, 2)
+    assert not (left / ".versions").exists()
 
 
 def test_weights_beside_that_cannot_be_looked_at_do_not_hide_what_was_pruned(tmp_path: Path) -> None:
@@ -286,6 +303,25 @@ def test_a_commit_that_retention_took_is_told_in_another_life(tmp_path: Path) ->
     assert life.disk.describe_deleted(20) is None
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_what_an_earlier_run_of_the_same_attempt_deleted_is_not_told(tmp_path: Path, ordered: bool) -> None:
+    life = Life(tmp_path)
+    for step in (10, 20, 30):
+        life.save(step, STATE_DICT, WEIGHTS)
+    assert life.disk.describe_deleted(10) is not None
+    for step in (20, 30):
+        store.discard(tmp_path, step_dir(tmp_path, step))
+    if ordered:
+        assert put_in_order(tmp_path, None).attempt == 0
+    life = Life(tmp_path, restarted=ordered)
+    assert life.disk.describe_deleted(10) is None
+    for step in (10, 20, 30):
+        life.save(step, STATE_DICT, WEIGHTS)
+    assert Life(tmp_path, restarted=True).disk.describe_deleted(10) is not None
+    store.set_start(tmp_path, 0, 1)
+    assert life.disk.describe_deleted(10) is not None, "an earlier attempt of this run"
+
+
 def test_what_a_commit_failed_of_is_told_with_what_could_not_be_taken_back(tmp_path: Path) -> None:
     async def failure() -> str:
         life = Life(tmp_path)
@@ -343,6 +379,54 @@ def test_weights_of_a_step_that_verl_saved_lie_beside_it(tmp_path: Path) -> None
     assert {step: names(step_dir(tmp_path, step)) for step in (20, 30)} == before
     assert life.trackers == (30, 20)
     assert put_in_order(tmp_path, None).step == 30
+
+
+def rebuilt(root: Path) -> list[str]:
+    """The monitor begins again; what it then says."""
+    disk = CheckpointDisk(root=root, attempt=0, policies=(), keep_state_dicts=2, fsync=False, clock=Clock())
+    return disk.rebuild(lambda committed: CommitBook(clock=Clock(), committed=committed), restarted=True).problems
+
+
+@pytest.mark.parametrize("over_weights", [False, True])
+def test_a_monitor_leaves_the_tracker_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over_weights: bool
+) -> None:
+    put_in_order(tmp_path, None)
+    if over_weights:
+        commit(tmp_path, 20, WEIGHTS, kind=STATE_DICT)
+    verls(tmp_path, 20)
+    write_tracker(tmp_path, FULL, 20)
+    real = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path == tracker_path(tmp_path, FULL):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", read)
+        (problem,) = rebuilt(tmp_path)
+    assert "latest_checkpointed_iteration.txt cannot be read" in problem
+    assert put_in_order(tmp_path, None).step == 20
+
+
+@pytest.mark.parametrize("over_weights", [False, True])
+def test_a_monitor_leaves_an_empty_tracker_where_verl_may_have_saved_since(tmp_path: Path, over_weights: bool) -> None:
+    put_in_order(tmp_path, None)
+    if over_weights:
+        commit(tmp_path, 20, WEIGHTS, kind=STATE_DICT)
+    verls(tmp_path, 20)
+    tracker_path(tmp_path, FULL).write_text("")
+    (problem,) = rebuilt(tmp_path)
+    assert "latest_checkpointed_iteration.txt holds ''" in problem
+    assert tracker_path(tmp_path, FULL).read_text() == ""
+    with pytest.raises(RunError, match=r"global_step_20 was written by verl.*resume_step=20"):
+        put_in_order(tmp_path, None)
+    assert put_in_order(tmp_path, 20).step == 20
+    commit(tmp_path, 30)
+    tracker_path(tmp_path, FULL).write_text("")
+    assert rebuilt(tmp_path)
+    assert read_tracker(tmp_path, FULL).step == 30, "there is none of verl's after it"
 
 
 def test_weights_are_published_though_what_is_in_their_place_cannot_be_read_now(left: Path) -> None:

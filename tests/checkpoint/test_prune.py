@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.helpers import commit, refuse, stage
+from tests.checkpoint.helpers import commit, refuse, stage, verls
 from trinity_sync.checkpoint import holds, removal, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir
@@ -291,6 +292,55 @@ def test_nothing_is_given_up_while_a_tracker_cannot_be_read(tmp_path: Path) -> N
     tracker_path(tmp_path, FULL).mkdir()
     with pytest.raises(UnreadableError, match=r"latest_checkpointed_iteration\.txt"):
         prune_plan(tmp_path, [KeepLast(1)], now=100.0)
+
+
+def saved_over(root: Path, *of: int) -> None:
+    """Weights that were committed, and over which verl has saved in full since."""
+    for step in of:
+        commit(root, step, {"actor/weights.safetensors": "w"}, kind=STATE_DICT)
+        verls(root, step)
+
+
+@pytest.mark.parametrize("text", ["", "not a step"])
+def test_nothing_is_given_up_where_verl_has_saved_and_its_tracker_says_nothing(tmp_path: Path, text: str) -> None:
+    saved_over(tmp_path, 1, 2, 3)
+    tracker_path(tmp_path, FULL).write_text(text)
+    with pytest.raises(UnreadableError, match=r"latest_checkpointed_iteration\.txt holds"):
+        run(tmp_path)
+    for step in (1, 2, 3):
+        store.discard(tmp_path, step_dir(tmp_path, step))
+    for step in (10, 20):
+        commit(tmp_path, step)
+    assert run(tmp_path, KeepLast(1)) == [10], "of verl's there is nothing here"
+
+
+def test_one_read_of_the_tracker_decides_what_is_verls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_over(tmp_path, 1, 2, 3, 4)
+    write_tracker(tmp_path, FULL, 4)
+    real, fails = Path.read_bytes, iter([True] * 4)
+
+    def read(path: Path) -> bytes:
+        if path == tracker_path(tmp_path, FULL) and next(fails, False):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.raises(UnreadableError, match=r"latest_checkpointed_iteration\.txt"):
+        run(tmp_path)
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_weights_over_which_verl_saves_stay_before_its_tracker_names_them(tmp_path: Path) -> None:
+    plain = {"actor/weights.safetensors": "w"}
+    for step in (1, 2, 3, 4, 5):
+        commit(tmp_path, step, plain, kind=STATE_DICT)
+    plan = prune_plan(tmp_path, [], now=100.0)
+    assert [row.step for row in plan if not row.keep] == [1, 2, 3]
+    write_tracker(tmp_path, FULL, 0)
+    verls(tmp_path, 1)
+    assert [gone.step for gone in prune(tmp_path, plan, now=100.0)[0]] == [2, 3], "verl began after the plan"
+    assert run(tmp_path) == []
+    assert steps(tmp_path) == [1, 4, 5]
 
 
 def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,15 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.lock import hold_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.removal import deletion
-from trinity_sync.checkpoint.trackers import read_committed, read_tracker, tracker_path, write_committed, write_tracker
+from trinity_sync.checkpoint.removal import deletion, forget_deletions
+from trinity_sync.checkpoint.trackers import (
+    Tracker,
+    read_committed,
+    read_tracker,
+    tracker_path,
+    write_committed,
+    write_tracker,
+)
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import Commit, CommitBook
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
@@ -186,13 +193,13 @@ class CheckpointDisk:
         pruned, problems = prune(self.root, plan, now=now, defer=True)
         warnings = [*problems, *(warning for row in plan for warning in row.warnings)]
 
-        def wanted(step: int, attempt: int) -> bool:
+        def wanted(step: int) -> bool:
             """As many of the newest weights as are visible ones, and those that a full commit will take in."""
             newer = sum(row.step > step for row in plan)
-            return attempt == self.attempt and (step in saving or newer < max(1, self.keep_state_dicts))
+            return step in saving or newer < max(1, self.keep_state_dicts)
 
         try:
-            store.clear_versions(self.root, keep=wanted, now=now)
+            store.clear_versions(self.root, attempt=self.attempt, keep=wanted, now=now)
         except (OSError, RunError) as error:
             warnings.append(f"weights beside the step folders could not be removed: {error}")
         return pruned, warnings
@@ -247,11 +254,14 @@ class CheckpointDisk:
         journals = [dumped for dumped in journals if dumped["step"] not in failures]
         kept = [(dumped["step"], self.attempt) for dumped in journals]
         store.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
-        infos = store.scan(self.root)
+        if not restarted:
+            forget_deletions(self.root, self.attempt)
+        trackers = {kind: read_tracker(self.root, kind) for kind in KINDS}
+        infos = store.scan(self.root, trackers[FULL])
         manifests = {info.step: info.manifest for info in infos if info.manifest is not None}
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
         others = {info.step for info in infos if info.manifest is None and info.state != "damaged"}
-        problems += self._repair_trackers(book, others)
+        problems += self._repair_trackers(book, trackers, others)
         beside = self._steps_beside()
         for step in beside:
             book.restore_beside(step)
@@ -311,10 +321,13 @@ class CheckpointDisk:
                 problems.append(f"{path} cannot be read: {error}")
         return journals, problems
 
-    def _repair_trackers(self, book: CommitBook, others: Collection[int]) -> list[str]:
+    def _repair_trackers(
+        self, book: CommitBook, trackers: Mapping[Kind, Tracker], others: Collection[int]
+    ) -> list[str]:
         """Let the trackers name what is committed: a crash may have come between a commit and its tracker.
 
         Args:
+            trackers: as they were before the folders were looked at.
             others: steps of folders that are there, and not known to be no checkpoints.
         """
         assert self.root is not None
@@ -322,16 +335,18 @@ class CheckpointDisk:
         newest, noted = book.trackers[FULL] or 0, read_committed(self.root)
         if noted is None or noted < newest:
             write_committed(self.root, newest)
-        for kind in KINDS:
-            tracker = read_tracker(self.root, kind)
+        for kind, tracker in trackers.items():
             if tracker.problem is not None:
                 problems.append(tracker.problem)
             named = book.trackers[kind]
             if tracker.step == named and tracker.problem is None:
                 continue
-            # A newer one that is there, but is verl's own or cannot be read now, keeps its tracker.
-            if tracker.step is None or tracker.step < (named or 0) or tracker.step not in others:
-                write_tracker(self.root, kind, named)
+            newer = {step for step in others if step > (named or 0)}
+            # A newer one that is there, but is verl's own or cannot be read now, keeps its tracker; so does one that
+            # the tracker may name, if it could be read: verl writes it without care.
+            if tracker.unreadable or (newer if tracker.problem is not None else tracker.step in newer):
+                continue
+            write_tracker(self.root, kind, named)
         return problems
 
 

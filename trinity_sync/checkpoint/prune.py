@@ -9,11 +9,11 @@ from pathlib import Path
 
 from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
-from trinity_sync.checkpoint.removal import remove_checkpoint
+from trinity_sync.checkpoint.removal import of_verl, remove_checkpoint
 from trinity_sync.checkpoint.store import CheckpointInfo, purge, scan
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import KINDS, Kind
+from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
 
 
@@ -71,17 +71,23 @@ def prune_plan(
         saving: steps that are being saved; those with a staging folder count too.
 
     Raises:
-        UnreadableError: the folder or a tracker cannot be read now, so nobody knows what has to stay.
+        UnreadableError: the folder or a tracker cannot be read now, or the tracker that verl writes, too, holds no step
+            where verl has saved; so nobody knows what has to stay.
     """
-    infos = {info.step: info for info in scan(root) if info.manifest is not None}
+    # Before the folders: what a tracker names was there when it was read.
+    trackers = {kind: read_tracker(root, kind) for kind in KINDS}
+    for tracker in trackers.values():
+        if tracker.unreadable:
+            raise UnreadableError(str(tracker.problem))
+    full = trackers[FULL]
+    found = scan(root, full)
+    if full.problem is not None and any(info.state == "verl" for info in found):
+        raise UnreadableError(f"{full.problem}, so nobody knows which of verl's checkpoints are finished")
+    infos = {info.step: info for info in found if _is_ours(info)}
     pins, leases = holds.pinned(root), holds.leased(root, now=now)
     busy = set(saving) | _staged(root)
     # A tracker stays behind a commit for a moment, or for longer where the disk refuses to take it.
-    trackers = [read_tracker(root, kind) for kind in KINDS]
-    for tracker in trackers:
-        if tracker.unreadable:
-            raise UnreadableError(str(tracker.problem))
-    named = {tracker.step for tracker in trackers}
+    named = {tracker.step for tracker in trackers.values()}
     facts = [_facts(info, pins, leases, busy, named) for info in infos.values()]
     rows = []
     for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):
@@ -114,6 +120,14 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
     if not defer:
         problems += purge(root)
     return pruned, problems
+
+
+def _is_ours(info: CheckpointInfo) -> bool:
+    """Whether retention is to decide on it: not on what verl has begun to save over, or may have."""
+    try:
+        return info.manifest is not None and not of_verl(info.path, info.manifest)
+    except OSError:
+        return False
 
 
 def _facts(

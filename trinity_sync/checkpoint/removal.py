@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint import holds, verls
 from trinity_sync.checkpoint.layout import (
     CONDEMNED_PREFIX,
     PRUNED,
@@ -39,7 +39,8 @@ _SUFFIX: dict[Kind, str] = {FULL: "", STATE_DICT: ".weights"}
 
 
 def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
-    """Put a checkpoint out of sight, for `store.purge`. False where somebody holds it, or it is another one by now.
+    """Put a checkpoint out of sight, for `store.purge`. False where somebody holds it, or it is another one by now, or
+    verl's.
 
     Args:
         manifest: what is to go.
@@ -56,7 +57,7 @@ def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
             return False
         try:
             # Held after all: our claim had run out, because this program was stopped for a while.
-            if holds.holders(root, manifest, now=now) or not _is(condemned, manifest):
+            if holds.holders(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
                 put_back(root, condemned)
                 return False
             _note(root, manifest)
@@ -67,6 +68,11 @@ def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
             take_back(error, partial(put_back, root, condemned))
             raise
     return True
+
+
+def of_verl(folder: Path, manifest: Manifest) -> bool:
+    """Whether verl has saved in full, or has begun to, where these weights had been committed alone."""
+    return manifest.kind == STATE_DICT and verls.wrote_over(folder, manifest.paths)
 
 
 def take_back(error: BaseException, undo: Callable[[], object]) -> None:
@@ -122,6 +128,14 @@ def forget_deletion(root: Path, step: int, attempt: int) -> None:
     """The step is committed again."""
     for kind in KINDS:
         _remove_note(root, step, attempt, kind)
+
+
+def forget_deletions(root: Path, attempt: int) -> None:
+    """An attempt begins: what is noted of one of its number, or of a later one, is of an earlier run."""
+    for kind in KINDS:
+        for step, of in _notes(root, kind):
+            if of >= attempt:
+                _remove_note(root, step, of, kind)
 
 
 def _note(root: Path, manifest: Manifest) -> None:

@@ -59,8 +59,21 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.removal import forget_deletion, remove_checkpoint, take_back, undo_unfinished
-from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS, newest_finished, write_committed, write_tracker
+from trinity_sync.checkpoint.removal import (
+    forget_deletion,
+    forget_deletions,
+    remove_checkpoint,
+    take_back,
+    undo_unfinished,
+)
+from trinity_sync.checkpoint.trackers import (
+    COMMITTED,
+    TRACKERS,
+    Tracker,
+    newest_finished,
+    write_committed,
+    write_tracker,
+)
 from trinity_sync.durable import sync_folder
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
@@ -153,12 +166,16 @@ def locate(path: Path) -> tuple[Path, int | None]:
     raise ConfigError(f"{path} holds no checkpoints; give a run, a checkpoints or a step folder")
 
 
-def scan(root: Path) -> list[CheckpointInfo]:
+def scan(root: Path, tracker: Tracker | None = None) -> list[CheckpointInfo]:
     """All step folders, oldest first. Reads manifests only.
+
+    Args:
+        tracker: of full checkpoints, by who has to decide on what it said before the folders were looked at.
 
     Raises:
         UnreadableError: the folder cannot be listed now.
     """
+    finished = newest_finished(root, tracker)
     try:
         with os.scandir(root) as entries:
             named = [(step_of(entry.name), entry) for entry in entries]
@@ -171,10 +188,14 @@ def scan(root: Path) -> list[CheckpointInfo]:
         return []
     except OSError as error:
         raise read_error(root, error) from error
-    return [_look(step, path) for step, path in sorted(found.items())]
+    return [_look(step, path, finished) for step, path in sorted(found.items())]
 
 
-def _look(step: int, path: Path) -> CheckpointInfo:
+def _look_at(root: Path, step: int) -> CheckpointInfo:
+    return _look(step, step_dir(root, step), newest_finished(root))
+
+
+def _look(step: int, path: Path, finished: int | None) -> CheckpointInfo:
     manifest = None
     try:
         manifest = read_manifest(path)
@@ -182,7 +203,7 @@ def _look(step: int, path: Path) -> CheckpointInfo:
     except ManifestError as error:
         fault = error
     try:
-        if (fault is None or fault.state == "no_manifest") and _of_verl(step, path, manifest):
+        if (fault is None or fault.state == "no_manifest") and _of_verl(step, path, manifest, finished):
             return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
     except OSError as error:
         fault = read_error(path, error) if manifest is None else None
@@ -191,16 +212,15 @@ def _look(step: int, path: Path) -> CheckpointInfo:
     return CheckpointInfo(step, path, manifest)
 
 
-def _of_verl(step: int, path: Path, manifest: Manifest | None) -> bool:
+def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | None) -> bool:
     """Whether a folder is a checkpoint that verl itself wrote, where nothing or its weights alone had been committed.
-    verl names a step in its tracker once it is whole, so a later one is not.
+    verl names a step in its tracker once it is whole, so a later one is not; where nobody says, any may be.
     """
-    finished = newest_finished(path.parent)
-    if manifest is None:
-        return (finished is None or step <= finished) and verls.wrote(path)
-    if manifest.kind == FULL or finished is None or step > finished:
+    if finished is not None and step > finished:
         return False
-    return verls.wrote_over(path, manifest.paths)
+    if manifest is None:
+        return verls.wrote(path)
+    return manifest.kind != FULL and verls.wrote_over(path, manifest.paths)
 
 
 def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
@@ -324,7 +344,7 @@ def commit_folder(
         return _commit_in_place(target, draft, partial, durable, clock)
     place.mkdir(parents=True, exist_ok=True)
     if target.exists():
-        _check_ours([_look(draft.step, target)], _NOT_OURS)
+        _check_ours([_look_at(place, draft.step)], _NOT_OURS)
     source = _link_reported(staging, draft) if partial else staging
     adopted = _adopt(root, target, source, draft, partial)
     manifest = replace(draft, files=_collect(source, draft.files, adopted, everything=not partial))
@@ -339,7 +359,7 @@ def commit_folder(
 def taken(root: Path, step: int, attempt: int) -> bool:
     """Whether what is staged of a step finds in its place what nothing of this program takes the place of."""
     target = step_dir(root, step)
-    return target.exists() and any(_files(staging_dir(root, step, attempt))) and _look(step, target).state in _NOT_OURS
+    return target.exists() and any(_files(staging_dir(root, step, attempt))) and _look_at(root, step).state in _NOT_OURS
 
 
 def adopt_folder(root: Path, source: Path, step: int) -> None:
@@ -354,7 +374,7 @@ def adopt_folder(root: Path, source: Path, step: int) -> None:
         sync_folder(Path(parent))
     target = step_dir(root, step)
     if target.exists():
-        info = _look(step, target)
+        info = _look_at(root, step)
         _check_ours([info], ("newer",))
         target.rename(abandoned_dir(root, step, info.attempt))
     source.rename(target)
@@ -399,28 +419,32 @@ def recover(
             discard(root, path)
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
-    clear_versions(root, keep=lambda step, of: of == attempt, now=clock())
+    clear_versions(root, attempt=attempt, now=clock())
     for name in (*TRACKERS.values(), COMMITTED):
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     purge(root)
 
 
-def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step, attempt: False, now: float) -> None:
+def clear_versions(
+    root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
+) -> None:
     """Remove the weights that were committed beside the step folders; what somebody reads stays until the next time.
 
     Args:
-        keep: told (step, attempt), whether to leave these alone.
+        attempt: that is running. Its place stays, also an empty one: a commit may be about to move into it.
+        keep: told a step, whether to leave that attempt's weights of it alone.
         now: Unix seconds.
     """
+    running = versions_dir(root, attempt) if attempt is not None else None
     for place in sorted((root / VERSIONS).iterdir()) if (root / VERSIONS).is_dir() else ():
         for info in scan(place):
             if info.manifest is None:
                 discard(place, info.path)
-            elif not keep(info.step, info.manifest.attempt):
+            elif place != running or not keep(info.step):
                 remove_checkpoint(place, info.manifest, now=now)
         purge(place)
-        if not scan(place):
+        if place != running and not scan(place):
             discard(root, place)
     with suppress(OSError):  # not empty, or not there
         (root / VERSIONS).rmdir()
@@ -472,6 +496,7 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     """
     check_start(root, step, of_verl=of_verl)
     recover(root, clock=time.time)
+    forget_deletions(root, attempt)
     infos = scan(root)
     # What the resume starts from may be verl's own.
     full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]

@@ -62,9 +62,13 @@ def write_committed(root: Path, step: int) -> None:
     write_atomic(root / COMMITTED, str(step))
 
 
-def newest_finished(root: Path) -> int | None:
-    """The newest step that is known to be finished, by verl or by this program; None: nobody says."""
-    tracker = read_tracker(root, FULL)
+def newest_finished(root: Path, tracker: Tracker | None = None) -> int | None:
+    """The newest step that is known to be finished, by verl or by this program; None: nobody says.
+
+    Args:
+        tracker: of full checkpoints, by who has read it already.
+    """
+    tracker = tracker or read_tracker(root, FULL)
     known = [step for step in (tracker.step, read_committed(root)) if step is not None]
     return max(known, default=None) if tracker.problem is None else None
 
