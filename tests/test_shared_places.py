@@ -7,6 +7,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -17,8 +18,11 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.helpers import commit
 from trinity_sync import cluster
-from trinity_sync.checkpoint import lock
+from trinity_sync.checkpoint import holds, lock
+from trinity_sync.checkpoint.layout import Manifest, read_manifest, step_dir
+from trinity_sync.protocol.parts import STATE_DICT
 from trinity_sync.tracking.run_folder import RunFolder, lock_holder
 from trinity_sync.weights import slots
 from trinity_sync.weights.slots import SlotArena, remove_stale
@@ -297,3 +301,93 @@ def test_a_lock_of_a_run_folder_that_is_none_is_named(shared: Path, precious: Pa
     told = in_a_process(lambda: RunFolder.open(shared, resume=False))
     assert f"{shared / '.lock'} is no regular file" in told
     assert kept(precious)
+
+
+# leases of several users on one checkpoint
+
+
+def read(root: Path, seconds: float = 60.0, now: float = 1000.0) -> int:
+    """The step of a checkpoint that is held; a user's usual umask lets others look only."""
+    os.umask(0o022)
+    return holds.lease_checkpoint(root, 1, holder="reader", seconds=seconds, clock=lambda: now).step
+
+
+def save(root: Path, *names: str, attempt: int = 0) -> str:
+    os.umask(0o022)
+    kind: Any = {} if len(names) > 1 else {"kind": STATE_DICT}
+    return commit(root, 1, {name: f"{name} {attempt}" for name in names}, attempt=attempt, **kind).kind
+
+
+def take(root: Path, how: str) -> None:
+    os.umask(0o077)
+    if how == "run":
+        hold(root)
+    elif how == "monitor":
+        lock.hold_as_writer(root).close()
+    else:
+        read(root)
+
+
+def test_leases_that_a_reader_keeps_to_themselves_do_not_cost_a_step(shared: Path) -> None:
+    assert in_a_process(lambda: save(shared, "w"), OTHER) == "state_dict"
+    shutil.rmtree(shared / ".leases", ignore_errors=True)
+    (shared / ".leases").mkdir(mode=0o755)
+    os.chown(shared / ".leases", THIRD, THIRD)
+    assert in_a_process(lambda: save(shared, "w", "o"), OTHER) == "full"
+    told = in_a_process(lambda: save(shared, "w", "o", attempt=1), OTHER)
+    assert told.startswith("PermissionError: ")
+    assert str(shared / ".leases") in told
+    assert read_manifest(step_dir(shared, 1)).attempt == 0
+
+
+@pytest.mark.parametrize("first", ["run", "monitor", "reader"])
+def test_who_may_write_in_a_checkpoint_folder_may_hold_and_claim_there_whoever_came_first(
+    shared: Path, first: str
+) -> None:
+    assert in_a_process(lambda: save(shared, "w", "o"), OTHER) == "full"
+    shutil.rmtree(shared / ".leases", ignore_errors=True)
+    assert in_a_process(lambda: take(shared, first), THIRD if first == "reader" else OTHER) is None
+    assert (shared / ".leases").stat().st_mode & 0o7777 == 0o1777
+    for lease in (shared / ".leases").iterdir():
+        lease.unlink()
+    assert in_a_process(lambda: save(shared, "w", "o", attempt=1), OTHER) == "full"
+    assert in_a_process(lambda: read(shared), THIRD) == 1
+
+
+def test_a_checkpoint_folder_of_ones_own_has_leases_of_ones_own(shared: Path) -> None:
+    shared.chmod(0o770)
+    os.chown(shared, OTHER, THIRD)
+    assert in_a_process(lambda: take(shared, "run"), OTHER) is None
+    found = (shared / ".leases").stat()
+    assert (found.st_gid, found.st_mode & 0o777) == (OTHER, 0o700)
+    (shared / ".leases").rmdir()
+    holds.make_leases_folder(shared)
+    found = (shared / ".leases").stat()
+    assert (found.st_gid, found.st_mode & 0o777 & 0o770) == (THIRD, 0o770)
+
+
+def test_a_link_in_the_place_of_the_leases_opens_nothing(shared: Path, precious: Path) -> None:
+    precious.chmod(0o700)
+    (shared / ".leases").symlink_to(precious)
+    assert in_a_process(lambda: hold(shared)) == "held"
+    assert precious.stat().st_mode & 0o777 == 0o700
+
+
+def test_what_another_user_left_and_cannot_be_removed_holds_nothing_when_it_has_ended(shared: Path) -> None:
+    def leave() -> None:
+        read(shared, seconds=5.0)
+        for attempt in (0, 1):
+            left.append(holds.claim(shared, Manifest(step=1, attempt=attempt, kind="full"), now=1000.0))
+            left[-1].__enter__()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def look() -> list[object]:
+        holds.drop_claims(shared, now=2000.0)
+        return [holds.leased(shared, now=2000.0), read(shared, now=2000.0), save(shared, "w", attempt=0)]
+
+    left: list[Any] = []
+    assert in_a_process(lambda: save(shared, "w"), OTHER) == "state_dict"
+    shutil.rmtree(shared / ".leases", ignore_errors=True)
+    assert in_a_process(leave, THIRD) == f"it ended with -{signal.SIGKILL:d}"
+    assert len(list((shared / ".leases").iterdir())) == 3
+    assert in_a_process(look, OTHER) == [set(), 1, "state_dict"]

@@ -363,7 +363,7 @@ def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None
 def test_a_garbled_lease_holds_nothing(tmp_path: Path) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
-    (tmp_path / ".leases").mkdir()
+    (tmp_path / ".leases").mkdir(exist_ok=True)
     (tmp_path / ".leases/10-0-dead.json").write_text("")
     assert run(tmp_path, KeepLast(1), now=1e12) == [10]
 

@@ -715,3 +715,126 @@ def test_a_resume_from_the_beginning_names_no_weights_as_a_full_checkpoint(tmp_p
     commit(tmp_path, 0, kind=STATE_DICT)
     store.set_start(tmp_path, 0, 1)
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (None, 0)
+
+
+def fail_to_sync(monkeypatch: pytest.MonkeyPatch, folder: Path, *, times: int) -> None:
+    """Let the names in a folder not become durable that often."""
+    real, failed = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        if len(failed) < times and os.path.samestat(os.fstat(descriptor), folder.stat()):
+            failed.append(descriptor)
+            raise OSError(errno.EIO, "the disk fails")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+@pytest.mark.parametrize("times", [1, 9])
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_first_commit_that_fails_is_not_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partial: bool, times: int
+) -> None:
+    with monkeypatch.context() as failing:
+        fail_to_sync(failing, tmp_path, times=times)
+        with pytest.raises(OSError, match="the disk fails") as told:
+            commit(tmp_path, 20, {"model.pt": "w"}, partial=partial)
+    assert list(getattr(told.value, "__notes__", [])) == (
+        [] if times == 1 else ["it could not be taken back either: [Errno 5] the disk fails"]
+    )
+    assert store.scan(tmp_path) == []
+    commit(tmp_path, 20, {"model.pt": "w"}, partial=partial)
+    assert store.verify(step_dir(tmp_path, 20)).ok
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_a_first_commit_in_place_that_fails_is_not_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    folder = step_dir(tmp_path, 20)
+    folder.mkdir()
+    (folder / "model.pt").write_text("w")
+    draft = Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry.of(folder, "model.pt"),))
+    with monkeypatch.context() as failing:
+        failing.setattr(store, "_sync_tree", lambda folder: None)  # that succeeded
+        fail_to_sync(failing, folder, times=times)
+        with pytest.raises(OSError, match="the disk fails") as told:
+            store.commit_folder(tmp_path, draft)
+    assert len(getattr(told.value, "__notes__", [])) == (times > 1)
+    assert [info.manifest for info in store.scan(tmp_path)] == [None]
+    assert names(folder) == {"model.pt"}
+    store.commit_folder(tmp_path, draft)
+    assert store.verify(folder).ok
+
+
+def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def again(created: float) -> None:
+        files = tuple(stage(tmp_path, 20, WEIGHTS, attempt=1))
+        draft = Manifest(step=20, attempt=1, kind=STATE_DICT, created=created, files=files)
+        store.commit_folder(tmp_path, draft, beside=True)
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    commit(tmp_path, 20)
+    again(1.0)
+    monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    for seen, created in (("_replaced", 2.0), ("_let_go", 3.0)):
+        with monkeypatch.context() as crash:
+            if seen == "_let_go":
+                crash.setattr(store, "_let_go", die)
+            else:
+                crash.setattr(Path, "rename", dying_after(".replaced-global_step_20"))
+            with pytest.raises(KeyboardInterrupt):
+                again(created)
+        assert list(tmp_path.glob(".versions/1/.replaced-*"))
+        store.recover(tmp_path, attempt=1)
+        assert not list(tmp_path.glob(".versions/1/.replaced-*"))
+        assert read_manifest(beside(tmp_path, 20, 1)).created == (3.0 if seen == "_let_go" else 1.0)
+        assert store.verify(beside(tmp_path, 20, 1)).ok
+
+
+def dying_after(name: str) -> Any:
+    """A `Path.rename` that is the last thing that a program does, where it gives something this name."""
+    real = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        real(path, target)
+        if target.name == name:
+            raise KeyboardInterrupt
+        return target
+
+    return rename
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_without_hard_links_what_others_write_moves_with_the_step(
+    tmp_path: Path, exchange: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+
+    def refuse_links(*_: object, **__: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    commit(tmp_path, 20)
+    with open(data(tmp_path, 20), "w") as writing, monkeypatch.context() as failing:
+        failing.setattr(os, "link", refuse_links)
+        if fails:
+            put_away = store._put_out_of_sight
+
+            def fail(place: Path, path: Path) -> Path:
+                raise OSError(errno.EIO, "the disk fails")
+
+            failing.setattr(store, "_put_out_of_sight", fail)
+            with pytest.raises(OSError, match="the disk fails"):
+                commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
+            failing.setattr(store, "_put_out_of_sight", put_away)
+        else:
+            commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
+        writing.write("state of the data")
+    assert read_manifest(step_dir(tmp_path, 20)).attempt == (0 if fails else 1)
+    assert data(tmp_path, 20).read_text() == "state of the data"

@@ -8,7 +8,11 @@ holder writes its lease, waits until nobody has a *claim*, and looks whether the
 one writes a claim into the same folder, and looks for leases and pins: for one of them it gives up. So what is held
 never moves, not for an instant, and no lock is needed, which some network file systems do not have. A pin is written
 under a lease. The claim of one that died ends by itself. A commit that only adds to a checkpoint (`Manifest.extends`)
-takes nothing from a reader and asks nobody; like any other it claims, until it is known to stay.
+takes nothing from a reader and asks nobody; like any other it claims, until it is known to stay, but does without where
+it cannot.
+
+Readers may be other users than the one who writes: who may write in the checkpoint folder may write in that of the
+leases, whoever of them makes it.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import math
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -38,6 +43,8 @@ from trinity_sync.errors import RunError
 
 #: Who takes a checkpoint away is done in milliseconds. After so many seconds it is taken for dead.
 _CLAIM_S = 30.0
+#: Readers wait for longer than any claim lasts, the end of which is a whole second.
+_CLAIM_ENDS_S = 2.0
 _POLL_S = 0.01
 _LEASE, _CLAIM = ".json", ".claim"
 #: A pin or a lease is written in milliseconds. What is older and has not got its name was left by a writer that died.
@@ -102,30 +109,81 @@ def holders(root: Path, manifest: Manifest, *, now: float, successor: Manifest |
 
 @contextmanager
 def claimed(root: Path, manifest: Manifest, *, now: float) -> Iterator[bool]:
-    """Whether nobody holds the checkpoint; if so, nobody gets a hold on it before the block ends.
+    """Whether nobody holds the checkpoint; if so, nobody gets a hold on it before the block ends. See `claim`."""
+    with claim(root, manifest, now=now):
+        yield not holders(root, manifest, now=now)
+
+
+@contextmanager
+def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
+    """Within the block nobody gets a hold on the checkpoint; who has one, the caller has to look at.
 
     For who deletes or replaces it, which has to be done in `_CLAIM_S` seconds: a claim that lasts longer counts for
     nothing, so look at `holders` again before what cannot be taken back.
 
     Args:
         now: Unix seconds.
+
+    Raises:
+        OSError: nothing can be written to the folder of the leases.
     """
-    (root / LEASES).mkdir(exist_ok=True)
+    folder = root / LEASES
     name = f"{manifest.step}-{manifest.attempt}-{math.ceil(now + _CLAIM_S)}-{secrets.token_hex(8)}{_CLAIM}"
-    claim = root / LEASES / name
     try:
-        claim.touch()
-        yield not holders(root, manifest, now=now)
+        try:
+            make_leases_folder(root)
+            (folder / name).touch()
+        except OSError as error:
+            reason = f"{error.strerror}, so readers cannot be kept from the checkpoint of step {manifest.step}"
+            raise OSError(error.errno, reason, str(folder)) from error
+        yield
     finally:
-        with suppress(OSError):  # then it ends by itself
-            claim.unlink(missing_ok=True)
+        _remove(folder / name)
+
+
+def make_leases_folder(root: Path) -> None:
+    """Make the folder of leases and claims, for all who may write in the checkpoint folder, whatever our umask.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = root / LEASES
+    folder.mkdir(exist_ok=True)
+    with suppress(OSError):  # somebody else's, which may not be looked into, or a link
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            _share(descriptor, root.stat())
+        finally:
+            os.close(descriptor)
+
+
+def _share(descriptor: int, above: os.stat_result) -> None:
+    """Let a folder of ours be open to those to whom the one above it is."""
+    found = os.fstat(descriptor)
+    if found.st_uid != os.geteuid():
+        return
+    allowed = above.st_mode & (stat.S_IRWXU | stat.S_IRWXG | stat.S_IRWXO | stat.S_ISGID | stat.S_ISVTX)
+    if found.st_gid != above.st_gid:
+        try:
+            os.fchown(descriptor, -1, above.st_gid)
+        except OSError:  # we are not of that group; to ours the folder above is open as it is to others
+            allowed = allowed & ~(stat.S_IRWXG | stat.S_ISGID) | (allowed & stat.S_IRWXO) << 3
+    mode = stat.S_IMODE(found.st_mode)
+    if allowed & ~mode:
+        os.fchmod(descriptor, mode | allowed)
+
+
+def _remove(path: Path) -> None:
+    """Remove what has ended. Where that is refused, as for what belongs to another user, it stays and means nothing."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def drop_claims(root: Path, *, now: float) -> None:
     """Let go what programs that died had claimed. Those that may live keep their claim until it ends."""
     for path in _files(root / LEASES, _CLAIM):
         if _ends(path) < now:
-            path.unlink(missing_ok=True)
+            _remove(path)
 
 
 def _ends(claim: Path) -> float:
@@ -162,7 +220,7 @@ def _leases(root: Path, now: float) -> Iterator[_Note]:
         except OSError:
             expires = now  # it cannot be read now, which is no reason to take it for less than it is
         if expires < now:
-            path.unlink(missing_ok=True)
+            _remove(path)
         elif held is not None:
             manifest = body.get("manifest")
             yield _Note(held, str(body.get("holder", "a reader")), None if manifest is None else str(manifest))
@@ -215,7 +273,7 @@ class CheckpointLease:
         name = f"{self.step}-{self.attempt}-{secrets.token_hex(8)}{_LEASE}"
         self._file = self.path.parent / LEASES / name
         try:
-            self._file.parent.mkdir(exist_ok=True)
+            make_leases_folder(self.path.parent)
             self._write(self._file, seconds)
             self._wait_for_claims()
             self._look()
@@ -231,11 +289,12 @@ class CheckpointLease:
         self._expires = expires
 
     def _wait_for_claims(self) -> None:
-        deadline = time.monotonic() + _CLAIM_S
+        limit_s = _CLAIM_S + _CLAIM_ENDS_S
+        deadline = time.monotonic() + limit_s
         while self._is_claimed():
             if time.monotonic() > deadline:
                 raise RunError(
-                    f"somebody has been about to delete the checkpoint of step {self.step} for {_CLAIM_S:.0f} s, so "
+                    f"somebody has been about to delete the checkpoint of step {self.step} for {limit_s:.0f} s, so "
                     f"{self._holder} cannot have it"
                 )
             time.sleep(_POLL_S)
@@ -244,7 +303,7 @@ class CheckpointLease:
         now = self._clock()
         for path in _files(self.path.parent / LEASES, _CLAIM):
             if _ends(path) < now:
-                path.unlink(missing_ok=True)
+                _remove(path)
             elif _held(path.stem.rpartition("-")[0].rpartition("-")[0]) == (self.step, self.attempt):
                 return True
         return False

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from trinity_sync.checkpoint.holds import make_leases_folder
 from trinity_sync.durable import make_folder
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.locks import open_lock, try_lock, wait_for_lock
@@ -64,6 +65,7 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
                 f"still writes there after {timeout_s:.0f} s; end that process, or delete {root / _MONITOR} where its "
                 "machine is gone, or name another folder"
             ) from late
+        _open_to_readers(root)
         yield
     finally:
         os.close(descriptor)
@@ -125,10 +127,17 @@ def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     if expected is not None and holder(root) != expected:
         file.close()
         raise RunError(f"{root} has been taken over by {_first_line(holder(root) or 'another run')}")
+    _open_to_readers(root)
     with contextlib.suppress(OSError):  # a full disk: it is for a message only
         file.truncate(0)
         file.write(_this_process().encode())
     return file
+
+
+def _open_to_readers(root: Path) -> None:
+    """Make the folder of leases before a reader of another user does, who may not let us write in it."""
+    with contextlib.suppress(OSError):  # who has to write there says so
+        make_leases_folder(root)
 
 
 def _take(descriptor: int, root: Path) -> None:

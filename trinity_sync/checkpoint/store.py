@@ -28,7 +28,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,6 +83,9 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 _COPY_BELOW = 1 << 20
 
 _WEIGHTS_SUFFIX = ".weights"
+
+#: What `os.link` says where a file cannot be linked: not every shared file system has hard links.
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
 
 #: What a commit does not take the place of, whoever holds it or not.
 _NOT_OURS = ("newer", "verl", "unreadable")
@@ -409,8 +412,9 @@ def recover(
     if not root.is_dir():
         return
     undo_unfinished(root, now=clock())
-    for path in root.glob(f"{REPLACED_PREFIX}*"):
-        _finish_replacing(root, path, clock)
+    for place in _places(root):
+        for path in place.glob(f"{REPLACED_PREFIX}*"):
+            _finish_replacing(place, path, clock)
     kept = {staging_dir(root, step, attempt).name for step, attempt in keep}
     for path in (root / STAGING).iterdir() if (root / STAGING).is_dir() else ():
         if path.is_dir():
@@ -426,9 +430,18 @@ def recover(
     purge(root)
 
 
+<<<<<<< HEAD
 def clear_versions(
     root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
 ) -> None:
+=======
+def _places(root: Path) -> list[Path]:
+    """Folders with step folders in them: the checkpoint folder, and those of the weights beside it."""
+    return [root, *sorted((root / VERSIONS).glob("*"))]
+
+
+def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step, attempt: False, now: float) -> None:
+>>>>>>> h-s2
     """Remove the weights that were committed beside the step folders; what somebody reads stays until the next time.
 
     Args:
@@ -579,10 +592,19 @@ def _commit_in_place(
             write_manifest(target, manifest, durable=durable)
             _check_unheld(target.parent, target, replaced, manifest, clock)
         except Exception as error:
-            if replaced is not None and _committed(target) != replaced:
-                take_back(error, lambda: write_manifest(target, replaced, durable=durable))
+            take_back(error, lambda: _take_manifest_back(target, replaced, durable))
             raise
     return manifest
+
+
+def _take_manifest_back(target: Path, replaced: Manifest | None, durable: bool) -> None:
+    """Let the manifest be the one again that a commit in place has replaced; None: there was none."""
+    if replaced is None:
+        (target / MANIFEST).unlink(missing_ok=True)
+        if durable:
+            sync_folder(target)
+    elif _committed(target) != replaced:
+        write_manifest(target, replaced, durable=durable)
 
 
 def _link_reported(staging: Path, draft: Manifest) -> Path:
@@ -639,8 +661,7 @@ def _link(source: Path, target: Path, *, copy: bool) -> None:
             os.link(source, target)
             return
         except OSError as error:
-            # Not every shared file system has hard links.
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS):
+            if error.errno not in _NO_LINKS:
                 raise
     shutil.copyfile(source, target)
 
@@ -679,15 +700,25 @@ def _check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callab
 
 @contextmanager
 def _replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> Iterator[Manifest | None]:
-    """What a commit takes the place of; None: nothing that can be read. Within the block nobody comes to hold that, nor
-    the new one, which may have to go again.
+    """What a commit takes the place of; None: nothing that was a checkpoint. Within the block nobody comes to hold
+    that, nor the new one, which may have to go again. Where that cannot be ensured, only what takes nothing from
+    anybody goes on.
 
     Raises:
         RunError: as `_check_replaces`.
+        UnreadableError: nobody knows what is there.
+        OSError: readers cannot be kept from what goes.
     """
-    visible = _committed(target)
+    visible = _replaced(target)
+    takes = visible is not None and not manifest.extends(visible)
     now = clock()
-    with holds.claimed(place, visible or manifest, now=now), holds.claimed(place, manifest, now=now):
+    with ExitStack() as claims:
+        for claimed in {of.attempt: of for of in (visible, manifest) if of is not None}.values():
+            try:
+                claims.enter_context(holds.claim(place, claimed, now=now))
+            except OSError:
+                if takes:
+                    raise
         _check_replaces(place, target, manifest, clock)
         yield visible
 
@@ -717,23 +748,26 @@ def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock:
     if (target / MANIFEST).exists() and _committed(target) is None:
         # It cannot be read, or not now: nobody knows what it is worth.
         target.rename(abandoned_dir(place, manifest.step, None))
-    if not target.exists():
-        source.rename(target)
-        sync_folder(place)
-        return
     with _replacing(place, target, manifest, clock):
         aside = _change_places(place, source, target)
+        trash = None
         try:
-            _check_unheld(place, target, _replaced(aside), manifest, clock)
-            trash = _let_go(place, aside, manifest)
+            if aside is None:
+                sync_folder(place)
+            else:
+                _check_unheld(place, target, _replaced(aside), manifest, clock)
+                trash = _let_go(place, aside, manifest)
         except Exception as error:
-            take_back(error, partial(_put_back, source, target, aside))
+            take_back(error, partial(_put_back, source, target, aside, manifest))
             raise
     _delete(trash)
 
 
-def _change_places(place: Path, source: Path, target: Path) -> Path:
-    """Make `source` visible as `target`; returns where that is now which was there."""
+def _change_places(place: Path, source: Path, target: Path) -> Path | None:
+    """Make `source` visible as `target`; returns where that is now which was there; None: nothing was."""
+    if not target.exists():
+        source.rename(target)
+        return None
     if _exchange(source, target):
         return source
     aside = place / f"{REPLACED_PREFIX}{target.name}"
@@ -765,20 +799,36 @@ def _let_go(place: Path, aside: Path, successor: Manifest) -> Path | None:
     others stay with the step; a full checkpoint that has files which the new one lacks, and what cannot be read: these
     are set aside as ``abandoned-*``.
     """
-    sync_folder(place)  # else a power cut could bring back the name of the old one without its files
+    # Before the old one goes, else a power cut could bring back its name without its files. A commit does this within
+    # its claim, though it may be slow: while it can fail the new one may have to go again, so nobody is to hold that
+    # yet. Should it last longer than the claim, readers get the new one, and lose it only if the disk then fails, too.
+    sync_folder(place)
     replaced = _committed(aside)
     if replaced is None and (aside / MANIFEST).exists():
         aside.rename(abandoned_dir(place, successor.step, None))
         return None
     target = step_dir(place, successor.step)
     listed = replaced.paths if replaced is not None else set()
-    for path in set(_files(aside)) - listed:
-        if (aside / path).is_file() and not (target / path).exists():
-            _link(aside / path, target / path, copy=False)
+    _bring_others(aside, listed, target)
     if replaced is not None and replaced.kind == FULL and not listed <= successor.paths:
         aside.rename(abandoned_dir(place, successor.step, replaced.attempt))
         return None
     return _put_out_of_sight(place, aside)
+
+
+def _bring_others(source: Path, listed: Collection[str], target: Path) -> None:
+    """Let what others wrote into `source`, which its manifest does not list, be in `target`. Where it cannot be linked
+    it moves: a copy would take its time, and miss what they write after it.
+    """
+    for path in set(_files(source)).difference(listed):
+        if (source / path).is_file() and not (target / path).exists():
+            (target / path).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source / path, target / path)
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                (source / path).rename(target / path)
 
 
 def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
@@ -787,13 +837,15 @@ def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Call
     return [] if extended else holds.holders(place, replaced, now=clock(), successor=manifest)
 
 
-def _put_back(source: Path, target: Path, aside: Path) -> None:
-    """The inverse of `_change_places`."""
+def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest) -> None:
+    """The inverse of `_change_places`. What others wrote stays with the step."""
     if aside == source:
         _exchange(source, target)
     else:
         target.rename(source)
-        aside.rename(target)
+        if aside is not None:
+            aside.rename(target)
+    _bring_others(source, manifest.paths, target)
     sync_folder(target.parent)
 
 
@@ -804,6 +856,7 @@ def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> No
     target = root / aside.name.removeprefix(REPLACED_PREFIX)
     replaced, manifest = _committed(aside), _committed(target)
     if replaced is not None and manifest is not None and _holders_of(root, replaced, manifest, clock):
+        _bring_others(target, manifest.paths, aside)
         discard(root, target)
     if not target.exists():
         aside.rename(target)
@@ -828,7 +881,7 @@ def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> N
         return
     except ManifestError:
         return
-    for place in (root, *sorted((root / VERSIONS).glob("*"))):
+    for place in _places(root):
         target = step_dir(place, staged.step)
         visible = _committed(target)
         if visible is None:
@@ -840,6 +893,7 @@ def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> N
             continue
         if _holders_of(place, staged, visible, clock):
             _exchange(staging, target)
+            _bring_others(staging, visible.paths, target)
         else:
             _delete(_let_go(place, staging, visible))
         return
