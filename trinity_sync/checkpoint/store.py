@@ -430,18 +430,14 @@ def recover(
     purge(root)
 
 
-<<<<<<< HEAD
-def clear_versions(
-    root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
-) -> None:
-=======
 def _places(root: Path) -> list[Path]:
     """Folders with step folders in them: the checkpoint folder, and those of the weights beside it."""
     return [root, *sorted((root / VERSIONS).glob("*"))]
 
 
-def clear_versions(root: Path, *, keep: Callable[[int, int], bool] = lambda step, attempt: False, now: float) -> None:
->>>>>>> h-s2
+def clear_versions(
+    root: Path, *, attempt: int | None = None, keep: Callable[[int], bool] = lambda step: True, now: float
+) -> None:
     """Remove the weights that were committed beside the step folders; what somebody reads stays until the next time.
 
     Args:
