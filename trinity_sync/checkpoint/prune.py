@@ -11,7 +11,7 @@ from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
 from trinity_sync.checkpoint.removal import of_verl, remove_checkpoint
 from trinity_sync.checkpoint.store import CheckpointInfo, purge, scan
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.trackers import Tracker, read_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
@@ -74,20 +74,18 @@ def prune_plan(
         UnreadableError: the folder or a tracker cannot be read now, or the tracker that verl writes, too, holds no step
             where verl has saved; so nobody knows what has to stay.
     """
-    # Before the folders: what a tracker names was there when it was read.
-    trackers = {kind: read_tracker(root, kind) for kind in KINDS}
-    for tracker in trackers.values():
-        if tracker.unreadable:
-            raise UnreadableError(str(tracker.problem))
-    full = trackers[FULL]
+    # Before the folders, for what verl has finished, and after them, for what must not go: they move meanwhile.
+    before = _trackers(root)
+    full = before[FULL]
     found = scan(root, full)
+    trackers = [*before.values(), *_trackers(root).values()]
     if full.problem is not None and any(info.state == "verl" for info in found):
         raise UnreadableError(f"{full.problem}, so nobody knows which of verl's checkpoints are finished")
     infos = {info.step: info for info in found if _is_ours(info)}
     pins, leases = holds.pinned(root), holds.leased(root, now=now)
     busy = set(saving) | _staged(root)
     # A tracker stays behind a commit for a moment, or for longer where the disk refuses to take it.
-    named = {tracker.step for tracker in trackers.values()}
+    named = {tracker.step for tracker in trackers}
     facts = [_facts(info, pins, leases, busy, named) for info in infos.values()]
     rows = []
     for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):
@@ -95,6 +93,14 @@ def prune_plan(
         assert info.manifest is not None
         rows.append(PruneRow(info.manifest, info.path, decision.keep, decision.reasons, decision.warnings))
     return rows
+
+
+def _trackers(root: Path) -> dict[Kind, Tracker]:
+    trackers = {kind: read_tracker(root, kind) for kind in KINDS}
+    for tracker in trackers.values():
+        if tracker.unreadable:
+            raise UnreadableError(str(tracker.problem))
+    return trackers
 
 
 def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = False) -> tuple[list[Pruned], list[str]]:
