@@ -177,6 +177,16 @@ def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, ste
     assert read_tracker(run.root, FULL).step == step
 
 
+def test_no_step_is_committed_before_it_is_on_record(run: Run, step: int) -> None:
+    run.saves.begin(step, "d1", {})
+    run.group.finish_saves()
+    with pytest.raises(RunError, match=r"missing: part 'driver'\)"):
+        ray.get(run._monitor.wait_committed.remote(step, 0, 0.2, kind="full"), timeout=LIMIT)
+    run.saves.poll()  # the loop has written the step's metrics
+    run.saves.finish()
+    assert store.verify(run.root / f"global_step_{step}").ok
+
+
 def test_a_checkpoint_says_what_a_resume_needs(run: Run, step: int) -> None:
     run.saves.begin(step, "d2", {"reward/mean": 0.5})
     run.saves.finish()

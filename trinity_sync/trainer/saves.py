@@ -97,6 +97,7 @@ class FullSaves:
         self._settings = settings
         self._log = log
         self._pending: dict[Any, tuple[int, float]] = {}
+        self._untold: tuple[int, list[FileEntry], str | None] | None = None
         self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
 
@@ -109,7 +110,8 @@ class FullSaves:
         published: bool = True,
         data: dict[str, Any] | None = None,
     ) -> None:
-        """Start a full checkpoint of the state after `step`. All ranks are between steps.
+        """Start a full checkpoint of the state after `step`. All ranks are between steps. It is not committed before
+        the next call of `poll`.
 
         Args:
             step: the global step.
@@ -162,13 +164,25 @@ class FullSaves:
             files = [FileEntry.of(folder, name) for name in texts]
         except OSError as error:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
-        done = self._monitor.notify_finished.remote(
-            step, part="driver", attempt=settings.attempt, files=files, digest=digest
+        self._untold = (step, files, digest)
+
+    def _tell(self) -> None:
+        """Tell the monitor of the driver's part, which lets the step be committed: when the step is on record, so that
+        no run goes on from one that is not.
+        """
+        if self._untold is None:
+            return
+        (step, files, digest), self._untold = self._untold, None
+        call = self._monitor.notify_finished.remote(
+            step, part="driver", attempt=self._settings.attempt, files=files, digest=digest
         )
-        resolve_one(done, "the checkpoint monitor", f"take the driver's part of step {step}", settings.timeout_s)
+        resolve_one(call, "the checkpoint monitor", f"take the driver's part of step {step}", self._settings.timeout_s)
 
     def poll(self) -> None:
-        """Record the saves that ended since the last call. Does not wait."""
+        """After each step, when it is on record: let the save that it began be committed, and record the saves that
+        ended since the last call. Waits for none.
+        """
+        self._tell()
         while self._pending:
             done, _ = ray.wait(list(self._pending), num_returns=1, timeout=0)
             if not done:
@@ -182,6 +196,7 @@ class FullSaves:
             TrinityError: what the newest save failed of.
         """
         settings = self._settings
+        self._tell()
         for call, (step, _) in list(self._pending.items()):
             ray.wait([call], timeout=settings.timeout_s + 5)
             self._collect(call, f"commit step {step}")
@@ -190,6 +205,7 @@ class FullSaves:
 
     def settle(self, seconds: float) -> None:
         """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
+        self._tell()
         if self._pending:
             ray.wait(list(self._pending), num_returns=len(self._pending), timeout=seconds)
         self.poll()
