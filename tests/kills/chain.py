@@ -52,7 +52,7 @@ _NAMES = {
 
 
 _RAYLET = "Raylet is terminated"
-"""What Ray says when it ends the driver on the spot with exit code 1: nobody has a say then."""
+"""What Ray says, mostly, when it ends the driver on the spot with exit code 1: nobody has a say then."""
 _GIVEN_UP = "Ray has given up this node"
 """What is said where Ray has not: then there is little time to clear up."""
 
@@ -263,7 +263,8 @@ class Chain:
             return False
         if member.role == "driver":
             return self._has_ended(launch, trial, -signal.SIGKILL)
-        if member.role == "raylet" and _RAYLET in launch.text:
+        silent = launch.code == 1 and not checks.error_of(launch.text)
+        if member.role == "raylet" and (silent or _RAYLET in launch.text):
             trial.noticed = _RAYLET
             self._in_order = False
             return False
