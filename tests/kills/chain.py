@@ -287,8 +287,8 @@ class Chain:
         launch.strike(member, signal.SIGCONT)
         if fault is not None:
             trial.noticed = f"{took}: {fault['where']}: {fault['error']}"
-            # An agent that hangs leaves the parts that it was to write for its ranks.
-            parts = "part 'rank-" if member.role == "agent" else _NAMES.get(member.role, "")
+            # Who hangs in a save leaves parts: a rank its own, an agent those that it was to write for its ranks.
+            parts = "part 'rank-" if member.role in ("rank", "agent") else _NAMES.get(member.role, "")
             if _NAMES.get(member.role, "") not in trial.noticed and parts not in trial.noticed:
                 trial.problems.append(f"the fault does not name {member.name}: {trial.noticed}")
         elif steps >= _NOT_NEEDED:
