@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
-from tests.campaign.patches import installed
 from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint.holds import pin, pinned
 from trinity_sync.durable import make_folder
-
-PLACE = Path("/sim/place")
-
-
-@pytest.fixture
-def disk() -> Iterator[FileSystem]:
-    system = FileSystem()
-    here = installed(
-        system, clock=lambda: 0.0, sleep=lambda _: None, pid=lambda: 1, token=lambda nbytes=4: "0" * nbytes
-    )
-    with here:
-        PLACE.mkdir()
-        system.make_durable()
-        yield system
 
 
 @pytest.mark.parametrize("there", ["", "run", "run/checkpoints"])

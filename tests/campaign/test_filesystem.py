@@ -7,30 +7,15 @@ import fcntl
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
-from tests.campaign.patches import installed
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.layout import write_atomic
 from trinity_sync.durable import sync_folder
-
-PLACE = Path("/sim/place")
-
-
-@pytest.fixture
-def disk() -> Iterator[FileSystem]:
-    system = FileSystem()
-    here = installed(
-        system, clock=lambda: 0.0, sleep=lambda _: None, pid=lambda: 1, token=lambda nbytes=4: "0" * nbytes
-    )
-    with here:
-        PLACE.parent.joinpath("place").mkdir()
-        system.make_durable()
-        yield system
 
 
 def write(path: Path, text: str, *, durable: bool) -> None:

@@ -29,10 +29,10 @@ _ENOUGH = STEPS - 60
 _LAST_STEPS = 8
 
 _START_S = 900.0
-# A death is noticed at once; what hangs, within the limits of `running.SMALL`, of which up to four may follow one
-# another: a rank that is to begin a save waits for its turn, its peers and its agent.
+# A death is noticed at once; what hangs, within the limits of `running.SMALL`. The longest is that of the ranks when
+# they begin a save: three times `checkpoint.timeout_s`, and 30 s.
 _NOTICED_S = 60.0
-_HANG_S = 160.0
+_HANG_S = 110.0
 # So many steps without somebody who hangs, and the run does not need it.
 _NOT_NEEDED = 40
 # For the end of whatever is left when the driver has ended; of Ray's helpers, which look for their raylet now and then.
@@ -263,8 +263,7 @@ class Chain:
             return False
         if member.role == "driver":
             return self._has_ended(launch, trial, -signal.SIGKILL)
-        silent = launch.code == 1 and not checks.error_of(launch.text)
-        if member.role == "raylet" and (silent or _RAYLET in launch.text):
+        if member.role == "raylet" and _RAYLET in launch.text:
             trial.noticed = _RAYLET
             self._in_order = False
             return False
@@ -288,8 +287,10 @@ class Chain:
         if fault is not None:
             trial.noticed = f"{took}: {fault['where']}: {fault['error']}"
             # Who hangs in a save leaves parts: a rank its own, an agent those that it was to write for its ranks.
-            parts = "part 'rank-" if member.role in ("rank", "agent") else _NAMES.get(member.role, "")
-            if _NAMES.get(member.role, "") not in trial.noticed and parts not in trial.noticed:
+            name = _NAMES.get(member.role, "")
+            number = member.name.removeprefix("trainer-rank-")
+            part = {"rank": f"part 'rank-{number:0>5}'", "agent": "part 'rank-"}.get(member.role, name)
+            if name not in trial.noticed and part not in trial.noticed:
                 trial.problems.append(f"the fault does not name {member.name}: {trial.noticed}")
         elif steps >= _NOT_NEEDED:
             trial.noticed = f"the run trained {steps} steps meanwhile"
