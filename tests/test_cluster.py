@@ -228,20 +228,20 @@ def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path
     assert dict(os.environ) == before
 
 
-def stopped(root: Path, work: str) -> subprocess.CompletedProcess[str]:
-    """A program whose raylet stands still, in a process of its own: what came of it."""
+def struck(root: Path, blow: str, work: str) -> subprocess.CompletedProcess[str]:
+    """A program whose raylet gets a signal, in a process of its own: what came of it."""
     program = f"""
 import signal
 from types import SimpleNamespace
 import psutil, ray
 from trinity_sync import cluster as module, node_watch
-module._SHUTDOWN_S, node_watch._ASK_S = 1.0, 0.2
+module._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
 settings = SimpleNamespace(
     address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
 )
 with module.cluster(settings, namespace="run-1", cpus=1, env={{}}):
     raylet = next(process for process in psutil.Process().children() if process.name() == "raylet")
-    raylet.send_signal(signal.SIGSTOP)
+    raylet.send_signal(signal.{blow})
     {work}
 print("the end")
 """
@@ -262,11 +262,61 @@ print("the end")
 
 
 def test_a_raylet_that_stands_still_ends_the_run_and_is_named(root: Path) -> None:
-    done = stopped(root, 'ray.put(b"x" * 10_000_000)')
+    done = struck(root, "SIGSTOP", 'ray.put(b"x" * 10_000_000)')
     assert done.returncode == 1
     assert re.findall("^error: .*", done.stderr, re.MULTILINE)[0].startswith("error: Ray has given up this node")
 
 
 def test_a_raylet_that_stands_still_does_not_keep_a_run_from_its_end(root: Path) -> None:
-    done = stopped(root, "pass")
+    done = struck(root, "SIGSTOP", "pass")
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+
+
+@pytest.mark.parametrize("work", ['ray.put(b"x" * 10_000_000)', "import time; time.sleep(100.0)"])
+def test_a_raylet_that_dies_ends_the_run_and_is_named(root: Path, work: str) -> None:
+    """Whether Ray ends the program, at its next call, or Ray gives up the node."""
+    done = struck(root, "SIGKILL", work)
+    assert done.returncode == 1
+    said = re.findall("^error: .*", done.stderr, re.MULTILINE)
+    assert re.match(r"error: Ray's raylet on this node \(pid \d+\) has died; the run ends", said[0])
+
+
+def test_the_end_of_a_raylet_at_the_end_of_a_run_is_not_called_its_death(root: Path) -> None:
+    done = struck(root, "SIGCONT", "pass")
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+    assert "error" not in done.stderr
+
+
+def test_a_raylet_that_dies_while_ray_starts_is_named(root: Path) -> None:
+    """Ray ends its program, or starts a raylet again after a while: which of them depends on the moment."""
+    program = f"""
+import threading, time
+from types import SimpleNamespace
+import psutil
+from trinity_sync import cluster as module
+
+def kill():
+    while True:
+        for process in psutil.Process().children():
+            if process.name() == "raylet" and any("raylet_socket_name" in one for one in process.cmdline()):
+                time.sleep(0.5)
+                process.kill()
+                return
+        time.sleep(0.01)
+
+threading.Thread(target=kill, daemon=True).start()
+settings = SimpleNamespace(
+    address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
+)
+with module.cluster(settings, namespace="run-1", cpus=1, env={{}}):
+    pass
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        named = r"error: Ray's raylet on this node \(pid \d+\) has died while Ray was starting\n"
+        assert any(re.fullmatch(named, line) for line in process.stderr)
+    finally:
+        for left in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
+            left.kill()
+        process.communicate()

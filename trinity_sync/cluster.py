@@ -24,7 +24,7 @@ import psutil
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.locks import is_own_folder, open_lock, own_name, try_lock
-from trinity_sync.node_watch import ended_with_its_node
+from trinity_sync.node_watch import ended_with_its_node, raylet_watched
 
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
@@ -101,7 +101,11 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
             stack.callback(_shut_down, folder)
             own = folder
         stack.enter_context(ended_with_its_node(lambda: _give_up(own)))
-        per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+        nodes, here = ray.nodes(), ray.get_runtime_context().get_node_id()
+        for node in nodes:
+            if node["NodeID"] == here:
+                stack.enter_context(raylet_watched(node["RayletSocketName"]))
+        per_node = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
         yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
 
 
@@ -114,10 +118,10 @@ def start_ray(limit_s: float, **options: Any) -> None:
     """
     import ray
 
-    deadline = time.monotonic() + limit_s
+    deadline, folder = time.monotonic() + limit_s, options.get("_temp_dir")
     while True:
         try:
-            with _lean():
+            with _lean(), raylet_watched(folder, starting=True) if folder else contextlib.nullcontext():
                 ray.init(address="local", **options)
             return
         except Exception as error:

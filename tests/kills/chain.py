@@ -51,8 +51,8 @@ _NAMES = {
 """What an error or a fault calls who died or hangs."""
 
 
-_RAYLET = "Raylet is terminated"
-"""What Ray says, mostly, when it ends the driver on the spot with exit code 1: nobody has a say then."""
+_RAYLET = "error: Ray's raylet on this node"
+"""What is said at once when it has died: Ray may end the driver on the spot then."""
 _GIVEN_UP = "Ray has given up this node"
 """What is said where Ray has not: then there is little time to clear up."""
 
@@ -227,8 +227,13 @@ class Chain:
             return self._kill_all(launch, trial)
         member = self._victim(launch, blow, trial)
         if blow.kind == "kill":
-            launch.strike(member, signal.SIGKILL)
-            return self._after_kill(launch, blow.instant, member, trial)
+            struck = launch.strike(member, signal.SIGKILL)
+            if struck and member.role == "raylet":
+                self._in_order = False
+            goes_on = self._after_kill(launch, blow.instant, member, trial)
+            if struck and member.role == "raylet" and _RAYLET not in launch.text:
+                trial.problems.append("it was not said that Ray's raylet has died")
+            return goes_on
         launch.strike(member, signal.SIGSTOP)
         if blow.kind == "hang":
             return self._after_hang(launch, member, trial)
@@ -263,39 +268,37 @@ class Chain:
             return False
         if member.role == "driver":
             return self._has_ended(launch, trial, -signal.SIGKILL)
-        if member.role == "raylet" and _RAYLET in launch.text:
-            trial.noticed = _RAYLET
-            self._in_order = False
-            return False
         return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
 
     def _after_hang(self, launch: Launch, member: Member, trial: Trial) -> bool:
         """It ends the run or is reported as a fault; then what hung goes on, if it is still there."""
+        # Who hangs in a save leaves parts: a rank its own, an agent those that it was to write for its ranks.
+        number = member.name.removeprefix("trainer-rank-")
+        parts = {"rank": f"part 'rank-{number:0>5}'", "agent": "part 'rank-"}
+        names = [name for name in (_NAMES.get(member.role), parts.get(member.role)) if name]
         began = time.monotonic()
         launch.new_steps()
-        fault, steps = None, 0
-        while time.monotonic() - began < _HANG_S and launch.code is None and fault is None and steps < _NOT_NEEDED:
+        fault, other, steps = "", "", 0
+        while time.monotonic() - began < _HANG_S and launch.code is None and not fault and steps < _NOT_NEEDED:
             if self._stop.wait(0.1):
                 raise Interrupted
-            fault = next((event for event in launch.new_events() if event["event"] == "fault"), None)
+            for event in launch.new_events():
+                if event["event"] == "fault":
+                    said = f"{event['where']}: {event['error']}"
+                    # That of somebody else is of an earlier blow.
+                    fault, other = (said, other) if any(name in said for name in names) else (fault, said)
             steps += launch.new_steps()
         took = f"after {time.monotonic() - began:.0f} s"
         if launch.code is not None:
             trial.noticed = f"{took}: {checks.error_of(launch.text)}"
             return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
         launch.strike(member, signal.SIGCONT)
-        if fault is not None:
-            trial.noticed = f"{took}: {fault['where']}: {fault['error']}"
-            # Who hangs in a save leaves parts: a rank its own, an agent those that it was to write for its ranks.
-            name = _NAMES.get(member.role, "")
-            number = member.name.removeprefix("trainer-rank-")
-            part = {"rank": f"part 'rank-{number:0>5}'", "agent": "part 'rank-"}.get(member.role, name)
-            if name not in trial.noticed and part not in trial.noticed:
-                trial.problems.append(f"the fault does not name {member.name}: {trial.noticed}")
+        if fault:
+            trial.noticed = f"{took}: {fault}"
         elif steps >= _NOT_NEEDED:
             trial.noticed = f"the run trained {steps} steps meanwhile"
         else:
-            trial.problems.append(f"{member.name} hung for {_HANG_S:.0f} s, and nobody noticed")
+            trial.problems.append(f"{member.name} hung for {_HANG_S:.0f} s, and nobody named it: {other}")
         return self._goes_on(launch, trial, may_end=True)
 
     def _goes_on(self, launch: Launch, trial: Trial, *, may_end: bool = False, said: str = "") -> bool:
