@@ -9,19 +9,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
 from tests.checkpoint.helpers import commit, names
+from trinity_sync import job
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.mirroring import RunMirror
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT = 30.0
@@ -502,3 +506,45 @@ def test_committed_checkpoints_are_copied_on_and_what_was_kept_for_that_goes_aft
     for place in (root, tmp_path / "far"):
         assert [info.step for info in store.scan(place)] == [20]
         assert store.verify(step_dir(place, 20)).ok
+
+
+def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
+    make_monitor: Callable[..., Any], root: Path, tmp_path: Path
+) -> None:
+    cfg = compose(["checkpoint.mirror_keep=all", f"checkpoint.mirror={tmp_path / 'far'}"])
+    mirror = RunMirror.of(cfg)
+    assert mirror is not None
+    monitor = make_monitor(default_hdfs_dir=mirror.place, policies={"keep_last": {"n": 1}}, mirror=mirror.settings)
+    for step in (10, 20):
+        save(monitor, step)
+        assert call(monitor, "wait_mirrored", LIMIT) == {}
+    call(monitor, "wait_idle", LIMIT)
+    assert [info.step for info in store.scan(root)] == [20]
+    assert [info.step for info in store.scan(tmp_path / "far")] == [10, 20]
+    assert all(store.verify(info.path).ok for info in store.scan(tmp_path / "far"))
+
+
+@pytest.mark.parametrize(("stopped", "waited"), [(True, "0.2"), (False, "0.4")])
+def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
+    make_monitor: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    stopped: bool,
+    waited: str,
+) -> None:
+    monkeypatch.setattr(job, "_SETTLE_S", 0.2)
+    told: list[tuple[str, str]] = []
+    recorder = SimpleNamespace(phase=lambda what: None, fault=lambda where, error: told.append((where, error)))
+    start = SimpleNamespace(weights_only=False)
+    folder = SimpleNamespace(logs=Path(), model=Path())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/far"
+        cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
+        run: Any = job.Job(cfg, folder, start, recorder, None, "run", False, None)  # type: ignore[arg-type]
+        run._monitor = make_monitor(default_hdfs_dir=place, mirror=run._mirror.settings)
+        for step in (10, 20):
+            save(run._monitor, step)
+        run._finish_copies(at_once=stopped)
+    left = "step 10 (still waiting or under way); step 20 (still waiting or under way)"
+    assert capsys.readouterr().err == f"not copied to {place} within {waited} s: {left}\n"
+    assert told == [(f"mirror {place}", f"not copied at the end of the run: {left}")]

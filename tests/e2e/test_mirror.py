@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +89,23 @@ def test_a_mirror_that_is_gone_stops_no_run_and_what_is_not_there_is_said(server
     again = resume(tmp_path / "run", "trainer.steps=7")
     assert again.code == 0, again.output
     assert [info.step for info in store.scan(server.folder / "run")] == [6, 7]
+
+
+def test_after_ctrl_c_copies_have_twenty_seconds_and_what_is_not_there_is_said(
+    server: SftpServer, tmp_path: Path
+) -> None:
+    server.start(hold_after=10_000)
+    started = start(tmp_path / "run", *mirrored(server, "trainer.steps=400", "checkpoint.mirror_wait_s=60"))
+    started.wait_for_line("loading trainer and explorers")
+    server.wait_until_holding()
+    os.kill(started.process.pid, signal.SIGINT)
+    run = started.finish()
+    assert run.code == 130, run.output
+    assert run.record["status"] == "interrupted"
+    left = f"not copied to {server.url} within 20 s: step 2 (still waiting or under way)"
+    assert left in run.output
+    assert any("not copied at the end of the run: step 2 (" in text for text in faults(run))
+    assert [info for info in store.scan(server.folder / "run") if info.manifest is not None] == []
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_before_anything_starts(server: SftpServer, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """An explorer, the synchronizer or the node agent is killed at a random instant of a publication or a load.
 
 Whatever dies: nobody waits beyond a limit, nobody holds a wrong or a torn version, and what is not dead goes on.
+Whoever waited for the synchronizer, dead or hanging, says for what.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 import pytest
 import ray
 
+from tests import local_ray
 from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, node_id, random_weights
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import TrainerSide
+from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.remote import MemberDied, resolve_one
 
 SHAPES = {"embed.weight": (3000, 512), "layers.0.mlp.weight": (512, 512), "layers.0.norm.weight": (512,)}
@@ -146,6 +149,39 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
         following = make_agent(make_synchronizer(), run_key="next", root=str(tmp_path), fallback=str(tmp_path / "f"))
         ray.get(following.register.remote({}), timeout=LIMIT)
         assert not left & files(tmp_path)
+
+
+@pytest.mark.parametrize("how", ["dies", "hangs"])
+def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says_how_long(
+    make_synchronizer: Callable[..., Synchronizer], make_agent: Callable[..., Any], explorers: dict[str, Any], how: str
+) -> None:
+    synchronizer = make_synchronizer()
+    trainer = PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer)}, weights=random_weights(0, SHAPES))
+    sealed = trainer.seal(random_weights(1, SHAPES))
+    pid = synchronizer.call("memory")["pid"]
+    limit = 1.0 if how == "hangs" else LIMIT
+    impatient = Synchronizer(synchronizer.actor, limit)
+    for name, explorer in explorers.items():
+        ray.get(explorer.attach.remote(trainer.agents, impatient, Member.new(name)), timeout=LIMIT)
+    mode = MemoryMode(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks={}, timeout_s=limit))
+    told, error = {
+        "dies": ("died while it was to answer {}", MemberDied),
+        "hangs": ("did not answer {} within 1 s", WaitTimeout),
+    }[how]
+    if how == "dies":
+        local_ray.kill(synchronizer.actor)
+    else:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(error, match=f"^the synchronizer {told.format('commit')}$"):
+            mode.publish(sealed)
+        with pytest.raises(
+            error, match=f"^the synchronizer {told.format('lease')}$"
+        ):  # and not that explorers are late
+            mode.deliver(explorers, sealed.version)
+    finally:
+        if how == "hangs":
+            os.kill(pid, signal.SIGCONT)
 
 
 def files(folder: Path) -> set[Path]:

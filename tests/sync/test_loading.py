@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytest
 import ray
 import torch
 
+from tests.checkpoint.helpers import unreadable
 from tests.sync.helpers import BUCKET_BYTES, LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
 from trinity_sync.errors import RunError
@@ -312,17 +314,19 @@ def test_a_damaged_file_is_told_with_the_tensor(
     assert reader.held is None
 
 
-@pytest.mark.parametrize("harm", ["torn", "missing"])
+@pytest.mark.parametrize("harm", ["is torn", "is missing", "cannot be read now: Input/output error"])
 def test_a_file_that_is_not_all_there_is_told(
     trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader, harm: str
 ) -> None:
     path = published_file(mode, trainer, store, 45)
-    if harm == "torn":
+    if harm == "is torn":
         with path.open("r+b") as file:
             file.truncate(path.stat().st_size - 1)
-    else:
+    elif harm == "is missing":
         path.unlink()
-    with pytest.raises(ShardFileError, match=rf"weights_{PART}.safetensors is {harm}"):
+    else:
+        unreadable(path)
+    with pytest.raises(ShardFileError, match=rf"/weights_{PART}.safetensors {harm}"):
         reader.load(None)
     assert reader.held is None
     assert_all_leases_have_ended(trainer)
@@ -369,6 +373,33 @@ def test_the_folder_is_held_while_it_is_read(trainer: PretendTrainer, mode: Chec
     assert {tuple(holds) for holds in seen} == {((path.parents[1], version),)}
     assert len(prolonged) == len(seen)
     assert held == []
+
+
+def test_a_file_on_a_bad_disk_is_told_and_the_version_loads_once_it_can_be_read(
+    trainer: PretendTrainer,
+    mode: CheckpointMode,
+    store: FolderStore,
+    reader: WeightLoader,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = published_file(mode, trainer, store, 51)
+    first = path.with_name("weights_rank-00000.safetensors")
+    real, reads = os.preadv, []
+
+    def preadv(descriptor: int, buffers: Any, offset: int) -> int:
+        reads.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        if reads[-1] == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(ShardFileError, match=rf"/{path.name} cannot be read now: Input/output error$"):
+        reader.load(None)
+    assert (reads[0], reads[-1]) == (first, path), "it failed with half of the version applied"
+    assert reader.held is None
+    monkeypatch.undo()
+    assert reader.load(None).version == reader.held
+    assert_all_leases_have_ended(trainer)
 
 
 @pytest.mark.parametrize("wire", [True, False], ids=["read in place", "cast"])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,10 @@ from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, st
 from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.checkpoint.trackers import read_tracker
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
+from trinity_sync.trainer import saves as module
 from trinity_sync.trainer.saves import FullSaves, SaveSettings, WeightSaves
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file
@@ -114,6 +118,11 @@ class Run:
         self.group = PretendGroup(monitor)
         self.saves = FullSaves(monitor, self.group, settings, self.log)  # type: ignore[arg-type]
         self.weights = WeightSaves(monitor, settings, self.log, durable=False)
+
+    def wait_no_longer_than(self, timeout_s: float) -> None:
+        """From now on."""
+        settings = replace(self.saves._settings, timeout_s=timeout_s)
+        self.saves._settings = self.weights._settings = settings
 
     def staged(self, step: int) -> list[Path]:
         ray.get(self._monitor.wait_idle.remote(LIMIT), timeout=2 * LIMIT)
@@ -278,6 +287,40 @@ def test_a_part_that_never_comes_is_named(shared: tuple[Any, Path], step: int) -
     with pytest.raises(RunError, match=rf"step {step} .*missing: .*'rank-00001'.* within 1 s"):
         run.saves.finish()
     ray.get(shared[0].fail_step.remote(step, "the test is over"), timeout=LIMIT)  # nobody else has to wait for it
+
+
+def test_a_monitor_that_hangs_ends_the_run_with_what_it_was_to_do_and_how_long_was_waited(
+    start: Callable[..., tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ITS_WORD_S", 0.5)
+    monitor, root = start()
+    version, last, next_one, early = Version(0, 1), Run(monitor, root), Run(monitor, root), Run(monitor, root)
+    pid = ray.get(monitor.describe.remote(), timeout=LIMIT)["pid"]
+    folder = next_one.weights.begin(version, ["node-a"])
+    files = write_weights(folder, version)
+    last.group.may_write.clear()
+    last.saves.begin(2, "d", {})
+    last.saves.poll()
+    next_one.saves.begin(3, "d", {})
+    early.saves.begin(5, "d", {})
+    for run in (last, next_one):
+        run.wait_no_longer_than(1.0)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        for call, what in (
+            (lambda: next_one.weights.begin(Version(0, 4), ["node-a"]), "begin step 4"),
+            (lambda: next_one.weights.part_written(version, "node-a", files), "take weights-node-a of version 1"),
+            (next_one.saves.poll, "take the driver's part of step 3"),
+        ):
+            with pytest.raises(WaitTimeout, match=f"^the checkpoint monitor did not {what} within 1 s$"):
+                call()
+        with pytest.raises(RunError, match=r": the checkpoint monitor did not commit step 2 within 1\.5 s$"):
+            last.saves.finish()
+        with pytest.raises(WaitTimeout, match=r"did not take the driver's part of step 5 within 0\.5 s$"):
+            early.saves.settle(0.5)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        last.group.may_write.set()
 
 
 def test_a_run_that_ends_early_records_the_saves_that_still_made_it(run: Run, step: int) -> None:

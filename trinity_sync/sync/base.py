@@ -115,10 +115,14 @@ class Transport(Protocol):
         ...
 
 
+# An explorer ends its own waits after `TrainerSide.timeout_s`, and its word of who kept it waiting says more than ours.
+_ITS_WORD_S = 5.0
+
+
 def deliver_each(side: TrainerSide, explorers: Mapping[str, Any], version: Version) -> Delivery:
     """Have all explorers load side by side, each at its own pace: for modes in which loads do not depend on each
     other.
     """
     calls = {name: explorer.load.remote(version) for name, explorer in explorers.items()}
-    reports = resolve(calls, f"load version {version}", side.timeout_s)
+    reports = resolve(calls, f"load version {version}", side.timeout_s + _ITS_WORD_S)
     return Delivery(reports=[reports[name] for name in explorers])

@@ -32,6 +32,9 @@ _DIGEST = "weights-digest"
 # The ranks are between two steps when they are asked, or gone.
 _ASK_S = 30.0
 
+# The monitor ends its own waits, and its word says more than ours: so much longer we wait for that.
+_ITS_WORD_S = 5.0
+
 # A rank waits for its earlier save, for the agent and for the other ranks, within the limit each, and tells itself what
 # did not come: then the save fails, and the run goes on.
 _WAITS_OF_A_RANK = 3
@@ -166,7 +169,7 @@ class FullSaves:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
         self._untold = (step, files, digest)
 
-    def _tell(self) -> None:
+    def _tell(self, timeout_s: float | None = None) -> None:
         """Tell the monitor of the driver's part, which lets the step be committed: when the step is on record, so that
         no run goes on from one that is not.
         """
@@ -176,7 +179,8 @@ class FullSaves:
         call = self._monitor.notify_finished.remote(
             step, part="driver", attempt=self._settings.attempt, files=files, digest=digest
         )
-        resolve_one(call, "the checkpoint monitor", f"take the driver's part of step {step}", self._settings.timeout_s)
+        limit = self._settings.timeout_s if timeout_s is None else timeout_s
+        resolve_one(call, "the checkpoint monitor", f"take the driver's part of step {step}", limit)
 
     def poll(self) -> None:
         """After each step, when it is on record: let the save that it began be committed, and record the saves that
@@ -198,22 +202,21 @@ class FullSaves:
         settings = self._settings
         self._tell()
         for call, (step, _) in list(self._pending.items()):
-            ray.wait([call], timeout=settings.timeout_s + 5)
-            self._collect(call, f"commit step {step}")
+            self._collect(call, f"commit step {step}", settings.timeout_s + _ITS_WORD_S)
         self._raise_failure()
         self._trainer.call("finish_saves", what="finish their background saves", timeout_s=settings.timeout_s)
 
     def settle(self, seconds: float) -> None:
         """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
-        self._tell()
+        self._tell(seconds)
         if self._pending:
             ray.wait(list(self._pending), num_returns=len(self._pending), timeout=seconds)
         self.poll()
 
-    def _collect(self, call: Any, what: str = "commit a step") -> None:
+    def _collect(self, call: Any, what: str = "commit a step", timeout_s: float = 1.0) -> None:
         step, blocked = self._pending.pop(call)
         try:
-            result = resolve_one(call, "the checkpoint monitor", what, 1.0)
+            result = resolve_one(call, "the checkpoint monitor", what, timeout_s)
         except TrinityError as error:
             self._fail(step, error)
             return
@@ -294,7 +297,7 @@ class WeightSaves:
         self._notify(version, _DIGEST, [], digest)
         limit = self._settings.timeout_s
         call = self._monitor.wait_committed.remote(version.step, version.attempt, limit, kind="state_dict")
-        result = resolve_one(call, "the checkpoint monitor", f"commit version {version}", limit + 5)
+        result = resolve_one(call, "the checkpoint monitor", f"commit version {version}", limit + _ITS_WORD_S)
         record_commit(self._log, result, 0.0)
         return Path(result["path"])
 
