@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
+import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import Run, kill_at, launch, resume, start
+from trinity_sync.checkpoint import store
 
 LONG = ("trainer.steps=400", "checkpoint.interval=5")
+STATE_FILES = 6  # of two ranks: model, optimizer and the rest
+
+
+def ray_folders(run_pid: int) -> list[Path]:
+    """Where Ray has the session of this driver process, which bears its number."""
+    sessions = Path(tempfile.gettempdir()).glob(f"trinity-ray-{os.geteuid()}-*/session_*_{run_pid}")
+    return [session.parent for session in sessions]
 
 
 def leftovers(run_pid: int) -> list[str]:
     """Shared memory, Ray folders and processes that a run of this driver process left."""
     found = [str(path) for path in Path("/dev/shm").glob(f"trinity-sync-{os.geteuid()}/{run_pid}-*")]
+    found += [str(path) for path in ray_folders(run_pid)]
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             environment = (entry / "environ").read_bytes().decode(errors="replace")
@@ -43,13 +56,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_ctrl_c_ends_a_run_cleanly(folder: Path) -> None:
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(lambda pid: os.killpg(pid, signal.SIGINT), id="ctrl_c"),  # a terminal tells all in the foreground
+        pytest.param(lambda pid: os.kill(pid, signal.SIGTERM), id="sigterm", marks=pytest.mark.all),
+    ],
+)
+def test_a_signal_ends_a_run_cleanly(folder: Path, end: Callable[[int], None]) -> None:
     started = start(folder, *LONG)
-    kill_at(started, "step 40/400", lambda run: run.process.pid, signal.SIGINT)
+    started.wait_for_line("step 40/400")
+    pid = started.process.pid
+    (ray_folder,) = ray_folders(pid)
+    assert any("/dev/shm/" in place for place in leftovers(pid))
+    assert any("node-agent" in place or "NodeAgent" in place for place in leftovers(pid))
+    end(pid)
     run = started.finish()
     assert run.code == 130, run.output
     assert run.record["status"] == "interrupted"
-    assert_ended_clean(run, started.process.pid)
+    assert_ended_clean(run, pid)
+    assert not ray_folder.exists()
 
 
 @pytest.mark.all
@@ -72,6 +98,42 @@ def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> No
     assert run.record["status"] == "failed"
     assert "trainer rank 1 died" in run.record["error"]
     assert_ended_clean(run, started.process.pid)
+
+
+def stop_in_a_save(folder: Path, agent: int) -> int:
+    """Stop the node agent in a save that a rank has not handed over to it yet; the step."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        for staged in (folder / "checkpoints/.staging").glob("[0-9]*-0"):
+            os.kill(agent, signal.SIGSTOP)
+            while "State:\tT" not in Path(f"/proc/{agent}/status").read_text():
+                pass
+            if staged.exists() and len(list(staged.glob("actor/*_world_size_2_rank_?.pt"))) < STATE_FILES:
+                return int(staged.name.partition("-")[0])
+            os.kill(agent, signal.SIGCONT)
+        time.sleep(0.001)
+    raise AssertionError("no save was met half-way")
+
+
+@pytest.mark.all
+def test_a_node_agent_that_dies_in_a_save_ends_the_run_and_the_save_is_reported_failed(folder: Path) -> None:
+    started = start(folder, *LONG)
+    started.wait_for_line("step 40/400")
+    agent = started.pid_of("node-agent")
+    step = stop_in_a_save(folder, agent)
+    os.kill(agent, signal.SIGKILL)
+    run = started.finish(limit_s=60)
+    assert run.code == 1
+    named = r"the agent of node [0-9a-f]{56} died while it was to \w+ version \d+"
+    assert re.search(named, run.output), run.output
+    assert run.record["status"] == "failed"
+    assert re.search(named, run.record["error"])
+    (fault,) = run.events("fault")
+    assert fault["where"] == f"save of step {step}"
+    assert re.search(r"node.agent .*(died|was lost)", fault["error"])
+    assert_ended_clean(run, started.process.pid)
+    assert max(run.manifests) == step - 5
+    assert store.verify(folder / f"checkpoints/global_step_{step - 5}").ok
 
 
 @pytest.mark.all

@@ -44,6 +44,7 @@ class World:
         self.error: BaseException | None = None
         self.unpublishable: int | None = None
         self.dies_in: int | None = None
+        self.losses: dict[int, float] = {}
         self.given_up: str | None = None
         self.refused: str | None = None
         self.lines: list[dict[str, Any]] = []
@@ -58,7 +59,7 @@ class World:
             self.sealing.set()
         if step == self.dies_in:
             raise RunError("trainer rank 0 died")
-        return [{"loss": 0.5}]
+        return [{"loss": self.losses.get(step, 0.5)}]
 
     def do_stage(self, version: tuple[int, int], slot: int, lazily: bool) -> list[float]:
         assert lazily
@@ -225,6 +226,19 @@ def test_a_publication_that_cannot_be_noted_ends_the_run_also_while_it_waits_for
     world.unpublishable, world.refused = -1, "publish"
     with pytest.raises(RunError, match="No space left"):
         world.loop().run()
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf"), float("-inf")])
+def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_of_its_step_is_published_or_saved(loss: float) -> None:
+    world = World()
+    world.losses = {3: loss}
+    with pytest.raises(RunError, match=rf"^the loss of step 3 is {loss}; the newest checkpoint is unharmed$"):
+        world.loop(save_interval=1).run()
+    assert world.times("train") == [1, 2, 3]
+    assert world.times("save") == [1, 2]
+    assert max(world.published_steps) == 2
+    assert [line["step"] for line in world.lines] == [1, 2]
+    assert world.happened[-1] == "close"
 
 
 def test_a_run_that_fails_leaves_no_publication_on_its_way() -> None:

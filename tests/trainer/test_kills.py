@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,20 @@ def assert_whole(root: Path, told: list[int]) -> None:
     assert named is not None or not told
 
 
+def kill_later(pid: int, delay_s: float) -> None:
+    """Kill a process after a while, unless it has ended by then: another one may have its number."""
+    process = os.pidfd_open(pid)
+
+    def kill() -> None:
+        try:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
+
+    threading.Timer(delay_s, kill).start()
+
+
 @pytest.mark.parametrize(
     ("victim", "seed"),
     [pytest.param(*trial, marks=() if trial in FEW else pytest.mark.all) for trial in TRIALS],
@@ -100,11 +115,7 @@ def test_a_process_killed_at_any_instant_of_a_save_tears_nothing(
 ) -> None:
     draw = random.Random(f"{victim}-{seed}")
     delay = draw.uniform(0.0, 0.6)
-
-    def kill_later(pids: dict[str, int]) -> None:
-        threading.Timer(delay, os.kill, (pids[victim], signal.SIGKILL)).start()
-
-    saves = Saves(tmp_path, ready=kill_later)
+    saves = Saves(tmp_path, ready=lambda pids: kill_later(pids[victim], delay))
     told: list[int] = []
     try:
         told = drive(saves)

@@ -4,9 +4,11 @@ all of them and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -27,13 +29,15 @@ cluster = local_ray.cluster
 
 
 class PretendBackend:
-    """An engine that is one tensor; `broken` names where its saves fail."""
+    """An engine that is one tensor; `broken` names where its saves fail, once the other rank waits for it."""
 
     deadline = "optimizer_step"
 
     def __init__(self, part: str) -> None:
         self.part = part
         self.broken = ""
+        self.writes = threading.Event()
+        self.other_writes = self.writes
 
     def before_change(self, callback: Callable[[], None]) -> None:
         pass
@@ -42,23 +46,30 @@ class PretendBackend:
         self, folder: Path, meeting: Meeting, *, lazily: bool = False
     ) -> tuple[Copying, Callable[[], list[Path]]]:
         self._fail("begin")
-        target = torch.zeros(3)
-        copying = Copying([(torch.ones(3), target)], [torch.device("cpu")], "the state")
+        copying = Copying(self._pairs(), [torch.device("cpu")], "the state")
         copying.copy(in_background=lazily)
 
         def write() -> list[Path]:
-            meeting.gather("write", lambda: self._write(folder))
+            self.writes.set()
+            self._fail("alone")
+            meeting.gather("write", lambda: self._write(folder, copying))
             return [folder / self.part]
 
         return copying, write
 
-    def _write(self, folder: Path) -> None:
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        self._fail("copy")
+        yield torch.ones(3), torch.zeros(3)
+
+    def _write(self, folder: Path, copying: Copying) -> None:
+        copying.wait_whole(LIMIT)
         self._fail("write")
         folder.mkdir(parents=True, exist_ok=True)
         (folder / self.part).write_text("written")
 
     def _fail(self, where: str) -> None:
         if self.broken == where:
+            assert self.other_writes.wait(LIMIT)
             raise OSError(28, "No space left on device", "/there")
 
 
@@ -67,13 +78,25 @@ def saves(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Saves:
     return Saves(tmp_path_factory.mktemp("saves"))
 
 
-@pytest.mark.parametrize("broken", ["begin", "write", "turn"])
-def test_what_a_rank_fails_of_fails_the_step_on_all_ranks_and_the_next_one_works(
+class Telling(CheckpointCoordinator):
+    """Notes what it tells the monitor of parts that failed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.told: list[tuple[int, str, str]] = []
+
+    def _report_failed(self, part: Any, error: str) -> None:
+        self.told.append((part.step, part.name, error))
+        super()._report_failed(part, error)
+
+
+@pytest.mark.parametrize("broken", ["begin", "turn", "alone", "copy", "write"])
+def test_what_a_rank_fails_of_fails_the_step_on_all_ranks_which_name_it_and_the_next_one_works(
     saves: Saves, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = {"begin": 10, "write": 20, "turn": 30}[broken]
+    step = {"begin": 10, "turn": 20, "alone": 30, "copy": 40, "write": 50}[broken]
     backends = [PretendBackend(part) for part in PARTS]
-    coordinators = [CheckpointCoordinator(saves.monitor, job_id=part, timeout_s=LIMIT, attempt=0) for part in PARTS]
+    coordinators = [Telling(saves.monitor, job_id=part, timeout_s=LIMIT, attempt=0) for part in PARTS]
     savers = [
         WholeSaver(backend, coordinator, own, part, lazy=True)
         for backend, coordinator, own, part in zip(backends, coordinators, meetings(2), PARTS, strict=True)
@@ -84,18 +107,20 @@ def test_what_a_rank_fails_of_fails_the_step_on_all_ranks_and_the_next_one_works
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda saver: saver.save(step, folder), savers))
 
-    def refuse(*_: object, **__: object) -> None:
-        raise RunError("no turn")
-
-    backends[1].broken = broken
+    backends[1].broken, backends[1].other_writes = broken, backends[0].writes
     with monkeypatch.context() as patch:
         if broken == "turn":
-            patch.setattr(coordinators[1], "_ask_for_turn", refuse)
+            patch.setattr(coordinators[1], "_ask_for_turn", lambda *_, **__: backends[1]._fail("turn"))
         save(step)
-        with pytest.raises(RunError, match=f"step {step} failed"):
+        with pytest.raises(RunError, match=rf"step {step} failed.*('{PARTS[1]}' failed|rank 1): "):
             ray.get(saves.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
         for coordinator in coordinators:
             coordinator.settle()
+    for part, coordinator in zip(PARTS, coordinators, strict=True):
+        ((told_step, told_part, error),) = coordinator.told
+        assert (told_step, told_part) == (step, part)
+        assert "No space left on device" in error
+        assert part == PARTS[1] or "rank 1: " in error
     backends[1].broken = ""
     save(step + 1)
     ray.get(saves.monitor.wait_committed.remote(step + 1, 0, LIMIT), timeout=LIMIT)
