@@ -14,6 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ import pytest
 import ray
 
 from trinity_sync import cluster as module
+from trinity_sync import node_watch
 from trinity_sync.cluster import Cluster, cluster
 from trinity_sync.errors import ConfigError, RunError
 
@@ -264,7 +266,8 @@ print("the end")
 def test_a_raylet_that_stands_still_ends_the_run_and_is_named(root: Path) -> None:
     done = struck(root, "SIGSTOP", 'ray.put(b"x" * 10_000_000)')
     assert done.returncode == 1
-    assert re.findall("^error: .*", done.stderr, re.MULTILINE)[0].startswith("error: Ray has given up this node")
+    [said] = re.findall("^error: .*", done.stderr, re.MULTILINE)
+    assert said.startswith("error: Ray has given up this node")
 
 
 def test_a_raylet_that_stands_still_does_not_keep_a_run_from_its_end(root: Path) -> None:
@@ -278,7 +281,7 @@ def test_a_raylet_that_dies_ends_the_run_and_is_named(root: Path, work: str) -> 
     done = struck(root, "SIGKILL", work)
     assert done.returncode == 1
     said = re.findall("^error: .*", done.stderr, re.MULTILINE)
-    assert re.match(r"error: Ray's raylet on this node \(pid \d+\) has died; the run ends", said[0])
+    assert re.match(r"error: Ray's raylet on this node \(pid \d+\) has died and the run ends", said[0])
 
 
 def test_the_end_of_a_raylet_at_the_end_of_a_run_is_not_called_its_death(root: Path) -> None:
@@ -287,6 +290,7 @@ def test_the_end_of_a_raylet_at_the_end_of_a_run_is_not_called_its_death(root: P
     assert "error" not in done.stderr
 
 
+@pytest.mark.timeout(120)
 def test_a_raylet_that_dies_while_ray_starts_is_named(root: Path) -> None:
     """Ray ends its program, or starts a raylet again after a while: which of them depends on the moment."""
     program = f"""
@@ -317,6 +321,22 @@ with module.cluster(settings, namespace="run-1", cpus=1, env={{}}):
         named = r"error: Ray's raylet on this node \(pid \d+\) has died while Ray was starting\n"
         assert any(re.fullmatch(named, line) for line in process.stderr)
     finally:
-        for left in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)):
-            left.kill()
+        for left in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+            with suppress(psutil.NoSuchProcess):  # they end with their parents
+                left.kill()
         process.communicate()
+
+
+def test_without_descriptors_of_processes_a_raylet_is_not_watched(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with node_watch.starting_raylets_watched("nowhere"), node_watch.raylet_watched("none", ours=False):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_raylet_of_ours_that_is_gone_already_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with node_watch.raylet_watched("none", ours=True):
+        pass
+    assert "Ray's raylet on this node has died" in capsys.readouterr().err

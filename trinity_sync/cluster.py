@@ -24,7 +24,7 @@ import psutil
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.locks import is_own_folder, open_lock, own_name, try_lock
-from trinity_sync.node_watch import ended_with_its_node, raylet_watched
+from trinity_sync.node_watch import ended_with_its_node, raylet_watched, starting_raylets_watched
 
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
@@ -100,12 +100,15 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
                 )
             stack.callback(_shut_down, folder)
             own = folder
-        stack.enter_context(ended_with_its_node(lambda: _give_up(own)))
-        nodes, here = ray.nodes(), ray.get_runtime_context().get_node_id()
-        for node in nodes:
-            if node["NodeID"] == here:
-                stack.enter_context(raylet_watched(node["RayletSocketName"]))
-        per_node = [int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"]]
+        here = ray.get_runtime_context().get_node_id()
+        expected = stack.enter_context(raylet_watched(here, ours=own is not None))
+
+        def end() -> None:
+            expected.set()
+            _give_up(own)
+
+        stack.enter_context(ended_with_its_node(end))
+        per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
         yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
 
 
@@ -121,7 +124,7 @@ def start_ray(limit_s: float, **options: Any) -> None:
     deadline, folder = time.monotonic() + limit_s, options.get("_temp_dir")
     while True:
         try:
-            with _lean(), raylet_watched(folder, starting=True) if folder else contextlib.nullcontext():
+            with _lean(), starting_raylets_watched(folder) if folder else contextlib.nullcontext():
                 ray.init(address="local", **options)
             return
         except Exception as error:

@@ -13,8 +13,7 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterator
-
-import psutil
+from pathlib import Path
 
 _LOOK_S = 0.1
 _ASK_S = 5.0
@@ -22,42 +21,77 @@ _END_S = 10.0
 
 
 @contextlib.contextmanager
-def raylet_watched(sockets: str, *, starting: bool = False) -> Iterator[None]:
-    """Within the block, the death of a raylet of this machine is said on stderr at once.
+def starting_raylets_watched(folder: str) -> Iterator[None]:
+    """Within the block, in which Ray is started, the death of its raylet is said on stderr at once.
 
     Args:
-        sockets: with what the path of its socket begins.
-        starting: it need not run yet; else nothing is said of one that is not to be seen from here.
+        folder: of Ray's sessions, and of nobody else's.
     """
-    seen = _raylet_at(sockets)
-    if seen is None and not starting:
+    earlier = set(_raylets(folder))  # of a try before, which is being given up
+
+    def look() -> int | None:
+        return next((pid for pid in _raylets(folder) if pid not in earlier), None)
+
+    with _watched(look, "while Ray was starting"):
         yield
+
+
+@contextlib.contextmanager
+def raylet_watched(node: str, *, ours: bool) -> Iterator[threading.Event]:
+    """Within the block, the death of this node's raylet is said on stderr at once.
+
+    Args:
+        node: Ray's id of it.
+        ours: this program has started it: if it is not there, it has died. Else it may be out of sight.
+
+    Yields:
+        To be set where it is ended on purpose.
+    """
+    pid = next(iter(_raylets(f"--node_id={node}")), None)
+    if pid is None and ours:
+        _say("Ray's raylet on this node has died; the run ends, and can be resumed")
+    with _watched(lambda: pid, "and the run ends; it can be resumed") if pid else _unwatched() as expected:
+        yield expected
+
+
+@contextlib.contextmanager
+def _watched(look: Callable[[], int | None], what_then: str) -> Iterator[threading.Event]:
+    """Say that a raylet has died.
+
+    Args:
+        look: gives its pid once it runs.
+
+    Yields:
+        To be set where that is expected.
+    """
+    expected = threading.Event()
+    if not hasattr(os, "pidfd_open"):  # of an old kernel's Python: its death is noticed like its standing still
+        yield expected
         return
     asleep, wake = os.pipe()
 
     def watch() -> None:
-        raylet = seen
-        while raylet is None:
+        while (pid := look()) is None:
             if _ready(asleep, limit_s=_LOOK_S):
                 return
-            raylet = _raylet_at(sockets)
-        pid, alive = raylet
-        try:
-            if alive in _ready(alive, asleep):
-                what_then = " while Ray was starting" if starting else "; the run ends, and can be resumed"
-                _say(f"Ray's raylet on this node (pid {pid}) has died{what_then}")
-        finally:
-            os.close(alive)
+        if _has_died(pid, asleep) and not expected.is_set():
+            _say(f"Ray's raylet on this node (pid {pid}) has died {what_then}")
 
     thread = threading.Thread(target=watch, name="raylet-watch", daemon=True)
     thread.start()
     try:
-        yield
+        yield expected
     finally:
         os.write(wake, b"\0")
-        thread.join()
-        os.close(wake)
-        os.close(asleep)
+        thread.join(_END_S)
+        if not thread.is_alive():
+            os.close(wake)
+            os.close(asleep)
+
+
+@contextlib.contextmanager
+def _unwatched() -> Iterator[threading.Event]:
+    yield threading.Event()
 
 
 @contextlib.contextmanager
@@ -96,16 +130,30 @@ def ended_with_its_node(end: Callable[[], None]) -> Iterator[None]:
         thread.join(_END_S)
 
 
-def _raylet_at(sockets: str) -> tuple[int, int] | None:
-    """Pid of a raylet, and a descriptor that can be read once it is gone; None where there is none to be seen."""
-    for process in psutil.process_iter(["name", "cmdline"]):
-        command = process.info["cmdline"] or []
-        if process.info["name"] == "raylet" and any(
-            argument.startswith(f"--raylet_socket_name={sockets}") for argument in command
-        ):
-            with contextlib.suppress(OSError):  # it is gone, or this kernel knows no such descriptors
-                return process.pid, os.pidfd_open(process.pid)
-    return None
+def _raylets(text: str) -> list[int]:
+    """Pids of the raylets of this machine whose command names the text. No other process's command is looked at, which
+    may take for ever where that process hangs in its file system.
+    """
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "comm").read_text() == "raylet\n" and text.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
+
+
+def _has_died(pid: int, stop: int) -> bool:
+    """Wait for the end of a process, or until `stop` can be read; whether it has ended."""
+    try:
+        alive = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # this kernel knows no such descriptors
+        return False
+    try:
+        return alive in _ready(alive, stop)
+    finally:
+        os.close(alive)
 
 
 def _ready(*descriptors: int, limit_s: float | None = None) -> set[int]:

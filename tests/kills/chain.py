@@ -30,9 +30,10 @@ _LAST_STEPS = 8
 
 _START_S = 900.0
 # A death is noticed at once; what hangs, within the limits of `running.SMALL`. The longest is that of the ranks when
-# they begin a save: three times `checkpoint.timeout_s`, and 30 s.
+# they begin a save: three times `checkpoint.timeout_s`, and 30 s. Until then it may be two steps; then the saves under
+# way have 20 s, the monitor and the record some seconds each.
 _NOTICED_S = 60.0
-_HANG_S = 110.0
+_HANG_S = 105.0 + 40.0
 # So many steps without somebody who hangs, and the run does not need it.
 _NOT_NEEDED = 40
 # For the end of whatever is left when the driver has ended; of Ray's helpers, which look for their raylet now and then.
@@ -41,18 +42,14 @@ _HELPERS_GONE_S = 120.0
 _GOES_ON_S = 300.0
 _END_S = 400.0
 
-_NAMES = {
-    "rank": "trainer rank",
-    "agent": "agent",
-    "monitor": "checkpoint monitor",
-    "explorer": "explorer-",
-    "synchronizer": "synchronizer",
-}
-"""What an error or a fault calls who died or hangs."""
+_NAMES = {"agent": "agent", "monitor": "checkpoint monitor", "synchronizer": "synchronizer"}
+"""What an error or a fault calls who died or hangs; a rank and an explorer have numbers."""
 
 
 _RAYLET = "error: Ray's raylet on this node"
 """What is said at once when it has died: Ray may end the driver on the spot then."""
+_STARTING = "while Ray was starting"
+_FULL = "No space left"
 _GIVEN_UP = "Ray has given up this node"
 """What is said where Ray has not: then there is little time to clear up."""
 
@@ -79,6 +76,7 @@ class Chain:
         self._trials: list[Trial] = []
         self._lives = 0
         self._in_order = True  # the driver had the time to clear up
+        self._raylet_struck = False
         # Those whose run has ended, and of which the next resume decides.
         self._open: list[Trial] = []
         self._expected: int | None = None  # after which step the resume under way has to begin
@@ -112,7 +110,7 @@ class Chain:
 
     def _live(self, life: Life) -> bool:
         """From a start to the blow that ends it. False: the run cannot be resumed any more."""
-        self._in_order = True
+        self._in_order, self._raylet_struck = True, False
         with self._start() as launch:
             for blow in life.blows:
                 if blow.instant.after not in ("start", "restoring") and not self._comes_up(launch):
@@ -135,6 +133,8 @@ class Chain:
                 left = launch.wait_gone(_HELPERS_GONE_S)
             if left:
                 last.problems.append(f"{_GONE_S:.0f} s after the end there were {_names(left)}")
+            if _RAYLET in launch.text and not self._raylet_struck:
+                last.problems.append("it was said that Ray's raylet has died, and it had not")
             ended_in_order = self._in_order and launch.code is not None and launch.code >= 0 and not left
         self._look(last, launch)
         if ended_in_order:
@@ -210,6 +210,9 @@ class Chain:
         if not launch.wait_for(blow.instant, _START_S):
             if self._stop.is_set():
                 raise Interrupted
+            if launch.code == 0:  # it came to its good end before
+                trial.kind, trial.victim, trial.outcome = "none", "", SURVIVED
+                return False
             if launch.code is not None:
                 said = checks.error_of(launch.text) or launch.text[-300:]
                 trial.problems.append(f"the run ended before the blow (exit {launch.code}): {said}")
@@ -222,18 +225,20 @@ class Chain:
             self._stop.wait(blow.seconds)
             self._places.free()
             # A version that the explorers cannot be given ends the run.
-            return self._goes_on(launch, trial, may_end=self._setup.sync == "checkpoint", said="No space left")
+            return self._goes_on(launch, trial, may_end=self._setup.sync == "checkpoint", said=_FULL)
         if blow.victim == ALL:
             return self._kill_all(launch, trial)
         member = self._victim(launch, blow, trial)
         if blow.kind == "kill":
-            struck = launch.strike(member, signal.SIGKILL)
-            if struck and member.role == "raylet":
-                self._in_order = False
+            struck = launch.strike(member, signal.SIGKILL) and member.role == "raylet"
+            self._raylet_struck = self._raylet_struck or struck
             goes_on = self._after_kill(launch, blow.instant, member, trial)
-            if struck and member.role == "raylet" and _RAYLET not in launch.text:
-                trial.problems.append("it was not said that Ray's raylet has died")
+            if struck:
+                self._in_order = self._in_order and goes_on
+                if _RAYLET not in launch.text:
+                    trial.problems.append("it was not said that Ray's raylet has died")
             return goes_on
+        launch.new_events()
         launch.strike(member, signal.SIGSTOP)
         if blow.kind == "hang":
             return self._after_hang(launch, member, trial)
@@ -268,37 +273,36 @@ class Chain:
             return False
         if member.role == "driver":
             return self._has_ended(launch, trial, -signal.SIGKILL)
-        return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
+        return self._has_ended(launch, trial, 1, named=_name(member))
 
     def _after_hang(self, launch: Launch, member: Member, trial: Trial) -> bool:
         """It ends the run or is reported as a fault; then what hung goes on, if it is still there."""
-        # Who hangs in a save leaves parts: a rank its own, an agent those that it was to write for its ranks.
+        # Who hangs in a save leaves parts: a rank its own, an agent those that it was to write for its ranks. What the
+        # other ranks tell of a rank says no more than its number.
         number = member.name.removeprefix("trainer-rank-")
-        parts = {"rank": f"part 'rank-{number:0>5}'", "agent": "part 'rank-"}
-        names = [name for name in (_NAMES.get(member.role), parts.get(member.role)) if name]
+        names = {"rank": (f"part 'rank-{number:0>5}'", f"rank {number}"), "agent": ("part 'rank-",)}
         began = time.monotonic()
         launch.new_steps()
-        fault, other, steps = "", "", 0
+        fault, steps = "", 0
         while time.monotonic() - began < _HANG_S and launch.code is None and not fault and steps < _NOT_NEEDED:
             if self._stop.wait(0.1):
                 raise Interrupted
-            for event in launch.new_events():
-                if event["event"] == "fault":
-                    said = f"{event['where']}: {event['error']}"
-                    # That of somebody else is of an earlier blow.
-                    fault, other = (said, other) if any(name in said for name in names) else (fault, said)
+            said = [f"{event['where']}: {event['error']}" for event in launch.new_events() if event["event"] == "fault"]
+            fault = next((one for one in said if _FULL not in one), "")  # that is of an earlier blow
             steps += launch.new_steps()
         took = f"after {time.monotonic() - began:.0f} s"
         if launch.code is not None:
             trial.noticed = f"{took}: {checks.error_of(launch.text)}"
-            return self._has_ended(launch, trial, 1, named=_NAMES.get(member.role, ""))
+            return self._has_ended(launch, trial, 1, named=_name(member))
         launch.strike(member, signal.SIGCONT)
         if fault:
             trial.noticed = f"{took}: {fault}"
+            if not any(name in fault for name in (_name(member) or "?", *names.get(member.role, ()))):
+                trial.problems.append(f"the fault does not name {member.name}: {trial.noticed}")
         elif steps >= _NOT_NEEDED:
             trial.noticed = f"the run trained {steps} steps meanwhile"
         else:
-            trial.problems.append(f"{member.name} hung for {_HANG_S:.0f} s, and nobody named it: {other}")
+            trial.problems.append(f"{member.name} hung for {_HANG_S:.0f} s, and nobody noticed")
         return self._goes_on(launch, trial, may_end=True)
 
     def _goes_on(self, launch: Launch, trial: Trial, *, may_end: bool = False, said: str = "") -> bool:
@@ -320,6 +324,8 @@ class Chain:
         """The run has ended: look at how."""
         code, text = launch.code, launch.text
         error = checks.error_of(text)
+        if _STARTING in error and not launch.is_starting:
+            error = ""  # which it survived
         trial.noticed = trial.noticed or error
         if _GIVEN_UP in text:
             self._in_order = False
@@ -425,6 +431,15 @@ def _victim_of(path: Path, damage: Damage) -> str:
     if path.name == MANIFEST:
         return "manifest"
     return "tensors" if path.suffix in (".pt", ".distcp", ".safetensors") else "small file"
+
+
+def _name(member: Member) -> str:
+    """What an error or a fault calls it."""
+    numbered = {"rank": ("trainer-rank-", "trainer rank "), "explorer": ("explorer-", "explorer-")}
+    if member.role not in numbered:
+        return _NAMES.get(member.role, "")
+    log, name = numbered[member.role]
+    return name + member.name.removeprefix(log) if member.name.startswith(log) else name.strip()  # it has no log yet
 
 
 def _names(members: list[Member]) -> str:

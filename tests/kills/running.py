@@ -167,7 +167,10 @@ class Launch:
                 return False
             time.sleep(POLL_S)
             if instant.after == "restoring":
-                seen += sum("restoring step" in line for line in self._printed.new())
+                lines = self._printed.new()
+                seen += sum("restoring step" in line for line in lines)
+                if seen == 0 and any("sending the first version" in line for line in lines):
+                    return False  # there was nothing to be restored
             elif instant.after in ("begin", "visible"):
                 now = self._folders(instant.after)
                 seen, known = seen + len(now - known), known | now

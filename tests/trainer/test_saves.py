@@ -23,6 +23,7 @@ from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer import saves as module
 from trinity_sync.trainer.saves import FullSaves, SaveSettings, WeightSaves
 from trinity_sync.weights.layout import PartLayout
@@ -329,6 +330,39 @@ def test_a_run_that_ends_early_records_the_saves_that_still_made_it(run: Run, st
     assert [event["step"] for event in run.log.named("commit")] == [step]
     run.saves.settle(LIMIT)
     assert len(run.log.events) == 1
+
+
+def test_a_save_whose_wait_at_the_end_is_interrupted_still_has_its_chance(
+    run: Run, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(call: Any, who: str, what: str, timeout_s: float) -> Any:
+        if what == f"commit step {step}":
+            raise KeyboardInterrupt
+        return resolve_one(call, who, what, timeout_s)
+
+    run.saves.begin(step, "d4", {})
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "resolve_one", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run.saves.finish()
+    run.saves.settle(LIMIT)
+    assert [event["step"] for event in run.log.named("commit")] == [step]
+
+
+def test_where_the_newest_save_cannot_be_told_of_the_ones_before_are_recorded(
+    run: Run, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(call: Any, who: str, what: str, timeout_s: float) -> Any:
+        if "driver's part" in what:
+            raise WaitTimeout(who, what, timeout_s)
+        return resolve_one(call, who, what, timeout_s)
+
+    run.saves.begin(step, "d4", {})
+    run.saves.begin(next(_steps), "d5", {})
+    monkeypatch.setattr(module, "resolve_one", late)
+    with pytest.raises(WaitTimeout, match="driver's part"):
+        run.saves.settle(2.0)
+    assert step in [event["step"] for event in run.log.named("commit")]
 
 
 def test_what_retention_removes_is_recorded_with_the_reason(start: Callable[..., tuple[Any, Path]]) -> None:

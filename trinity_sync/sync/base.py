@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Sealed, Synchronizer
@@ -115,7 +116,8 @@ class Transport(Protocol):
         ...
 
 
-# An explorer ends its own waits after `TrainerSide.timeout_s`, and its word of who kept it waiting says more than ours.
+# An explorer ends each of its waits after `TrainerSide.timeout_s`, and its word of who kept it waiting says more than
+# ours.
 _ITS_WORD_S = 5.0
 
 
@@ -124,5 +126,20 @@ def deliver_each(side: TrainerSide, explorers: Mapping[str, Any], version: Versi
     other.
     """
     calls = {name: explorer.load.remote(version) for name, explorer in explorers.items()}
-    reports = resolve(calls, f"load version {version}", side.timeout_s + _ITS_WORD_S)
+    what = f"load version {version}"
+    try:
+        reports = resolve(calls, what, side.timeout_s + _ITS_WORD_S)
+    except WaitTimeout as late:
+        if late.what == what:  # an explorer's own word says more
+            _check_synchronizer(side.synchronizer, late)
+        raise
     return Delivery(reports=[reports[name] for name in explorers])
+
+
+def _check_synchronizer(synchronizer: Any, late: WaitTimeout) -> None:
+    """Say so where it is the synchronizer for whom somebody who is late waits."""
+    try:
+        synchronizer.call("newest", timeout_s=_ITS_WORD_S)
+    except WaitTimeout:
+        what = f"answer while {late.who} was to {late.what}"
+        raise WaitTimeout("the synchronizer", what, late.seconds) from late

@@ -208,18 +208,22 @@ class FullSaves:
 
     def settle(self, seconds: float) -> None:
         """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
-        self._tell(seconds)
-        if self._pending:
-            ray.wait(list(self._pending), num_returns=len(self._pending), timeout=seconds)
-        self.poll()
+        try:
+            self._tell(seconds)
+        finally:
+            if self._pending:
+                ray.wait(list(self._pending), num_returns=len(self._pending), timeout=seconds)
+            self.poll()
 
     def _collect(self, call: Any, what: str = "commit a step", timeout_s: float = 1.0) -> None:
-        step, blocked = self._pending.pop(call)
+        step, blocked = self._pending[call]
         try:
             result = resolve_one(call, "the checkpoint monitor", what, timeout_s)
         except TrinityError as error:
             self._fail(step, error)
+            del self._pending[call]
             return
+        del self._pending[call]  # not where the wait was interrupted: `settle` takes that up
         self._succeeded = max(self._succeeded, step)
         record_commit(self._log, result, self._blocked(step, blocked))
 
