@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import prune, store
+from trinity_sync.checkpoint import folders, prune, store
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -51,7 +51,7 @@ def prepare_upgrade(root: Path) -> None:
 
 
 def do_upgrade_by_renames(root: Path) -> None:
-    store._exchange = lambda first, second: False
+    folders.exchange = lambda first, second: False
     do_first(root)
 
 
@@ -98,7 +98,7 @@ def do_replace(root: Path) -> None:
 
 
 def do_replace_by_renames(root: Path) -> None:
-    store._exchange = lambda first, second: False
+    folders.exchange = lambda first, second: False
     do_replace(root)
 
 
@@ -136,7 +136,7 @@ def kill_at(call: int) -> None:
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    store._exchange = counted(store._exchange)
+    folders.exchange = counted(folders.exchange)
 
 
 def main(base: Path, scenario: str) -> None:

@@ -181,13 +181,13 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
 
 def test_retention_leaves_the_place_of_a_commit_beside_it(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(left, 1)
-    real = store._sync_tree
+    real = store.sync_tree
 
     def during(folder: Path) -> None:
         real(folder)
         life.disk.retain([20])
 
-    monkeypatch.setattr(store, "_sync_tree", during)
+    monkeypatch.setattr(store, "sync_tree", during)
     files = stage(left, 20, WEIGHTS, attempt=1)
     store.commit_folder(left, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
     assert store.verify(step_dir(versions_dir(left, 1), 20)).ok

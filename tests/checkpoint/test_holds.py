@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import folders, holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -160,7 +160,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
 ) -> None:
     monkeypatch.setattr(holds, "_POLL_S", 0.0)
     if how == "renamed":
-        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     winners = set()
     for seed in range(_SEEDS):
         root = pool()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, refuse, stage, unreadable
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import folders, holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.checkpoint.layout import (
     FileEntry,
@@ -128,7 +128,7 @@ def test_a_full_checkpoint_with_files_that_the_new_one_lacks_is_set_aside(
     tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     commit(tmp_path, 20, {"model.pt": "w", "optim.pt": "o"})
     unwanted = {"model.pt": "other"} if attempt else {"model.pt": "other", "optim.pt": "o"}
     commit(tmp_path, 20, unwanted, attempt=attempt)
@@ -143,7 +143,7 @@ def test_what_a_commit_took_the_place_of_is_set_aside_after_a_crash_too(
     tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     commit(tmp_path, 20, {"model.pt": "w", "optim.pt": "o"})
     with monkeypatch.context() as crash:
 
@@ -169,17 +169,17 @@ def test_what_cannot_be_read_any_more_when_it_is_replaced_gets_its_place_back(
     commit(tmp_path, 20, {"model.pt": "w"})
     pin(tmp_path, 20)
     unpinned = pinned(tmp_path)
-    real = store._exchange
+    real = folders.exchange
 
     def then_it_cannot_be_read(first: Path, second: Path) -> bool:
         unreadable(second / "manifest.json")
         return exchange and real(first, second)
 
     monkeypatch.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
-    monkeypatch.setattr(store, "_exchange", then_it_cannot_be_read)
+    monkeypatch.setattr(folders, "exchange", then_it_cannot_be_read)
     with pytest.raises(UnreadableError, match="cannot be read now"):
         commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
-    monkeypatch.setattr(store, "_exchange", real)
+    monkeypatch.setattr(folders, "exchange", real)
     store.clean_staging(tmp_path, 20, 1)
     store.recover(tmp_path)
     assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
@@ -201,7 +201,7 @@ def test_an_error_after_folders_changed_places_costs_nobody_what_is_pinned(
         failing.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
         failing.setattr(store, "_holders_of", fail)
         if not exchange:
-            failing.setattr(store, "_exchange", lambda first, second: False)
+            failing.setattr(folders, "exchange", lambda first, second: False)
         if not put_back:
             failing.setattr(store, "_put_back", fail, raising=False)
         with pytest.raises(OSError, match="the disk fails"):
@@ -224,7 +224,7 @@ def test_what_is_staged_and_cannot_be_read_now_is_set_aside(tmp_path: Path) -> N
 def test_a_replacement_by_renames_that_fails_half_way_is_taken_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     commit(tmp_path, 20, {"model.pt": "w"})
     refuse(staging_dir(tmp_path, 20, 1), monkeypatch)
     with pytest.raises(OSError, match="Input/output error"):
@@ -246,7 +246,7 @@ def test_a_file_that_others_wrote_into_a_committed_folder_stays_with_the_step(
     tmp_path: Path, exchange: bool, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
     data(tmp_path, 8).write_text("where the data is")
     commit(tmp_path, 8, {"actor/model.pt": "w", "critic/model.pt": "c"})
@@ -265,13 +265,13 @@ def test_a_file_that_others_write_while_the_step_is_committed_stays_with_it(
 ) -> None:
     kind = STATE_DICT if partial else FULL
     commit(tmp_path, 8, {"actor/model.pt": "w"}, kind=kind)
-    real = store._exchange
+    real = folders.exchange
 
     def then_verl_writes(first: Path, second: Path) -> bool:
         data(tmp_path, 8).write_text("where the data is")
         return exchange and real(first, second)
 
-    monkeypatch.setattr(store, "_exchange", then_verl_writes)
+    monkeypatch.setattr(folders, "exchange", then_verl_writes)
     files = {"actor/model.pt": "w", "actor/more.pt": "m"}
     commit(tmp_path, 8, files, kind=kind, attempt=attempt, partial=partial)
     assert data(tmp_path, 8).read_text() == "where the data is"
@@ -287,7 +287,7 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
         pass
 
     commit(tmp_path, 8, {"actor/model.pt": "w"}, created=1.0)
-    real = store._exchange
+    real = folders.exchange
 
     def then_verl_writes(first: Path, second: Path) -> bool:
         data(tmp_path, 8).write_text("where the data is")
@@ -297,7 +297,7 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
         raise Death
 
     with monkeypatch.context() as crash:
-        crash.setattr(store, "_exchange", then_verl_writes)
+        crash.setattr(folders, "exchange", then_verl_writes)
         crash.setattr(store, "_let_go", die)
         with pytest.raises(Death):
             commit(tmp_path, 8, {"actor/model.pt": "w", "actor/more.pt": "m"}, attempt=attempt, created=2.0)
@@ -503,7 +503,7 @@ def test_files_in_a_full_checkpoints_own_folder_do_not_make_it_weights(tmp_path:
 @pytest.mark.parametrize("exchange", [True, False])
 def test_what_somebody_holds_is_not_replaced(tmp_path: Path, exchange: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchange:
-        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     commit(tmp_path, 20)
     with lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60):
         assert "held by explorer-7" in leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
@@ -522,14 +522,14 @@ def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
 ) -> None:
     monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     commit(tmp_path, 20)
-    real, leases = store._exchange, []
+    real, leases = folders.exchange, []
 
     def while_a_reader_comes(first: Path, second: Path) -> bool:
         if not leases:
             leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
         return exchange and real(first, second)
 
-    monkeypatch.setattr(store, "_exchange", while_a_reader_comes)
+    monkeypatch.setattr(folders, "exchange", while_a_reader_comes)
     said = leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=attempt)
     assert "held by explorer-7 since just now" in said
     assert not list(tmp_path.glob(".replaced-*"))
@@ -540,14 +540,14 @@ def test_a_reader_of_the_new_one_does_not_bring_the_old_one_back(
 ) -> None:
     monkeypatch.setattr(holds, "_CLAIM_S", -1.0)
     commit(tmp_path, 20)
-    real = store._exchange
+    real = folders.exchange
 
     def then_a_reader_comes(first: Path, second: Path) -> bool:
         done = real(first, second)
         lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
         return done
 
-    monkeypatch.setattr(store, "_exchange", then_a_reader_comes)
+    monkeypatch.setattr(folders, "exchange", then_a_reader_comes)
     commit(tmp_path, 20, {"actor/model.pt": "other"})
     assert (step_dir(tmp_path, 20) / "actor/model.pt").read_text() == "other"
 
@@ -655,7 +655,7 @@ def test_the_first_error_is_told_though_it_cannot_be_taken_back(
 ) -> None:
     commit(tmp_path, 20, {"model.pt": "w"}, created=1.0)
     pin(tmp_path, 20)
-    real = store._exchange
+    real = folders.exchange
     exchanged: list[bool] = []
 
     def once(first: Path, second: Path) -> bool:
@@ -672,7 +672,7 @@ def test_the_first_error_is_told_though_it_cannot_be_taken_back(
     with monkeypatch.context() as failing:
         failing.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
         failing.setattr(store, "_holders_of", fail)
-        failing.setattr(store, "_exchange", once)
+        failing.setattr(folders, "exchange", once)
         with pytest.raises(OSError, match="the leases cannot be read") as told:
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1, created=2.0)
     (note,) = told.value.__notes__
@@ -701,7 +701,7 @@ def test_a_death_before_the_last_look_at_who_holds_the_old_is_made_good(
         patch.setattr(store, "_check_replaces", lambda *_: None)  # the reader had not come yet
         patch.setattr(store, "_holders_of", die)
         if not exchange:
-            patch.setattr(store, "_exchange", lambda first, second: False)
+            patch.setattr(folders, "exchange", lambda first, second: False)
         with pytest.raises(Death):
             commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1, created=2.0)
     assert read_manifest(step_dir(tmp_path, 20)).attempt == 1
@@ -756,7 +756,7 @@ def test_a_first_commit_in_place_that_fails_is_not_visible(
     (folder / "model.pt").write_text("w")
     draft = Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry.of(folder, "model.pt"),))
     with monkeypatch.context() as failing:
-        failing.setattr(store, "_sync_tree", lambda folder: None)  # that succeeded
+        failing.setattr(store, "sync_tree", lambda folder: None)  # that succeeded
         fail_to_sync(failing, folder, times=times)
         with pytest.raises(OSError, match="the disk fails") as told:
             store.commit_folder(tmp_path, draft)
@@ -780,7 +780,7 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
 
     commit(tmp_path, 20)
     again(1.0)
-    monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+    monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     for seen, created in (("_replaced", 2.0), ("_let_go", 3.0)):
         with monkeypatch.context() as crash:
             if seen == "_let_go":
@@ -815,7 +815,7 @@ def test_without_hard_links_what_others_write_moves_with_the_step(
     tmp_path: Path, exchange: bool, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not exchange:
-        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
 
     def refuse_links(*_: object, **__: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")

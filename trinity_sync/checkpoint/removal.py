@@ -13,7 +13,6 @@ from __future__ import annotations
 import errno
 import json
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
+from trinity_sync.errors import take_back
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 
 #: Notes of what was deleted, of the newest steps of each kind: a resume asks only for what is newer than what it found.
@@ -73,14 +73,6 @@ def remove_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
 def of_verl(folder: Path, manifest: Manifest) -> bool:
     """Whether verl has saved in full, or has begun to, where these weights had been committed alone."""
     return manifest.kind == STATE_DICT and verls.wrote_over(folder, manifest.paths)
-
-
-def take_back(error: BaseException, undo: Callable[[], object]) -> None:
-    """Undo what was done before an error. That error is the one to tell; what the undoing fails of is a note of it."""
-    try:
-        undo()
-    except Exception as second:
-        error.add_note(f"it could not be taken back either: {second}")
 
 
 def put_back(root: Path, condemned: Path) -> None:

@@ -21,8 +21,6 @@ into the new folder before the old one goes.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import secrets
 import shutil
@@ -33,7 +31,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import holds, verls
+from trinity_sync.checkpoint import folders, holds, verls
 from trinity_sync.checkpoint.layout import (
     ABANDONED_PREFIX,
     MANIFEST,
@@ -63,7 +61,6 @@ from trinity_sync.checkpoint.removal import (
     forget_deletion,
     forget_deletions,
     remove_checkpoint,
-    take_back,
     undo_unfinished,
 )
 from trinity_sync.checkpoint.trackers import (
@@ -74,8 +71,8 @@ from trinity_sync.checkpoint.trackers import (
     write_committed,
     write_tracker,
 )
-from trinity_sync.durable import sync_folder
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.durable import sync_folder, sync_tree
+from trinity_sync.errors import ConfigError, RunError, take_back
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 #: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes
@@ -83,9 +80,6 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 _COPY_BELOW = 1 << 20
 
 _WEIGHTS_SUFFIX = ".weights"
-
-#: What `os.link` says where a file cannot be linked: not every shared file system has hard links.
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
 
 #: What a commit does not take the place of, whoever holds it or not.
 _NOT_OURS = ("newer", "verl", "unreadable")
@@ -353,7 +347,7 @@ def commit_folder(
     manifest = replace(draft, files=_collect(source, draft.files, adopted, everything=not partial))
     _check_replaces(place, target, manifest, clock)
     if durable:
-        _sync_tree(source)
+        sync_tree(source)
     write_manifest(source, manifest, durable=durable)
     _publish(place, source, target, manifest, clock)
     return manifest
@@ -581,7 +575,7 @@ def _commit_in_place(
         read_manifest(target)  # one that cannot be read is not written over
     _check_replaces(target.parent, target, manifest, clock)
     if durable:
-        _sync_tree(target)
+        sync_tree(target)
         sync_folder(target.parent)
     with _replacing(target.parent, target, manifest, clock) as replaced:
         try:
@@ -612,7 +606,7 @@ def _link_reported(staging: Path, draft: Manifest) -> Path:
     for entry in draft.files:
         source = staging / entry.path
         if source.exists():
-            _link(source, folder / entry.path, copy=entry.bytes < _COPY_BELOW)
+            folders.link_or_copy(source, folder / entry.path, copy=entry.bytes < _COPY_BELOW)
     return folder
 
 
@@ -637,7 +631,7 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
     adopted = {}
     for path in earlier.keys() | wanted:
         if not (source / path).exists() and (base / path).is_file():
-            _link(base / path, source / path, copy=False)
+            folders.link_or_copy(base / path, source / path)
             if path in earlier:
                 adopted[path] = earlier[path]
     return adopted
@@ -648,18 +642,6 @@ def _committed(folder: Path) -> Manifest | None:
         return read_manifest(folder)
     except ManifestError:
         return None
-
-
-def _link(source: Path, target: Path, *, copy: bool) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if not copy:
-        try:
-            os.link(source, target)
-            return
-        except OSError as error:
-            if error.errno not in _NO_LINKS:
-                raise
-    shutil.copyfile(source, target)
 
 
 def _collect(
@@ -764,7 +746,7 @@ def _change_places(place: Path, source: Path, target: Path) -> Path | None:
     if not target.exists():
         source.rename(target)
         return None
-    if _exchange(source, target):
+    if folders.exchange(source, target):
         return source
     aside = place / f"{REPLACED_PREFIX}{target.name}"
     target.rename(aside)
@@ -817,14 +799,10 @@ def _bring_others(source: Path, listed: Collection[str], target: Path) -> None:
     it moves: a copy would take its time, and miss what they write after it.
     """
     for path in set(_files(source)).difference(listed):
-        if (source / path).is_file() and not (target / path).exists():
-            (target / path).parent.mkdir(parents=True, exist_ok=True)
-            try:
-                os.link(source / path, target / path)
-            except OSError as error:
-                if error.errno not in _NO_LINKS:
-                    raise
-                (source / path).rename(target / path)
+        if not (source / path).is_file() or (target / path).exists():
+            continue
+        if not folders.link(source / path, target / path):
+            (source / path).rename(target / path)
 
 
 def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
@@ -836,7 +814,7 @@ def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Call
 def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest) -> None:
     """The inverse of `_change_places`. What others wrote stays with the step."""
     if aside == source:
-        _exchange(source, target)
+        folders.exchange(source, target)
     else:
         target.rename(source)
         if aside is not None:
@@ -888,37 +866,11 @@ def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> N
         if (staged.attempt, staged.created) >= (visible.attempt, visible.created):
             continue
         if _holders_of(place, staged, visible, clock):
-            _exchange(staging, target)
+            folders.exchange(staging, target)
             _bring_others(staging, visible.paths, target)
         else:
             _delete(_let_go(place, staging, visible))
         return
-
-
-def _exchange(first: Path, second: Path) -> bool:
-    """Let two folders change places in one step; False where the file system cannot (some network ones)."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    at_cwd, exchange = -100, 2
-    if renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV):
-        return False
-    raise OSError(code, os.strerror(code), str(second))
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        sync_folder(Path(parent))
 
 
 def _files(folder: Path) -> Iterator[str]:
