@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import store, trash
 from trinity_sync.checkpoint.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
@@ -23,8 +23,8 @@ from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.removal import deleted
 from trinity_sync.checkpoint.resume_point import put_in_order
+from trinity_sync.checkpoint.tombstones import deleted
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
@@ -267,7 +267,7 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
     life = Life(tmp_path)
     life.save(20, STATE_DICT, {"actor/model.pt": "w"})
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_put_out_of_sight", die)
+        patch.setattr(store, "move_to_trash", die)
         with pytest.raises(Death):
             life.save(20, FULL, {"actor/optim.pt": "o"})
     assert staging_dir(tmp_path, 20, 0).is_dir(), "the weights that the full checkpoint has replaced"
@@ -310,7 +310,7 @@ def test_what_an_earlier_run_of_the_same_attempt_deleted_is_not_told(tmp_path: P
         life.save(step, STATE_DICT, WEIGHTS)
     assert life.disk.describe_deleted(10) is not None
     for step in (20, 30):
-        store.discard(tmp_path, step_dir(tmp_path, step))
+        trash.delete_folder(tmp_path, step_dir(tmp_path, step))
     if ordered:
         assert put_in_order(tmp_path, None).attempt == 0
     life = Life(tmp_path, restarted=ordered)

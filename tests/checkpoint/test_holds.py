@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
-from trinity_sync.checkpoint import folders, holds, store
+from trinity_sync.checkpoint import folders, holds, store, trash
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -89,7 +89,7 @@ class Holders:
             now = self.clock()
             prune(self.root, prune_plan(self.root, [KeepLast(1)], now=now), now=now, defer=defer)
             if defer:
-                store.purge(self.root)
+                trash.purge(self.root)
 
         return body
 
@@ -213,7 +213,7 @@ def test_nobody_comes_to_hold_what_may_have_to_go_again(
         raise OSError(errno.EIO, "the disk fails")
 
     monkeypatch.setattr(holds, "_POLL_S", 0.0)
-    monkeypatch.setattr(store, "_let_go", fail)
+    monkeypatch.setattr(store, "_retire", fail)
     for seed in range(_SEEDS):
         root = pool()
         draft = Manifest(step=10, attempt=0, kind=FULL, files=tuple(stage(root, 10, {"actor/more.pt": "more"})))

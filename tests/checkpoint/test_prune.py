@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, refuse, stage, verls
-from trinity_sync.checkpoint import holds, removal, store
+from trinity_sync.checkpoint import deletion, holds, store, tombstones, trash
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -250,10 +250,10 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_tells_the_first_erro
 
     condemned = tmp_path / ".condemned-0a-global_step_10"
     with monkeypatch.context() as failing:
-        failing.setattr(removal.secrets, "token_hex", lambda size: "0a")
-        failing.setattr(removal, "_note", fail)
+        failing.setattr(deletion.secrets, "token_hex", lambda size: "0a")
+        failing.setattr(deletion, "note_deletion", fail)
         with pytest.raises(RuntimeError, match="the first error") as told:
-            removal.remove_checkpoint(tmp_path, manifest, now=100.0)
+            deletion.trash_checkpoint(tmp_path, manifest, now=100.0)
     assert "Input/output error" in told.value.__notes__[0]
     monkeypatch.undo()
     store.recover(tmp_path)
@@ -272,7 +272,7 @@ def test_a_claim_that_cannot_be_taken_away_is_no_fault_of_what_was_done_under_it
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refused)
-    assert removal.remove_checkpoint(tmp_path, manifest, now=100.0)
+    assert deletion.trash_checkpoint(tmp_path, manifest, now=100.0)
     assert steps(tmp_path) == []
 
 
@@ -308,7 +308,7 @@ def test_nothing_is_given_up_where_verl_has_saved_and_its_tracker_says_nothing(t
     with pytest.raises(UnreadableError, match=r"latest_checkpointed_iteration\.txt holds"):
         run(tmp_path)
     for step in (1, 2, 3):
-        store.discard(tmp_path, step_dir(tmp_path, step))
+        trash.delete_folder(tmp_path, step_dir(tmp_path, step))
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10], "of verl's there is nothing here"
@@ -344,11 +344,11 @@ def test_weights_over_which_verl_saves_stay_before_its_tracker_names_them(tmp_pa
 
 
 def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removal, "_MOST_NOTES", 2)
+    monkeypatch.setattr(tombstones, "_MOST_NOTES", 2)
     for step in (1, 2, 3, 4, 5):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [1, 2, 3, 4]
-    assert removal.deleted(tmp_path) == {(3, 0), (4, 0)}
+    assert tombstones.deleted(tmp_path) == {(3, 0), (4, 0)}
 
 
 def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10]
-    assert removal.deleted(tmp_path) == set()
+    assert tombstones.deleted(tmp_path) == set()
     commit(tmp_path, 10)
 
 

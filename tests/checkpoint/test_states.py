@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import store, trash
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, read_manifest, step_dir
 from trinity_sync.checkpoint.mirror import Mirror
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -168,7 +168,7 @@ def test_the_mirror_keeps_and_names_what_a_newer_version_wrote(tmp_path: Path) -
     assert mirror.missing(here, [10, 20]) == [20]
     commit(here, 30)
     mirror.upload(here, 30)
-    store.discard(here, step_dir(here, 20))
+    trash.delete_folder(here, step_dir(here, 20))
     assert mirror.retain(make_policies({"keep_last": {"n": 1}}), here, now=0.0) == [10]
     assert json.loads((step_dir(there, 20) / MANIFEST).read_text())["format"] == 2
     assert mirror.download(tmp_path / "back", newer_than=None) == 30

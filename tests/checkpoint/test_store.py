@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, refuse, stage, unreadable
-from trinity_sync.checkpoint import folders, holds, store
+from trinity_sync.checkpoint import folders, holds, store, trash
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.checkpoint.layout import (
     FileEntry,
@@ -150,7 +150,7 @@ def test_what_a_commit_took_the_place_of_is_set_aside_after_a_crash_too(
         def die(place: Path, aside: Path, successor: Manifest) -> None:
             raise KeyboardInterrupt
 
-        crash.setattr(store, "_let_go", die)
+        crash.setattr(store, "_retire", die)
         with pytest.raises(KeyboardInterrupt):
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
     store.recover(tmp_path)
@@ -298,7 +298,7 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
 
     with monkeypatch.context() as crash:
         crash.setattr(folders, "exchange", then_verl_writes)
-        crash.setattr(store, "_let_go", die)
+        crash.setattr(store, "_retire", die)
         with pytest.raises(Death):
             commit(tmp_path, 8, {"actor/model.pt": "w", "actor/more.pt": "m"}, attempt=attempt, created=2.0)
     store.recover(tmp_path)
@@ -451,15 +451,15 @@ def test_locate_refuses_what_is_none_of_them(tmp_path: Path, name: str) -> None:
 def test_a_trash_folder_that_resists_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         (tmp_path / f".trash-{name}").mkdir()
-    remove = store.shutil.rmtree
+    remove = trash.shutil.rmtree
 
     def resist(path: Path, **options: object) -> None:
         if path.name.endswith("a"):
             raise OSError("busy")
         remove(path, **options)
 
-    monkeypatch.setattr(store.shutil, "rmtree", resist)
-    problems = store.purge(tmp_path)
+    monkeypatch.setattr(trash.shutil, "rmtree", resist)
+    problems = trash.purge(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".trash-a"]
     assert len(problems) == 1
     assert "busy" in problems[0]
@@ -781,10 +781,10 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
     commit(tmp_path, 20)
     again(1.0)
     monkeypatch.setattr(folders, "exchange", lambda first, second: False)
-    for seen, created in (("_replaced", 2.0), ("_let_go", 3.0)):
+    for seen, created in (("_replaced", 2.0), ("_retire", 3.0)):
         with monkeypatch.context() as crash:
-            if seen == "_let_go":
-                crash.setattr(store, "_let_go", die)
+            if seen == "_retire":
+                crash.setattr(store, "_retire", die)
             else:
                 crash.setattr(Path, "rename", dying_after(".replaced-global_step_20"))
             with pytest.raises(KeyboardInterrupt):
@@ -792,7 +792,7 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
         assert list(tmp_path.glob(".versions/1/.replaced-*"))
         store.recover(tmp_path, attempt=1)
         assert not list(tmp_path.glob(".versions/1/.replaced-*"))
-        assert read_manifest(beside(tmp_path, 20, 1)).created == (3.0 if seen == "_let_go" else 1.0)
+        assert read_manifest(beside(tmp_path, 20, 1)).created == (3.0 if seen == "_retire" else 1.0)
         assert store.verify(beside(tmp_path, 20, 1)).ok
 
 
@@ -824,15 +824,15 @@ def test_without_hard_links_what_others_write_moves_with_the_step(
     with open(data(tmp_path, 20), "w") as writing, monkeypatch.context() as failing:
         failing.setattr(os, "link", refuse_links)
         if fails:
-            put_away = store._put_out_of_sight
+            put_away = store.move_to_trash
 
             def fail(place: Path, path: Path) -> Path:
                 raise OSError(errno.EIO, "the disk fails")
 
-            failing.setattr(store, "_put_out_of_sight", fail)
+            failing.setattr(store, "move_to_trash", fail)
             with pytest.raises(OSError, match="the disk fails"):
                 commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
-            failing.setattr(store, "_put_out_of_sight", put_away)
+            failing.setattr(store, "move_to_trash", put_away)
         else:
             commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
         writing.write("state of the data")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import store, trash
 from trinity_sync.checkpoint.layout import (
     STAGING,
     FileEntry,
@@ -26,7 +26,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.lock import hold_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.removal import deletion, forget_deletions
+from trinity_sync.checkpoint.tombstones import deletion, forget_deletions
 from trinity_sync.checkpoint.trackers import (
     Tracker,
     read_committed,
@@ -206,7 +206,7 @@ class CheckpointDisk:
 
     def purge(self) -> list[str]:
         """Free the bytes of what was put out of sight; returns what went wrong."""
-        return store.purge(self.root) if self.root is not None else []
+        return trash.purge(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
         """Steps of the full checkpoints that are committed."""

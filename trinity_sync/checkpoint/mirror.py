@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import holds, store, trash
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
     STAGING,
@@ -297,7 +297,7 @@ class Mirror:
         try:
             self._side_by_side(fetch, manifest.files)
         except DamagedError:
-            store.discard(root, staging)
+            trash.delete_folder(root, staging)
             raise
         write_manifest(staging, manifest)
         store.adopt_folder(root, staging, manifest.step)

@@ -22,7 +22,6 @@ into the new folder before the old one goes.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -32,12 +31,12 @@ from functools import partial
 from pathlib import Path
 
 from trinity_sync.checkpoint import folders, holds, verls
+from trinity_sync.checkpoint.deletion import trash_checkpoint, undo_unfinished
 from trinity_sync.checkpoint.layout import (
     ABANDONED_PREFIX,
     MANIFEST,
     REPLACED_PREFIX,
     STAGING,
-    TRASH_PREFIX,
     VERSIONS,
     FileEntry,
     Manifest,
@@ -57,12 +56,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.removal import (
-    forget_deletion,
-    forget_deletions,
-    remove_checkpoint,
-    undo_unfinished,
-)
+from trinity_sync.checkpoint.tombstones import forget_deletion, forget_deletions
 from trinity_sync.checkpoint.trackers import (
     COMMITTED,
     TRACKERS,
@@ -71,6 +65,7 @@ from trinity_sync.checkpoint.trackers import (
     write_committed,
     write_tracker,
 )
+from trinity_sync.checkpoint.trash import delete_folder, move_to_trash, purge, purge_one
 from trinity_sync.durable import sync_folder, sync_tree
 from trinity_sync.errors import ConfigError, RunError, take_back
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
@@ -385,7 +380,7 @@ def clean_staging(root: Path, step: int, attempt: int, *, clock: Callable[[], fl
         if path.is_dir():
             _finish_exchange(root, path, clock)
         if path.is_dir():
-            discard(root, path)
+            delete_folder(root, path)
     journal_path(root, step, attempt).unlink(missing_ok=True)
 
 
@@ -414,7 +409,7 @@ def recover(
         if path.is_dir():
             _finish_exchange(root, path, clock)
         if path.is_dir() and path.name not in kept:
-            discard(root, path)
+            delete_folder(root, path)
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
     clear_versions(root, attempt=attempt, now=clock())
@@ -443,12 +438,12 @@ def clear_versions(
     for place in sorted((root / VERSIONS).iterdir()) if (root / VERSIONS).is_dir() else ():
         for info in scan(place):
             if info.manifest is None:
-                discard(place, info.path)
+                delete_folder(place, info.path)
             elif place != running or not keep(info.step):
-                remove_checkpoint(place, info.manifest, now=now)
+                trash_checkpoint(place, info.manifest, now=now)
         purge(place)
         if place != running and not scan(place):
-            discard(root, place)
+            delete_folder(root, place)
     with suppress(OSError):  # not empty, or not there
         (root / VERSIONS).rmdir()
 
@@ -529,38 +524,6 @@ def _check_ours(infos: Collection[CheckpointInfo], others: Collection[str]) -> N
             )
 
 
-def discard(root: Path, path: Path) -> None:
-    """Delete a folder: first out of sight with one rename, then piece by piece."""
-    _delete(_put_out_of_sight(root, path))
-
-
-def _put_out_of_sight(root: Path, path: Path) -> Path:
-    trash = root / f"{TRASH_PREFIX}{path.name}-{secrets.token_hex(4)}"
-    path.rename(trash)
-    return trash
-
-
-def _delete(trash: Path | None) -> None:
-    if trash is not None:
-        shutil.rmtree(trash, ignore_errors=True)
-
-
-def purge(root: Path) -> list[str]:
-    """Remove what earlier deletions left; a folder that resists does not stop the others. Returns what went wrong."""
-    problems: list[str] = []
-    trash = list(root.glob(f"{TRASH_PREFIX}*"))
-    if trash:
-        sync_folder(root)  # else a power cut could bring back the name of a checkpoint without its files
-    for path in trash:
-        try:
-            shutil.rmtree(path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            problems.append(f"{path} could not be removed: {error}")
-    return problems
-
-
 def _commit_in_place(
     target: Path, draft: Manifest, partial: bool, durable: bool, clock: Callable[[], float]
 ) -> Manifest:
@@ -615,7 +578,7 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
 
     Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. A folder
     without a manifest was written by parts that use verl's own paths. What others write into one with a manifest is
-    left to `_let_go`: they may not have done yet.
+    left to `_retire`: they may not have done yet.
     """
     earlier: dict[str, FileEntry] = {}
     wanted = {entry.path for entry in draft.files}
@@ -734,11 +697,11 @@ def _publish(place: Path, source: Path, target: Path, manifest: Manifest, clock:
                 sync_folder(place)
             else:
                 _check_unheld(place, target, _replaced(aside), manifest, clock)
-                trash = _let_go(place, aside, manifest)
+                trash = _retire(place, aside, manifest)
         except Exception as error:
             take_back(error, partial(_put_back, source, target, aside, manifest))
             raise
-    _delete(trash)
+    purge_one(trash)
 
 
 def _change_places(place: Path, source: Path, target: Path) -> Path | None:
@@ -772,8 +735,8 @@ def _replaced(aside: Path) -> Manifest | None:
         return None
 
 
-def _let_go(place: Path, aside: Path, successor: Manifest) -> Path | None:
-    """Part with what a commit has taken the place of; returns what of it is to be deleted, out of sight now. Files of
+def _retire(place: Path, aside: Path, successor: Manifest) -> Path | None:
+    """Part with what a commit has taken the place of; returns what of it is in the trash now, to be purged. Files of
     others stay with the step; a full checkpoint that has files which the new one lacks, and what cannot be read: these
     are set aside as ``abandoned-*``.
     """
@@ -791,7 +754,7 @@ def _let_go(place: Path, aside: Path, successor: Manifest) -> Path | None:
     if replaced is not None and replaced.kind == FULL and not listed <= successor.paths:
         aside.rename(abandoned_dir(place, successor.step, replaced.attempt))
         return None
-    return _put_out_of_sight(place, aside)
+    return move_to_trash(place, aside)
 
 
 def _bring_others(source: Path, listed: Collection[str], target: Path) -> None:
@@ -831,11 +794,11 @@ def _finish_replacing(root: Path, aside: Path, clock: Callable[[], float]) -> No
     replaced, manifest = _committed(aside), _committed(target)
     if replaced is not None and manifest is not None and _holders_of(root, replaced, manifest, clock):
         _bring_others(target, manifest.paths, aside)
-        discard(root, target)
+        delete_folder(root, target)
     if not target.exists():
         aside.rename(target)
     elif manifest is not None:
-        _delete(_let_go(root, aside, manifest))
+        purge_one(_retire(root, aside, manifest))
     else:  # nobody knows what it is worth
         step = step_of(target.name)
         assert step is not None, aside
@@ -869,7 +832,7 @@ def _finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> N
             folders.exchange(staging, target)
             _bring_others(staging, visible.paths, target)
         else:
-            _delete(_let_go(place, staging, visible))
+            purge_one(_retire(place, staging, visible))
         return
 
 
