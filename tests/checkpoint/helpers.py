@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import commits
 from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest
 from trinity_sync.protocol.parts import FULL, Kind
 
 
 def stage(root: Path, step: int, files: Mapping[str, str], *, attempt: int = 0) -> list[FileEntry]:
     """Write files into the staging folder of a step; returns their entries."""
-    folder = store.prepare_staging(root, step, attempt)
+    folder = commits.prepare_staging(root, step, attempt)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -47,7 +47,7 @@ def commit(
         metrics=metrics or {},
         files=tuple(entries) if reported else (),
     )
-    return store.commit_folder(root, draft, partial=partial)
+    return commits.commit_folder(root, draft, partial=partial)
 
 
 def names(folder: Path) -> set[str]:

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, refuse, stage, unreadable
-from trinity_sync.checkpoint import folders, holds, store, trash
+from trinity_sync.checkpoint import (
+    catalog,
+    commits,
+    folders,
+    holds,
+    recovery,
+    replacement,
+    rollback,
+    trash,
+    verification,
+)
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.checkpoint.layout import (
     FileEntry,
@@ -32,29 +42,29 @@ def test_a_committed_folder_holds_what_was_staged_and_a_manifest(tmp_path: Path)
     commit(tmp_path, 20, {"actor/model.pt": "w", "huggingface/config.json": "{}"})
     folder = step_dir(tmp_path, 20)
     assert names(folder) == {"actor/model.pt", "huggingface/config.json", "manifest.json"}
-    assert store.verify(folder).ok
+    assert verification.verify(folder).ok
     assert not staging_dir(tmp_path, 20, 0).exists()
 
 
 def test_files_that_no_part_named_are_digested_and_listed(tmp_path: Path) -> None:
     manifest = commit(tmp_path, 20, {"a": "1", "sub/b": "2"}, reported=False)
     assert [entry.path for entry in manifest.files] == ["a", "sub/b"]
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_a_reported_file_that_is_missing_fails_the_commit_and_shows_nothing(tmp_path: Path) -> None:
     files = stage(tmp_path, 20, {"a": "1"})
     ghost = FileEntry("model.pt", 5, "00")
     with pytest.raises(RunError, match=r"model.pt was reported with 5 bytes, but is not there"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(*files, ghost)))
-    assert store.scan(tmp_path) == []
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(*files, ghost)))
+    assert catalog.scan(tmp_path) == []
 
 
 def test_a_file_that_is_shorter_than_reported_fails_the_commit(tmp_path: Path) -> None:
     (entry,) = stage(tmp_path, 20, {"a": "long"})
     (staging_dir(tmp_path, 20, 0) / "a").write_text("s")
     with pytest.raises(RunError, match="has 1 bytes"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(entry,)))
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(entry,)))
 
 
 def test_the_upgrade_of_a_state_dict_shares_the_bytes_of_its_weights(tmp_path: Path) -> None:
@@ -64,7 +74,7 @@ def test_the_upgrade_of_a_state_dict_shares_the_bytes_of_its_weights(tmp_path: P
     assert manifest.kind == FULL
     assert names(step_dir(tmp_path, 20)) == {"actor/model.pt", "actor/optim.pt", "manifest.json"}
     assert (step_dir(tmp_path, 20) / "actor/model.pt").stat().st_ino == before
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_without_hard_links_the_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,36 +84,36 @@ def test_without_hard_links_the_weights_are_copied(tmp_path: Path, monkeypatch: 
     commit(tmp_path, 20, {"actor/model.pt": "w"}, kind=STATE_DICT)
     monkeypatch.setattr(os, "link", refuse)
     commit(tmp_path, 20, {"actor/optim.pt": "o"})
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
     assert read_manifest(step_dir(tmp_path, 20)).kind == FULL
 
 
 def test_a_partial_commit_leaves_the_staging_folder_for_the_rest(tmp_path: Path) -> None:
     files = stage(tmp_path, 20, {"actor/model.pt": "w"})
     (staging_dir(tmp_path, 20, 0) / "actor/optim.pt").write_text("half")
-    store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=STATE_DICT, files=tuple(files)), partial=True)
+    commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=STATE_DICT, files=tuple(files)), partial=True)
     assert names(step_dir(tmp_path, 20)) == {"actor/model.pt", "manifest.json"}
     assert names(staging_dir(tmp_path, 20, 0)) == {"actor/model.pt", "actor/optim.pt"}
     (staging_dir(tmp_path, 20, 0) / "actor/optim.pt").write_text("whole")
-    store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL))
+    commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL))
     assert names(step_dir(tmp_path, 20)) == {"actor/model.pt", "actor/optim.pt", "manifest.json"}
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_a_small_file_that_is_written_again_does_not_change_the_committed_weights(tmp_path: Path) -> None:
     files = stage(tmp_path, 20, {"huggingface/config.json": "{}"})
-    store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=STATE_DICT, files=tuple(files)), partial=True)
+    commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=STATE_DICT, files=tuple(files)), partial=True)
     (staging_dir(tmp_path, 20, 0) / "huggingface/config.json").write_text("being rewritten")
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_files_written_straight_into_the_step_folder_are_committed_there(tmp_path: Path) -> None:
     folder = step_dir(tmp_path, 20)
     (folder / "actor").mkdir(parents=True)
     (folder / "actor/model.pt").write_text("w")
-    store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL))
-    assert store.verify(folder).ok
-    assert [info.step for info in store.scan(tmp_path)] == [20]
+    commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL))
+    assert verification.verify(folder).ok
+    assert [info.step for info in catalog.scan(tmp_path)] == [20]
 
 
 def test_files_in_the_step_folder_are_kept_when_others_were_staged(tmp_path: Path) -> None:
@@ -112,7 +122,7 @@ def test_files_in_the_step_folder_are_kept_when_others_were_staged(tmp_path: Pat
     (folder / "actor/model.pt").write_text("w")
     manifest = commit(tmp_path, 20, {"actor/optim.pt": "o"})
     assert [entry.path for entry in manifest.files] == ["actor/model.pt", "actor/optim.pt"]
-    assert store.verify(folder).ok
+    assert verification.verify(folder).ok
 
 
 def test_the_same_step_of_an_earlier_attempt_is_replaced_whole(tmp_path: Path) -> None:
@@ -133,7 +143,7 @@ def test_a_full_checkpoint_with_files_that_the_new_one_lacks_is_set_aside(
     unwanted = {"model.pt": "other"} if attempt else {"model.pt": "other", "optim.pt": "o"}
     commit(tmp_path, 20, unwanted, attempt=attempt)
     assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "other"
-    aside = [store.verify(path) for path in tmp_path.glob("abandoned-*")]
+    aside = [verification.verify(path) for path in tmp_path.glob("abandoned-*")]
     assert [report.ok for report in aside] == ([True] if attempt else [])
     assert not list(tmp_path.glob(".replaced-*"))
 
@@ -150,12 +160,12 @@ def test_what_a_commit_took_the_place_of_is_set_aside_after_a_crash_too(
         def die(place: Path, aside: Path, successor: Manifest) -> None:
             raise KeyboardInterrupt
 
-        crash.setattr(store, "_retire", die)
+        crash.setattr(replacement, "_retire", die)
         with pytest.raises(KeyboardInterrupt):
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
-    store.recover(tmp_path)
+    recovery.recover(tmp_path)
     assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "other"
-    assert [store.verify(path).ok for path in tmp_path.glob("abandoned-*")] == [True]
+    assert [verification.verify(path).ok for path in tmp_path.glob("abandoned-*")] == [True]
     assert names(tmp_path) == {
         *(f"abandoned-global_step_20-attempt_0/{name}" for name in ("model.pt", "optim.pt", "manifest.json")),
         *(f"global_step_20/{name}" for name in ("model.pt", "manifest.json")),
@@ -175,13 +185,13 @@ def test_what_cannot_be_read_any_more_when_it_is_replaced_gets_its_place_back(
         unreadable(second / "manifest.json")
         return exchange and real(first, second)
 
-    monkeypatch.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
+    monkeypatch.setattr(replacement, "check_replaces", lambda *_: None)  # the pin came after that
     monkeypatch.setattr(folders, "exchange", then_it_cannot_be_read)
     with pytest.raises(UnreadableError, match="cannot be read now"):
         commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
     monkeypatch.setattr(folders, "exchange", real)
-    store.clean_staging(tmp_path, 20, 1)
-    store.recover(tmp_path)
+    recovery.clean_staging(tmp_path, 20, 1)
+    recovery.recover(tmp_path)
     assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
     assert pinned(tmp_path) == unpinned
 
@@ -198,22 +208,23 @@ def test_an_error_after_folders_changed_places_costs_nobody_what_is_pinned(
         raise OSError(errno.EIO, "the disk fails")
 
     with monkeypatch.context() as failing:
-        failing.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
-        failing.setattr(store, "_holders_of", fail)
+        failing.setattr(replacement, "check_replaces", lambda *_: None)  # the pin came after that
+        failing.setattr(replacement, "_holders_of", fail)
         if not exchange:
             failing.setattr(folders, "exchange", lambda first, second: False)
         if not put_back:
-            failing.setattr(store, "_put_back", fail, raising=False)
+            failing.setattr(replacement, "_put_back", fail, raising=False)
         with pytest.raises(OSError, match="the disk fails"):
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1, created=2.0)
-    store.clean_staging(tmp_path, 20, 1)
-    store.recover(tmp_path)
+    recovery.clean_staging(tmp_path, 20, 1)
+    recovery.recover(tmp_path)
     assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_what_is_staged_and_cannot_be_read_now_is_set_aside(tmp_path: Path) -> None:
-    for attempt, tidy in ((0, lambda: store.clean_staging(tmp_path, 20, 0)), (1, lambda: store.recover(tmp_path))):
+    tidied = (lambda: recovery.clean_staging(tmp_path, 20, 0), lambda: recovery.recover(tmp_path))
+    for attempt, tidy in enumerate(tidied):
         commit(tmp_path, 20, {"model.pt": f"w{attempt}"}, attempt=attempt)
         unreadable(step_dir(tmp_path, 20) / "manifest.json")
         step_dir(tmp_path, 20).rename(staging_dir(tmp_path, 20, attempt))
@@ -253,7 +264,7 @@ def test_a_file_that_others_wrote_into_a_committed_folder_stays_with_the_step(
     assert data(tmp_path, 8).read_text() == "where the data is"
     with data(tmp_path, 8).open("a") as still_being_written:
         still_being_written.write(" in all")
-    report = store.verify(step_dir(tmp_path, 8))
+    report = verification.verify(step_dir(tmp_path, 8))
     assert (report.ok, report.unlisted) == (True, ("data.pt",))
 
 
@@ -275,7 +286,7 @@ def test_a_file_that_others_write_while_the_step_is_committed_stays_with_it(
     files = {"actor/model.pt": "w", "actor/more.pt": "m"}
     commit(tmp_path, 8, files, kind=kind, attempt=attempt, partial=partial)
     assert data(tmp_path, 8).read_text() == "where the data is"
-    assert store.verify(step_dir(tmp_path, 8)).unlisted == ("data.pt",)
+    assert verification.verify(step_dir(tmp_path, 8)).unlisted == ("data.pt",)
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -298,12 +309,12 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
 
     with monkeypatch.context() as crash:
         crash.setattr(folders, "exchange", then_verl_writes)
-        crash.setattr(store, "_retire", die)
+        crash.setattr(replacement, "_retire", die)
         with pytest.raises(Death):
             commit(tmp_path, 8, {"actor/model.pt": "w", "actor/more.pt": "m"}, attempt=attempt, created=2.0)
-    store.recover(tmp_path)
+    recovery.recover(tmp_path)
     assert data(tmp_path, 8).read_text() == "where the data is"
-    assert store.verify(step_dir(tmp_path, 8)).ok
+    assert verification.verify(step_dir(tmp_path, 8)).ok
     assert read_manifest(step_dir(tmp_path, 8)).attempt == attempt
     assert not [path for path in names(tmp_path) if path.startswith((".staging", ".trash", ".replaced"))]
 
@@ -318,7 +329,7 @@ def test_weights_that_are_committed_first_take_nothing_of_what_others_write_in_t
 def test_saving_a_step_again_never_leaves_less_than_before(tmp_path: Path) -> None:
     commit(tmp_path, 20, {"a": "1"})
     commit(tmp_path, 20, {"a": "1"})
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_scan_lists_by_step_and_says_what_is_wrong(tmp_path: Path) -> None:
@@ -326,10 +337,10 @@ def test_scan_lists_by_step_and_says_what_is_wrong(tmp_path: Path) -> None:
     commit(tmp_path, 20, kind=STATE_DICT)
     step_dir(tmp_path, 30).mkdir()
     (tmp_path / "notes").mkdir()
-    found = store.scan(tmp_path)
+    found = catalog.scan(tmp_path)
     assert [(info.step, info.kind) for info in found] == [(20, STATE_DICT), (30, None), (100, FULL)]
     assert "no manifest.json" in found[1].problems[0]
-    assert store.scan(tmp_path / "nowhere") == []
+    assert catalog.scan(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize(
@@ -343,7 +354,7 @@ def test_scan_lists_by_step_and_says_what_is_wrong(tmp_path: Path) -> None:
 def test_verify_finds_damage(tmp_path: Path, damage: object, word: str) -> None:
     commit(tmp_path, 20)
     damage(step_dir(tmp_path, 20) / "actor/model.pt")  # type: ignore[operator]
-    report = store.verify(step_dir(tmp_path, 20))
+    report = verification.verify(step_dir(tmp_path, 20))
     assert not report.ok
     assert word in report.problems[0]
     assert "model.pt" in report.problems[0]
@@ -352,7 +363,7 @@ def test_verify_finds_damage(tmp_path: Path, damage: object, word: str) -> None:
 def test_verify_names_files_that_nobody_committed(tmp_path: Path) -> None:
     commit(tmp_path, 20)
     (step_dir(tmp_path, 20) / "stray").write_text("x")
-    report = store.verify(step_dir(tmp_path, 20))
+    report = verification.verify(step_dir(tmp_path, 20))
     assert report.ok
     assert report.unlisted == ("stray",)
 
@@ -360,7 +371,7 @@ def test_verify_names_files_that_nobody_committed(tmp_path: Path) -> None:
 def test_verify_tells_how_far_it_is(tmp_path: Path) -> None:
     commit(tmp_path, 20, {"a": "123", "b": "4567"})
     seen: list[tuple[int, int]] = []
-    store.verify(step_dir(tmp_path, 20), progress=lambda done, total: seen.append((done, total)))
+    verification.verify(step_dir(tmp_path, 20), progress=lambda done, total: seen.append((done, total)))
     assert seen == [(3, 7), (7, 7)]
 
 
@@ -371,7 +382,7 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(tm
     (step_dir(tmp_path, 30) / "actor/model.pt").write_text("torn")
     (step_dir(tmp_path, 20) / "manifest.json").write_text("")
     skipped: list[str] = []
-    found = store.newest_good(tmp_path, on_skip=skipped.append)
+    found = verification.newest_good(tmp_path, on_skip=skipped.append)
     assert found is not None
     assert found.step == 10
     assert [("step 30" in text, "step 20" in text) for text in skipped] == [(True, False), (False, True)]
@@ -380,14 +391,14 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(tm
 def test_weights_can_be_taken_from_either_kind(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     commit(tmp_path, 40, kind=STATE_DICT)
-    found = store.newest_good(tmp_path, kind=STATE_DICT)
+    found = verification.newest_good(tmp_path, kind=STATE_DICT)
     assert found is not None
     assert found.step == 40
 
 
 def test_where_nothing_verifies_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
     commit(tmp_path, 10, {})
-    assert store.newest_good(tmp_path) is None
+    assert verification.newest_good(tmp_path) is None
 
 
 def test_a_resume_sets_the_trackers_back_and_puts_later_weights_aside(tmp_path: Path) -> None:
@@ -397,9 +408,9 @@ def test_a_resume_sets_the_trackers_back_and_puts_later_weights_aside(tmp_path: 
     write_tracker(tmp_path, FULL, 30)
     write_tracker(tmp_path, STATE_DICT, 30)
     stage(tmp_path, 40, {"a": "1"})
-    abandoned = store.set_start(tmp_path, 10, 1)
+    abandoned = rollback.set_start(tmp_path, 10, 1)
     assert [path.name for path in abandoned] == [f"abandoned-global_step_{step}-attempt_0" for step in (15, 20, 30)]
-    assert [info.step for info in store.scan(tmp_path)] == [10]
+    assert [info.step for info in catalog.scan(tmp_path)] == [10]
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (10, 10)
     assert not staging_dir(tmp_path, 40, 0).exists()
 
@@ -407,45 +418,45 @@ def test_a_resume_sets_the_trackers_back_and_puts_later_weights_aside(tmp_path: 
 def test_abandoning_one_step_twice_keeps_both(tmp_path: Path) -> None:
     for _ in range(2):
         commit(tmp_path, 20)
-        store.set_start(tmp_path, 0, 1)
+        rollback.set_start(tmp_path, 0, 1)
     assert len(list(tmp_path.glob("abandoned-global_step_20-attempt_0*"))) == 2
 
 
 def test_the_newest_attempt_counts_what_was_abandoned(tmp_path: Path) -> None:
-    assert store.newest_attempt(tmp_path / "checkpoints") is None
+    assert catalog.newest_attempt(tmp_path / "checkpoints") is None
     commit(tmp_path, 10)
-    assert store.newest_attempt(tmp_path) == 0
+    assert catalog.newest_attempt(tmp_path) == 0
     for attempt in (3, 3):
         commit(tmp_path, 20, attempt=attempt)
-        store.set_start(tmp_path, 0, attempt + 1)
-    assert store.scan(tmp_path) == []
-    assert store.newest_attempt(tmp_path) == 3
+        rollback.set_start(tmp_path, 0, attempt + 1)
+    assert catalog.scan(tmp_path) == []
+    assert catalog.newest_attempt(tmp_path) == 3
 
 
 def test_a_start_from_nothing_removes_the_trackers(tmp_path: Path) -> None:
     commit(tmp_path, 20)
     write_tracker(tmp_path, FULL, 20)
-    store.set_start(tmp_path, 0, 1)
+    rollback.set_start(tmp_path, 0, 1)
     assert read_tracker(tmp_path, FULL).step is None
 
 
 def test_a_first_start_needs_no_folder(tmp_path: Path) -> None:
-    assert store.set_start(tmp_path / "checkpoints", 0, 0) == []
+    assert rollback.set_start(tmp_path / "checkpoints", 0, 0) == []
 
 
 def test_locate_understands_a_run_a_checkpoints_and_a_step_folder(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     commit(root, 20)
-    assert store.locate(tmp_path) == (root, None)
-    assert store.locate(root) == (root, None)
-    assert store.locate(root / "global_step_20") == (root, 20)
+    assert catalog.locate(tmp_path) == (root, None)
+    assert catalog.locate(root) == (root, None)
+    assert catalog.locate(root / "global_step_20") == (root, 20)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
 def test_locate_refuses_what_is_none_of_them(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="step folder"):
-        store.locate(tmp_path / name)
+        catalog.locate(tmp_path / name)
 
 
 def test_a_trash_folder_that_resists_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -480,7 +491,7 @@ def leave(root: Path, step: int, files: dict[str, str], **options: Any) -> str:
     with pytest.raises(RunError) as caught:
         commit(root, step, files, **options)
     assert read_manifest(step_dir(root, step)) == before
-    assert store.verify(step_dir(root, step)).ok
+    assert verification.verify(step_dir(root, step)).ok
     return str(caught.value)
 
 
@@ -496,7 +507,7 @@ def test_files_in_a_full_checkpoints_own_folder_do_not_make_it_weights(tmp_path:
     commit(tmp_path, 20)
     before = read_manifest(step_dir(tmp_path, 20))
     with pytest.raises(RunError, match="which weights alone do not replace"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT))
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT))
     assert read_manifest(step_dir(tmp_path, 20)) == before
 
 
@@ -582,16 +593,16 @@ def test_weights_whose_place_is_taken_are_committed_beside_it(tmp_path: Path) ->
     commit(tmp_path, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
     before = read_manifest(step_dir(tmp_path, 20))
     files = stage(tmp_path, 20, WEIGHTS, attempt=1)
-    store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
+    commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
     assert read_manifest(step_dir(tmp_path, 20)) == before
-    assert store.verify(beside(tmp_path, 20, 1)).ok
+    assert verification.verify(beside(tmp_path, 20, 1)).ok
     assert names(beside(tmp_path, 20, 1)) == {*WEIGHTS, "manifest.json"}
-    assert [info.path for info in store.scan(tmp_path)] == [step_dir(tmp_path, 20)]
+    assert [info.path for info in catalog.scan(tmp_path)] == [step_dir(tmp_path, 20)]
     place = beside(tmp_path, 20, 1).parent
     with lease_checkpoint(place, 20, holder="explorer-7", seconds=60):
-        store.clear_versions(tmp_path, now=time.time())
-        assert store.verify(beside(tmp_path, 20, 1)).ok
-    store.set_start(tmp_path, 20, 2)
+        recovery.clean_versions(tmp_path, now=time.time())
+        assert verification.verify(beside(tmp_path, 20, 1)).ok
+    rollback.set_start(tmp_path, 20, 2)
     assert not (tmp_path / ".versions").exists()
     assert read_manifest(step_dir(tmp_path, 20)) == before
 
@@ -599,16 +610,16 @@ def test_weights_whose_place_is_taken_are_committed_beside_it(tmp_path: Path) ->
 def test_a_full_checkpoint_takes_in_the_weights_of_its_attempt_that_lie_beside(tmp_path: Path) -> None:
     commit(tmp_path, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
     files = stage(tmp_path, 20, WEIGHTS, attempt=1)
-    store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
+    commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
     commit(tmp_path, 20, {"actor/model.pt": "new", "actor/optim.pt": "new"}, attempt=1)
     assert names(step_dir(tmp_path, 20)) == {*WEIGHTS, "actor/model.pt", "actor/optim.pt", "manifest.json"}
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 def test_weights_that_nobody_staged_are_not_committed_beside(tmp_path: Path) -> None:
     commit(tmp_path, 20)
     with pytest.raises(RunError, match="were not written to"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT), beside=True)
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=STATE_DICT), beside=True)
     assert not (tmp_path / ".versions").exists()
 
 
@@ -620,13 +631,13 @@ def test_a_manifest_that_cannot_be_read_is_put_aside_and_not_deleted(tmp_path: P
     assert (aside / "actor/model.pt").read_text() == "w"
     (step_dir(tmp_path, 20) / "manifest.json").write_text("{}")
     with pytest.raises(ManifestError, match="is not valid"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
     assert (step_dir(tmp_path, 20) / "manifest.json").read_text() == "{}"
 
 
 def test_a_commit_in_place_that_fails_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not there"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry("a", 1, "00"),)))
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry("a", 1, "00"),)))
     assert not step_dir(tmp_path, 20).exists()
 
 
@@ -635,16 +646,16 @@ def test_a_reader_that_comes_at_a_commit_in_place_keeps_its_own(
 ) -> None:
     monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     before = commit(tmp_path, 20)
-    real, leases = store.write_manifest, []
+    real, leases = commits.write_manifest, []
 
     def when_a_reader_has_come(folder: Path, manifest: Manifest, **options: bool) -> None:
         if not leases:
             leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
         real(folder, manifest, **options)
 
-    monkeypatch.setattr(store, "write_manifest", when_a_reader_has_come)
+    monkeypatch.setattr(commits, "write_manifest", when_a_reader_has_come)
     with pytest.raises(RunError, match="held by explorer-7 since just now"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
     assert read_manifest(step_dir(tmp_path, 20)) == before
 
 
@@ -670,18 +681,18 @@ def test_the_first_error_is_told_though_it_cannot_be_taken_back(
         raise OSError(errno.EIO, "the leases cannot be read")
 
     with monkeypatch.context() as failing:
-        failing.setattr(store, "_check_replaces", lambda *_: None)  # the pin came after that
-        failing.setattr(store, "_holders_of", fail)
+        failing.setattr(replacement, "check_replaces", lambda *_: None)  # the pin came after that
+        failing.setattr(replacement, "_holders_of", fail)
         failing.setattr(folders, "exchange", once)
         with pytest.raises(OSError, match="the leases cannot be read") as told:
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1, created=2.0)
     (note,) = told.value.__notes__
     assert ("Read-only" if exchange else "Input/output error") in note
-    store.clean_staging(tmp_path, 20, 1)
-    store.recover(tmp_path)
+    recovery.clean_staging(tmp_path, 20, 1)
+    recovery.recover(tmp_path)
     assert (step_dir(tmp_path, 20) / "model.pt").read_text() == "w"
-    assert store.verify(step_dir(tmp_path, 20)).ok
-    assert [info.step for info in store.scan(tmp_path)] == [20]
+    assert verification.verify(step_dir(tmp_path, 20)).ok
+    assert [info.step for info in catalog.scan(tmp_path)] == [20]
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -698,22 +709,22 @@ def test_a_death_before_the_last_look_at_who_holds_the_old_is_made_good(
     before = read_manifest(step_dir(tmp_path, 20))
     lease = lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_check_replaces", lambda *_: None)  # the reader had not come yet
-        patch.setattr(store, "_holders_of", die)
+        patch.setattr(replacement, "check_replaces", lambda *_: None)  # the reader had not come yet
+        patch.setattr(replacement, "_holders_of", die)
         if not exchange:
             patch.setattr(folders, "exchange", lambda first, second: False)
         with pytest.raises(Death):
             commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1, created=2.0)
     assert read_manifest(step_dir(tmp_path, 20)).attempt == 1
-    store.recover(tmp_path)
+    recovery.recover(tmp_path)
     assert read_manifest(step_dir(tmp_path, 20)) == before
-    assert store.verify(lease.path).ok
+    assert verification.verify(lease.path).ok
     assert not [path for path in names(tmp_path) if path.startswith((".staging", ".trash", ".replaced"))]
 
 
 def test_a_resume_from_the_beginning_names_no_weights_as_a_full_checkpoint(tmp_path: Path) -> None:
     commit(tmp_path, 0, kind=STATE_DICT)
-    store.set_start(tmp_path, 0, 1)
+    rollback.set_start(tmp_path, 0, 1)
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (None, 0)
 
 
@@ -742,9 +753,9 @@ def test_a_first_commit_that_fails_is_not_visible(
     assert list(getattr(told.value, "__notes__", [])) == (
         [] if times == 1 else ["it could not be taken back either: [Errno 5] the disk fails"]
     )
-    assert store.scan(tmp_path) == []
+    assert catalog.scan(tmp_path) == []
     commit(tmp_path, 20, {"model.pt": "w"}, partial=partial)
-    assert store.verify(step_dir(tmp_path, 20)).ok
+    assert verification.verify(step_dir(tmp_path, 20)).ok
 
 
 @pytest.mark.parametrize("times", [1, 9])
@@ -756,15 +767,15 @@ def test_a_first_commit_in_place_that_fails_is_not_visible(
     (folder / "model.pt").write_text("w")
     draft = Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry.of(folder, "model.pt"),))
     with monkeypatch.context() as failing:
-        failing.setattr(store, "sync_tree", lambda folder: None)  # that succeeded
+        failing.setattr(commits, "sync_tree", lambda folder: None)  # that succeeded
         fail_to_sync(failing, folder, times=times)
         with pytest.raises(OSError, match="the disk fails") as told:
-            store.commit_folder(tmp_path, draft)
+            commits.commit_folder(tmp_path, draft)
     assert len(getattr(told.value, "__notes__", [])) == (times > 1)
-    assert [info.manifest for info in store.scan(tmp_path)] == [None]
+    assert [info.manifest for info in catalog.scan(tmp_path)] == [None]
     assert names(folder) == {"model.pt"}
-    store.commit_folder(tmp_path, draft)
-    assert store.verify(folder).ok
+    commits.commit_folder(tmp_path, draft)
+    assert verification.verify(folder).ok
 
 
 def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
@@ -773,7 +784,7 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
     def again(created: float) -> None:
         files = tuple(stage(tmp_path, 20, WEIGHTS, attempt=1))
         draft = Manifest(step=20, attempt=1, kind=STATE_DICT, created=created, files=files)
-        store.commit_folder(tmp_path, draft, beside=True)
+        commits.commit_folder(tmp_path, draft, beside=True)
 
     def die(*_: object) -> None:
         raise KeyboardInterrupt
@@ -784,16 +795,16 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
     for seen, created in (("_replaced", 2.0), ("_retire", 3.0)):
         with monkeypatch.context() as crash:
             if seen == "_retire":
-                crash.setattr(store, "_retire", die)
+                crash.setattr(replacement, "_retire", die)
             else:
                 crash.setattr(Path, "rename", dying_after(".replaced-global_step_20"))
             with pytest.raises(KeyboardInterrupt):
                 again(created)
         assert list(tmp_path.glob(".versions/1/.replaced-*"))
-        store.recover(tmp_path, attempt=1)
+        recovery.recover(tmp_path, attempt=1)
         assert not list(tmp_path.glob(".versions/1/.replaced-*"))
         assert read_manifest(beside(tmp_path, 20, 1)).created == (3.0 if seen == "_retire" else 1.0)
-        assert store.verify(beside(tmp_path, 20, 1)).ok
+        assert verification.verify(beside(tmp_path, 20, 1)).ok
 
 
 def dying_after(name: str) -> Any:
@@ -824,15 +835,15 @@ def test_without_hard_links_what_others_write_moves_with_the_step(
     with open(data(tmp_path, 20), "w") as writing, monkeypatch.context() as failing:
         failing.setattr(os, "link", refuse_links)
         if fails:
-            put_away = store.move_to_trash
+            put_away = replacement.move_to_trash
 
             def fail(place: Path, path: Path) -> Path:
                 raise OSError(errno.EIO, "the disk fails")
 
-            failing.setattr(store, "move_to_trash", fail)
+            failing.setattr(replacement, "move_to_trash", fail)
             with pytest.raises(OSError, match="the disk fails"):
                 commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
-            failing.setattr(store, "move_to_trash", put_away)
+            failing.setattr(replacement, "move_to_trash", put_away)
         else:
             commit(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
         writing.write("state of the data")

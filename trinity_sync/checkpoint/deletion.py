@@ -2,7 +2,7 @@
 
 Its folder leaves its place under a name that nobody deletes (``.condemned-...``). Only when it is seen to be what was
 meant, and held by nobody, it becomes trash. A program that dies in between leaves the condemned folder and its claim to
-`undo_unfinished`; retention decides again about what is back.
+`undo_deletions`; retention decides again about what is back.
 """
 
 from __future__ import annotations
@@ -14,15 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from trinity_sync.checkpoint import holds, verls
-from trinity_sync.checkpoint.layout import (
-    CONDEMNED_PREFIX,
-    Manifest,
-    ManifestError,
-    abandoned_dir,
-    read_manifest,
-    step_dir,
-    step_of,
-)
+from trinity_sync.checkpoint.catalog import committed_manifest
+from trinity_sync.checkpoint.layout import CONDEMNED_PREFIX, Manifest, abandoned_dir, step_dir, step_of
 from trinity_sync.checkpoint.tombstones import note_deletion
 from trinity_sync.checkpoint.trash import move_to_trash
 from trinity_sync.errors import take_back
@@ -78,25 +71,17 @@ def _put_back(root: Path, condemned: Path) -> None:
         if step is None or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         with suppress(FileNotFoundError):
-            condemned.rename(abandoned_dir(root, step, _attempt(condemned)))
+            manifest = committed_manifest(condemned)
+            condemned.rename(abandoned_dir(root, step, manifest.attempt if manifest is not None else None))
 
 
-def undo_unfinished(root: Path, *, now: float) -> None:
+def undo_deletions(root: Path, *, now: float) -> None:
     """Put back what programs that died had condemned. One that lives finds it put back, or looks again."""
-    holds.drop_claims(root, now=now)
+    holds.clean_claims(root, now=now)
     for path in root.glob(f"{CONDEMNED_PREFIX}*"):
         _put_back(root, path)
 
 
 def _is(folder: Path, manifest: Manifest) -> bool:
-    try:
-        return read_manifest(folder).own_digest == manifest.own_digest
-    except ManifestError:
-        return False
-
-
-def _attempt(folder: Path) -> int | None:
-    try:
-        return read_manifest(folder).attempt
-    except ManifestError:
-        return None
+    found = committed_manifest(folder)
+    return found is not None and found.own_digest == manifest.own_digest

@@ -1,4 +1,4 @@
-"""The checkpoint folder: names, and the manifest that makes a folder a checkpoint. Read and written by `store`.
+"""The checkpoint folder: names, and the manifest that makes a folder a checkpoint.
 
 ::
 
@@ -365,6 +365,11 @@ def versions_dir(root: Path, attempt: int) -> Path:
 def staging_dir(root: Path, step: int, attempt: int) -> Path:
     """Where the parts of a step are written before its commit."""
     return root / STAGING / f"{step}-{attempt}"
+
+
+def partial_staging_dir(root: Path, step: int, attempt: int) -> Path:
+    """Where links to staged weights are, which are committed while other parts of the step are being written."""
+    return root / STAGING / f"{step}-{attempt}.weights"
 
 
 def journal_path(root: Path, step: int, attempt: int) -> Path:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint.catalog import CheckpointInfo, scan
 from trinity_sync.checkpoint.deletion import of_verl, trash_checkpoint
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
-from trinity_sync.checkpoint.store import CheckpointInfo, scan
 from trinity_sync.checkpoint.trackers import Tracker, read_tracker
 from trinity_sync.checkpoint.trash import purge
 from trinity_sync.errors import RunError
