@@ -12,8 +12,15 @@ from typing import Any
 import pytest
 
 from trinity_sync.checkpoint import commits
-from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest
+from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest, step_dir, versions_dir
 from trinity_sync.protocol.parts import FULL, Kind
+
+WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
+
+
+def beside(root: Path, step: int, attempt: int) -> Path:
+    """Where weights are whose place is taken."""
+    return step_dir(versions_dir(root, attempt), step)
 
 
 def stage(root: Path, step: int, files: Mapping[str, str], *, attempt: int = 0) -> list[FileEntry]:
