@@ -25,7 +25,7 @@ from trinity_sync.checkpoint import disk, layout, monitor, rollback, verificatio
 from trinity_sync.checkpoint.layout import FileEntry, Manifest, staging_dir
 from trinity_sync.checkpoint.lock import holder, locked
 from trinity_sync.errors import TrinityError, WaitTimeout
-from trinity_sync.protocol.commit import Commit
+from trinity_sync.protocol.decisions import Commit
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.versions import Version

@@ -27,7 +27,8 @@ from trinity_sync.checkpoint.resume_point import put_in_order
 from trinity_sync.checkpoint.tombstones import deleted
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
+from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.retention import KeepLast
 

@@ -20,7 +20,8 @@ from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.megatron import megatron_save_state_dict
-from trinity_sync.protocol.commit import Commit, CommitBook, Decision, Fail
+from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import Commit, Decision, Fail
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 STEP = 20

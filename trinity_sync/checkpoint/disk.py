@@ -36,7 +36,8 @@ from trinity_sync.checkpoint.trackers import (
     write_tracker,
 )
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.commit import Commit, CommitBook
+from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import Commit
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
 from trinity_sync.protocol.retention import Policy
 
