@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from tests.checkpoint.helpers import newer, refuse, unreadable, verls
 from trinity_sync import cli, cli_ckpt, config
+from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest, step_dir
-from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.report.data import load_run
 from trinity_sync.tracking.recorder import Recorder

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint import written
 from tests.checkpoint.helpers import newer, unreadable
 from trinity_sync import cli, config
+from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest
-from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 
 Capture = pytest.CaptureFixture[str]

@@ -409,7 +409,7 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("task._target_=os.system", "task._target_ is os.system"),
         ("+task.more=[{_target_: os.system}]", "task.more.0._target_ is os.system"),
         ("task._target_=trinity_sync.tasks.rewards.re.compile", "task._target_ is trinity_sync.tasks.rewards.re"),
-        ("task._target_=trinity_sync.checkpoint.store.discard", "task._target_ is trinity_sync.checkpoint.store"),
+        ("task._target_=trinity_sync.checkpoint.trash.delete_folder", "task._target_ is trinity_sync.checkpoint.trash"),
         ("+tracker.mine._target_=os.system", "tracker.mine._target_ is os.system"),
         ("+hydra.callbacks.evil._target_=os.system", "hydra.callbacks.evil._target_ is os.system"),
         ("hydra.searchpath=[pkg://my_rewards]", "hydra.searchpath is my_rewards"),

@@ -16,7 +16,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
 from trinity_sync import launcher
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import hold_as_writer, holder, locked
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -35,12 +35,12 @@ def config(*overrides: str) -> Any:
 def saved(root: Path, step: int, *, backend: str = "fsdp2", ranks: int = 2, dcp: bool = False) -> Path:
     """A committed full checkpoint."""
     files = {"actor/dcp/.metadata": "x"} if dcp else {"actor/model_world_size_2_rank_0.pt": "x"}
-    folder = store.prepare_staging(root, step, 0)
+    folder = commits.prepare_staging(root, step, 0)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     draft = Manifest(step=step, attempt=0, kind="full", backend=backend, world_size=ranks)
-    store.commit_folder(root, draft)
+    commits.commit_folder(root, draft)
     return root / f"global_step_{step}"
 
 
@@ -122,7 +122,7 @@ def test_a_newer_checkpoint_that_lost_its_manifest_is_set_aside(tmp_path: Path, 
     look_before_resume(config(), tmp_path, Resume(**insist), [10, 20])
     start = Start.find(config(), tmp_path, resume=Resume(**insist), committed=[10, 20])
     assert start.step == (0 if insist.get("from_scratch") else 10)
-    store.set_start(tmp_path, start.step, 1)
+    rollback.set_start(tmp_path, start.step, 1)
     assert (tmp_path / "abandoned-global_step_20-attempt_0").is_dir()
 
 
@@ -283,7 +283,7 @@ def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read now"):
         launcher.run(config(), run, resume=Resume())
     assert (run / "metrics.jsonl").read_text() == '{"step": 15}\n'
-    assert [info.step for info in store.scan(run / "checkpoints")] == [10, 20]
+    assert [info.step for info in catalog.scan(run / "checkpoints")] == [10, 20]
 
 
 def test_what_a_run_committed_and_did_not_delete_stands_in_its_events(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, layout, verification
 from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.layout import FileEntry, read_manifest
 from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
@@ -184,7 +184,7 @@ class Together(RuleBasedStateMachine):
     @rule()
     def publish(self) -> None:
         version = self.under_way.version
-        location = str(store.step_dir(self.root, version.step))
+        location = str(layout.step_dir(self.root, version.step))
         self.wait(self.synchronizer.commit(version, location))
         self.published.append(version)
         self.under_way = None
@@ -313,7 +313,8 @@ class Together(RuleBasedStateMachine):
         self.trackers = trackers
         for step in trackers:
             assert step == -1 or step in self.committed_steps
-            assert step == -1 or store.verify(store.step_dir(self.root, step)).ok, f"the tracker names torn step {step}"
+            whole = step == -1 or verification.verify(layout.step_dir(self.root, step)).ok
+            assert whole, f"the tracker names torn step {step}"
 
     @invariant()
     def nothing_that_is_held_and_not_the_newest_is_deleted(self) -> None:
@@ -324,11 +325,11 @@ class Together(RuleBasedStateMachine):
             if reading.hold is not None and reading.hold_expires > self.clock.now
         }
         for step in held | ({newest} if newest is not None else set()):
-            assert read_manifest(store.step_dir(self.root, step)).digest == f"digest of {step}"
+            assert read_manifest(layout.step_dir(self.root, step)).digest == f"digest of {step}"
 
     @invariant()
     def all_that_is_visible_is_whole(self) -> None:
-        for info in store.scan(self.root):
+        for info in catalog.scan(self.root):
             assert info.manifest is not None, f"{info.path} is visible without a manifest"
             assert info.step in self.committed_steps
 

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.store import CheckpointInfo, locate, scan, verify
 from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.verification import verify
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, make_policies

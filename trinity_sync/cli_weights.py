@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint.catalog import scan
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
-from trinity_sync.checkpoint.store import scan
 from trinity_sync.cli_ckpt import PATH_HELP, find, newest, of_step, print_json, print_table
 from trinity_sync.tracking import units
 from trinity_sync.tracking.progress import progress_bar

@@ -1,4 +1,4 @@
-"""Names that are there after a power cut: a folder's are, once it was fsynced."""
+"""What is there after a power cut: a folder's names are, once it was fsynced."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Make all files and names below a folder durable, and its own."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        sync_folder(Path(parent))
 
 
 def make_folder(path: Path) -> None:

@@ -5,6 +5,8 @@ Lowest of all modules: it imports nothing of the project, so any room may use it
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 
 class TrinityError(Exception):
     """Base of all expected failures. The message is one short paragraph: what is wrong, where, what would be right."""
@@ -37,3 +39,11 @@ class WaitTimeout(RunError):  # noqa: N818 - it says what happened
 
     def __str__(self) -> str:
         return f"{self.who} did not {self.what} within {self.seconds:g} s"
+
+
+def take_back(error: BaseException, undo: Callable[[], object]) -> None:
+    """Undo what was done before an error. That error is the one to tell; what the undoing fails of is a note of it."""
+    try:
+        undo()
+    except Exception as second:
+        error.add_note(f"it could not be taken back either: {second}")

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from trinity_sync import interrupts
 from trinity_sync.agents import close_agents, start_agents
 from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.cluster import Cluster
 from trinity_sync.config import build_task, config_digest, retention_policies
@@ -87,7 +87,7 @@ class Job:
         cfg, recorder, mirror = self._cfg, self._recorder, self._mirror
         self._phase("starting the coordinators")
         kept = self._start.step if self._start.continued else 0
-        store.set_start(self._start.checkpoints, kept, recorder.attempt)
+        rollback.set_start(self._start.checkpoints, kept, recorder.attempt)
         config = SynchronizerConfig(
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
         )

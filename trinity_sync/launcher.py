@@ -20,7 +20,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trinity_sync.backends.platform import accelerator_count, platform_env
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.cluster import check_reachable, cluster
 from trinity_sync.config import config_digest, plain
@@ -151,7 +151,7 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
     """
     try:
         if has_no_monitor(checkpoints, _MONITOR_LIMIT_S):
-            store.recover(checkpoints)
+            recovery.recover(checkpoints)
         else:
             raise RunError(f"the checkpoint monitor still writes there after {_MONITOR_LIMIT_S:.0f} s")
     except (TrinityError, OSError) as error:

@@ -10,10 +10,10 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.fetch import check_place, fetch_newer
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.storage import absolute, shown
-from trinity_sync.checkpoint.store import CheckpointInfo
 from trinity_sync.config import plain
 
 #: What the monitor may need beyond its own limit before it answers.

@@ -11,7 +11,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.checkpoint import resume_point, store, verls
+from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, verification, verls
 from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import ConfigError, RunError
@@ -74,7 +74,7 @@ class Start:
         mirror = RunMirror.of(cfg, logs)
         if resume is not None:
             return cls._resumed(cfg, checkpoints, mirror, resume, committed)
-        if store.scan(checkpoints):
+        if catalog.scan(checkpoints):
             raise ConfigError(
                 f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
                 f"or go on with that run: trinity-sync resume RUN_DIR"
@@ -104,7 +104,7 @@ class Start:
                 found = _newest(checkpoints, mirror, resume, committed)
             step = found.step if found is not None else 0
         with _as_config_error():
-            store.check_start(checkpoints, step)
+            rollback.check_start(checkpoints, step)
         if found is None:
             where = f"{checkpoints} or at {mirror.name}" if mirror is not None else str(checkpoints)
             why = "as asked for" if resume.from_scratch else f"no checkpoint in {where} verifies yet"
@@ -148,9 +148,9 @@ def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, commi
 
 def _newest(
     checkpoints: Path, mirror: RunMirror | None, resume: Resume, committed: Collection[int]
-) -> store.CheckpointInfo | None:
+) -> catalog.CheckpointInfo | None:
     """The checkpoint to go on from, here or fetched from the mirror; None: nothing has been committed yet."""
-    store.finish_replacements(checkpoints)
+    recovery.finish_replacements(checkpoints)
     unread = False
     try:
         found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable, say=_say)
@@ -168,13 +168,13 @@ def _newest(
     return found
 
 
-def _least(checkpoints: Path, found: store.CheckpointInfo | None, committed: Collection[int], unread: bool) -> int:
+def _least(checkpoints: Path, found: catalog.CheckpointInfo | None, committed: Collection[int], unread: bool) -> int:
     """The oldest step that the mirror can help with: an older one would be refused once it is here.
 
     Args:
         unread: something newer than `found` cannot be read now.
     """
-    there = {info.step: info for info in store.scan(checkpoints)}
+    there = {info.step: info for info in catalog.scan(checkpoints)}
     after = found.step if found is not None else 0
     named = read_tracker(checkpoints, FULL).step
     known = {*committed, *([named] if named is not None else [])}
@@ -184,8 +184,8 @@ def _least(checkpoints: Path, found: store.CheckpointInfo | None, committed: Col
     return max(lost, default=0)
 
 
-def _cannot_be_read(info: store.CheckpointInfo) -> bool:
-    return (store.verify(info.path) if info.kind == FULL else info).state == "unreadable"
+def _cannot_be_read(info: catalog.CheckpointInfo) -> bool:
+    return (verification.verify(info.path) if info.kind == FULL else info).state == "unreadable"
 
 
 @contextmanager
@@ -226,7 +226,7 @@ def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
     step = step_of(folder.resolve().name)
     if not folder.is_dir() or step is None:
         raise ConfigError(f"{key}={folder} is no step folder; name one such as RUN/checkpoints/global_step_20")
-    report = store.verify(folder)
+    report = verification.verify(folder)
     if report.state == "no_manifest":
         with _as_config_error(key):
             backend, world_size = verls.recognise(folder)

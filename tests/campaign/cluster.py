@@ -21,11 +21,11 @@ from ray.exceptions import RayError
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
-from trinity_sync.checkpoint import disk, layout, monitor, store
+from trinity_sync.checkpoint import disk, layout, monitor, rollback, verification
 from trinity_sync.checkpoint.layout import FileEntry, Manifest, staging_dir
 from trinity_sync.checkpoint.lock import holder, locked
 from trinity_sync.errors import TrinityError, WaitTimeout
-from trinity_sync.protocol.commit import Commit
+from trinity_sync.protocol.decisions import Commit
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.versions import Version
@@ -130,9 +130,9 @@ class Run:
         self._holder = holder(ROOT)
         self.ledger.check()
         with self.ledger.taking_over():
-            found = store.newest_good(ROOT, kind=FULL)
+            found = verification.newest_good(ROOT, kind=FULL)
             start = found.step if found is not None else 0
-            store.set_start(ROOT, start, self.attempt)
+            rollback.set_start(ROOT, start, self.attempt)
         lineage = self.ledger.lineage
         known = lineage[found.attempt or 0, start] if found is not None else "initial"
         lineage[self.attempt, start] = known

@@ -15,7 +15,7 @@ from tests.campaign.cluster import EXPECTED, LEASE_S, PATIENCE_S, Plan, Run
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import READS, WRITES, DiskFault, Violation, World
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import holds, layout, verification
 from trinity_sync.checkpoint.layout import ManifestError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
@@ -68,7 +68,7 @@ def read_held(
     marks = set()
     try:
         if names is None:
-            names = [entry.path for entry in store.read_manifest(lease.path).files]
+            names = [entry.path for entry in layout.read_manifest(lease.path).files]
         for name in names:
             try:
                 text = (lease.path / name).read_text()
@@ -163,7 +163,7 @@ class Trial:
             ("pin", self._pin),
             ("unpin", self._unpin),
             ("export", lambda step: read_held(world, self.ledger, step, "export", rng.random() * 3.0)),
-            ("verify", lambda step: store.verify(step_dir(ROOT, step))),
+            ("verify", lambda step: verification.verify(step_dir(ROOT, step))),
         )
         while not world.over:
             await asyncio.sleep(rng.expovariate(1 / self.pause))
@@ -193,7 +193,7 @@ class Trial:
         root = self.world.disk.find(str(ROOT))
         assert root is not None
         names = list(root.names)  # type: ignore[union-attr]
-        return [step for name in names if (step := store.step_of(name)) is not None]
+        return [step for name in names if (step := layout.step_of(name)) is not None]
 
     def _prune(self, policies: tuple[Policy, ...]) -> None:
         now = self.world.clock()

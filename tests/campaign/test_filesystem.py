@@ -13,7 +13,7 @@ import pytest
 
 from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import folders
 from trinity_sync.checkpoint.layout import write_atomic
 from trinity_sync.durable import sync_folder
 
@@ -102,10 +102,10 @@ def test_folders_change_places_in_one_step(disk: FileSystem) -> None:
     for name in ("a", "b"):
         (PLACE / name).mkdir()
         write(PLACE / name / name, name, durable=True)
-    assert store._exchange(PLACE / "a", PLACE / "b")
+    assert folders.exchange(PLACE / "a", PLACE / "b")
     assert (PLACE / "a/b").read_text() == "b"
     disk.exchanges = False
-    assert not store._exchange(PLACE / "a", PLACE / "b")
+    assert not folders.exchange(PLACE / "a", PLACE / "b")
 
 
 def test_the_usual_functions_work_on_it(disk: FileSystem) -> None:

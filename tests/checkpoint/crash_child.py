@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint import prune, store
+from trinity_sync.checkpoint import commits, folders, prune, recovery, rollback
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -37,7 +37,7 @@ def prepare_first(root: Path) -> None:
 
 
 def do_first(root: Path) -> None:
-    store.commit_folder(root, Manifest(step=20, attempt=0, kind=FULL))
+    commits.commit_folder(root, Manifest(step=20, attempt=0, kind=FULL))
     trackers(root, 20)
     prune.prune(root, prune.prune_plan(root, [KeepLast(1)], now=0.0), now=0.0)
 
@@ -51,7 +51,7 @@ def prepare_upgrade(root: Path) -> None:
 
 
 def do_upgrade_by_renames(root: Path) -> None:
-    store._exchange = lambda first, second: False
+    folders.exchange = lambda first, second: False
     do_first(root)
 
 
@@ -63,7 +63,7 @@ def prepare_partial(root: Path) -> None:
 
 def do_partial(root: Path) -> None:
     files = stage(root, 20, {"actor/model.pt": "weights 20"})
-    store.commit_folder(root, Manifest(step=20, attempt=0, kind=STATE_DICT, files=tuple(files)), partial=True)
+    commits.commit_folder(root, Manifest(step=20, attempt=0, kind=STATE_DICT, files=tuple(files)), partial=True)
     trackers(root, 20, STATE_DICT)
     do_first(root)
 
@@ -84,7 +84,7 @@ def prepare_resume(root: Path) -> None:
 
 
 def do_resume(root: Path) -> None:
-    store.set_start(root, 10, 1)
+    rollback.set_start(root, 10, 1)
 
 
 def prepare_replace(root: Path) -> None:
@@ -94,19 +94,19 @@ def prepare_replace(root: Path) -> None:
 
 
 def do_replace(root: Path) -> None:
-    store.commit_folder(root, Manifest(step=20, attempt=1, kind=FULL), durable=False)
+    commits.commit_folder(root, Manifest(step=20, attempt=1, kind=FULL), durable=False)
 
 
 def do_replace_by_renames(root: Path) -> None:
-    store._exchange = lambda first, second: False
+    folders.exchange = lambda first, second: False
     do_replace(root)
 
 
 def do_beside(root: Path) -> None:
     files = stage(root, 20, {"actor/weights_rank-00000.safetensors": "version 20"}, attempt=1)
     draft = Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files))
-    store.commit_folder(root, draft, beside=True, durable=False)
-    store.clear_versions(root, now=0.0)
+    commits.commit_folder(root, draft, beside=True, durable=False)
+    recovery.clean_versions(root, now=0.0)
 
 
 SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
@@ -136,7 +136,7 @@ def kill_at(call: int) -> None:
 
     for name in CALLS:
         setattr(os, name, counted(getattr(os, name)))
-    store._exchange = counted(store._exchange)
+    folders.exchange = counted(folders.exchange)
 
 
 def main(base: Path, scenario: str) -> None:

@@ -11,14 +11,21 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.checkpoint import store
-from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest
+from trinity_sync.checkpoint import commits
+from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest, step_dir, versions_dir
 from trinity_sync.protocol.parts import FULL, Kind
+
+WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
+
+
+def beside(root: Path, step: int, attempt: int) -> Path:
+    """Where weights are whose place is taken."""
+    return step_dir(versions_dir(root, attempt), step)
 
 
 def stage(root: Path, step: int, files: Mapping[str, str], *, attempt: int = 0) -> list[FileEntry]:
     """Write files into the staging folder of a step; returns their entries."""
-    folder = store.prepare_staging(root, step, attempt)
+    folder = commits.prepare_staging(root, step, attempt)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -47,7 +54,7 @@ def commit(
         metrics=metrics or {},
         files=tuple(entries) if reported else (),
     )
-    return store.commit_folder(root, draft, partial=partial)
+    return commits.commit_folder(root, draft, partial=partial)
 
 
 def names(folder: Path) -> set[str]:

@@ -15,7 +15,7 @@ import ray
 
 from tests import local_ray
 from tests.checkpoint.helpers import names
-from trinity_sync.checkpoint import CheckpointCoordinator, store
+from trinity_sync.checkpoint import CheckpointCoordinator, catalog, verification
 from trinity_sync.checkpoint.layout import FileEntry, staging_dir, step_dir
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -73,7 +73,7 @@ def test_weights_that_are_committed_are_not_written_again_and_nobody_waits_for_t
     assert len(written) == 1
     assert not folder.exists()
     assert [coordinator.is_saved(part, 20) for part in ("model-0", "model-1")] == [True, False]
-    assert store.verify(step_dir(root, 20)).ok
+    assert verification.verify(step_dir(root, 20)).ok
 
 
 def test_settling_hides_what_saves_failed_of_and_no_interrupt(
@@ -101,7 +101,7 @@ def test_a_background_save_is_committed_with_digests(monitor: Any, coordinator: 
     coordinator.save_async("full", writer(folder, "model.pt"), 20, part="r0")
     coordinator.wait_all()
     result = call(monitor, "wait_committed", 20, 0, LIMIT)
-    report = store.verify(Path(result["path"]))
+    report = verification.verify(Path(result["path"]))
     assert (report.ok, report.files, report.unlisted) == (True, 1, ())
 
 
@@ -118,7 +118,7 @@ def test_what_was_written_can_be_named_in_several_ways(
 
     coordinator.save_sync(save, 20, part="r0")
     result = call(monitor, "wait_committed", 20, 0, LIMIT)
-    report = store.verify(Path(result["path"]))
+    report = verification.verify(Path(result["path"]))
     assert (report.ok, report.files) == (True, 1)
 
 
@@ -204,7 +204,7 @@ def test_verls_own_place_is_understood(monitor: Any, coordinator: CheckpointCoor
     monitor_step(coordinator, 5, False, 0, 1)
     coordinator.save_sync(writer(folder, "model.pt"), 5)
     call(monitor, "wait_committed", 5, None, LIMIT)
-    assert store.verify(step_dir(root, 5)).ok
+    assert verification.verify(step_dir(root, 5)).ok
 
 
 # ---- errors
@@ -219,7 +219,7 @@ def test_a_save_that_raises_is_told_by_wait_all_and_fails_the_step(
         coordinator.wait_all()
     with pytest.raises(RunError, match=r"part 'r0' failed: ValueError: disk full"):
         call(monitor, "wait_committed", 20, 0, LIMIT)
-    assert store.scan(root) == []
+    assert catalog.scan(root) == []
     coordinator.wait_all()
 
 

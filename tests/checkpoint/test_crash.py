@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoint.crash_child import SCENARIOS
 from tests.checkpoint.helpers import names
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, recovery, rollback, verification
 from trinity_sync.checkpoint.layout import ABANDONED_PREFIX, read_manifest, step_dir
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -33,9 +33,9 @@ def deaths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 
 def committed(root: Path) -> dict[int, str]:
-    infos = [info for info in store.scan(root) if info.manifest is not None]
+    infos = [info for info in catalog.scan(root) if info.manifest is not None]
     for info in infos:
-        report = store.verify(info.path)
+        report = verification.verify(info.path)
         assert report.ok, report.problems
     return {info.step: str(info.kind) for info in infos}
 
@@ -53,7 +53,7 @@ def tracked(root: Path) -> dict[str, int | None]:
 def test_whatever_is_listed_verifies_and_trackers_name_it(deaths: dict[str, list[Path]], scenario: str) -> None:
     for root in deaths[scenario]:
         if scenario.endswith("_by_renames"):
-            store.recover(root)  # without an exchange there is an instant between two renames
+            recovery.recover(root)  # without an exchange there is an instant between two renames
         steps = committed(root)
         named = tracked(root)
         assert named[FULL] in steps, root.name
@@ -64,15 +64,15 @@ def test_whatever_is_listed_verifies_and_trackers_name_it(deaths: dict[str, list
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_there_is_always_a_checkpoint_to_resume_from(deaths: dict[str, list[Path]], scenario: str) -> None:
     for root in deaths[scenario]:
-        store.recover(root)
-        found = store.newest_good(root)
+        recovery.recover(root)
+        found = verification.newest_good(root)
         assert found is not None, root.name
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_nothing_is_left_behind_after_tidying_up(deaths: dict[str, list[Path]], scenario: str) -> None:
     for root in deaths[scenario]:
-        store.recover(root, clock=lambda: time.time() + 60.0)  # a claim of one that died ends by itself
+        recovery.recover(root, clock=lambda: time.time() + 60.0)  # a claim of one that died ends by itself
         odd = {path.parts[0] for path in map(Path, names(root)) if path.parts[0].startswith(".")}
         assert odd <= {".pruned"}, root.name
 
@@ -89,14 +89,14 @@ def test_weights_that_were_committed_are_never_lost_on_the_way_to_full(
     deaths: dict[str, list[Path]], scenario: str
 ) -> None:
     for root in deaths[scenario]:
-        store.recover(root)
+        recovery.recover(root)
         assert 20 in committed(root), root.name
 
 
 @pytest.mark.parametrize("scenario", ["replace", "replace_by_renames", "beside"])
 def test_what_was_full_stays_full_whoever_commits_the_step_again(deaths: dict[str, list[Path]], scenario: str) -> None:
     for root in deaths[scenario]:
-        store.recover(root)
+        recovery.recover(root)
         assert committed(root)[20] == FULL, root.name
         if scenario == "beside":
             assert read_manifest(step_dir(root, 20)).attempt == 0
@@ -105,7 +105,7 @@ def test_what_was_full_stays_full_whoever_commits_the_step_again(deaths: dict[st
 
 def test_a_resume_that_was_killed_can_be_done_again(deaths: dict[str, list[Path]]) -> None:
     for root in deaths["resume"]:
-        store.set_start(root, 10, 1)
+        rollback.set_start(root, 10, 1)
         assert committed(root) == {10: FULL}
         assert tracked(root) == {FULL: 10, STATE_DICT: 10}
         assert len(list(root.glob(f"{ABANDONED_PREFIX}*"))) == 2

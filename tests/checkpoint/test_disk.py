@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, commits, replacement, rollback, trash, verification
 from trinity_sync.checkpoint.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
@@ -23,11 +23,12 @@ from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.removal import deleted
 from trinity_sync.checkpoint.resume_point import put_in_order
+from trinity_sync.checkpoint.tombstones import deleted
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, MoveTracker
+from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.retention import KeepLast
 
@@ -110,13 +111,13 @@ class Life:
 def left(tmp_path: Path) -> Path:
     """What an attempt left that has saved step 20 and was resumed from there."""
     Life(tmp_path).save(20, FULL, FILES)
-    store.set_start(tmp_path, 20, 1)
+    rollback.set_start(tmp_path, 20, 1)
     return tmp_path
 
 
 def whole(root: Path, step: int) -> bool:
     """The full checkpoint of attempt 0 is as it was, and a resume would find it."""
-    manifest, good = read_manifest(step_dir(root, step)), store.newest_good(root)
+    manifest, good = read_manifest(step_dir(root, step)), verification.newest_good(root)
     assert good is not None
     assert {entry.path for entry in manifest.files} == set(FILES)
     return (manifest.kind, manifest.attempt, good.step) == (FULL, 0, step)
@@ -128,7 +129,7 @@ def test_a_resume_that_publishes_the_step_it_began_with_takes_nothing_away(left:
     assert whole(left, 20)
     assert life.trackers == (20, 20)
     assert (told["kind"], told["attempt"], told["beside"]) == (STATE_DICT, 1, True)
-    assert store.verify(Path(told["path"])).ok
+    assert verification.verify(Path(told["path"])).ok
     assert names(Path(told["path"])) == {*WEIGHTS, "manifest.json"}
     assert names(left / ".staging") == set()
 
@@ -138,7 +139,7 @@ def test_weights_beside_outlive_the_monitor_and_go_with_their_run(left: Path) ->
     life = Life(left, 1, restarted=True)
     assert life.book.status(20, STATE_DICT).state == "committed"
     assert life.disk.describe_committed(20, STATE_DICT)["path"] == told["path"]
-    assert store.verify(Path(told["path"])).ok
+    assert verification.verify(Path(told["path"])).ok
     Life(left, 2)
     assert not (left / ".versions").exists()
     assert whole(left, 20)
@@ -146,7 +147,7 @@ def test_weights_beside_outlive_the_monitor_and_go_with_their_run(left: Path) ->
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_death_about_the_commit_of_weights_beside(left: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = store._publish
+    real = replacement.publish
 
     def die(*args: Any) -> None:
         if moment == "after":
@@ -155,12 +156,12 @@ def test_a_death_about_the_commit_of_weights_beside(left: Path, moment: str, mon
 
     life = Life(left, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_publish", die)
+        patch.setattr(replacement, "publish", die)
         with pytest.raises(Death):
             life.save(20, STATE_DICT, WEIGHTS)
     life = Life(left, 1, restarted=True)
     assert life.book.status(20, STATE_DICT).state == "committed"
-    assert store.verify(Path(life.disk.describe_committed(20, STATE_DICT)["path"])).ok
+    assert verification.verify(Path(life.disk.describe_committed(20, STATE_DICT)["path"])).ok
     assert whole(left, 20)
     assert names(left / ".staging") == set()
 
@@ -170,10 +171,10 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
     told = life.save(20, STATE_DICT, WEIGHTS)
     place = Path(told["path"])
     life.save(21, STATE_DICT, WEIGHTS)
-    assert store.verify(place).ok
+    assert verification.verify(place).ok
     with lease_checkpoint(place.parent, 20, holder="explorer-0", seconds=60, clock=life.clock):
         life.save(22, STATE_DICT, WEIGHTS)
-        assert store.verify(place).ok
+        assert verification.verify(place).ok
     life.save(23, STATE_DICT, WEIGHTS)
     assert not place.exists()
     assert whole(left, 20)
@@ -181,16 +182,16 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
 
 def test_retention_leaves_the_place_of_a_commit_beside_it(left: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     life = Life(left, 1)
-    real = store._sync_tree
+    real = commits.sync_tree
 
     def during(folder: Path) -> None:
         real(folder)
         life.disk.retain([20])
 
-    monkeypatch.setattr(store, "_sync_tree", during)
+    monkeypatch.setattr(commits, "sync_tree", during)
     files = stage(left, 20, WEIGHTS, attempt=1)
-    store.commit_folder(left, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
-    assert store.verify(step_dir(versions_dir(left, 1), 20)).ok
+    commits.commit_folder(left, Manifest(step=20, attempt=1, kind=STATE_DICT, files=tuple(files)), beside=True)
+    assert verification.verify(step_dir(versions_dir(left, 1), 20)).ok
     Life(left, 2)
     assert not (left / ".versions").exists()
 
@@ -222,7 +223,7 @@ def test_the_resumed_step_can_be_saved_in_full_again_with_the_weights_that_lie_b
     life.save(20, FULL, FILES)
     assert read_manifest(step_dir(left, 20)).attempt == 1
     assert names(step_dir(left, 20)) == {*WEIGHTS, *FILES, "manifest.json"}
-    assert store.verify(step_dir(left, 20)).ok
+    assert verification.verify(step_dir(left, 20)).ok
 
 
 def test_a_pinned_step_that_is_saved_in_full_again_fails_the_save_and_stays(left: Path) -> None:
@@ -240,7 +241,7 @@ def test_versions_of_a_run_that_was_killed_go_with_the_next_though_leases_are_le
     life = Life(left, 1, restarted=True)
     lease_checkpoint(Path(told["path"]).parent, 20, holder="explorer-0", seconds=60, clock=life.clock)
     life = Life(left, 2)
-    assert store.verify(Path(told["path"])).ok, "somebody still reads it"
+    assert verification.verify(Path(told["path"])).ok, "somebody still reads it"
     assert life.save(20, STATE_DICT, WEIGHTS)["path"] == str(step_dir(versions_dir(left, 2), 20))
     life.clock.now += 61
     life.save(21, STATE_DICT, WEIGHTS)
@@ -267,7 +268,7 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
     life = Life(tmp_path)
     life.save(20, STATE_DICT, {"actor/model.pt": "w"})
     with monkeypatch.context() as patch:
-        patch.setattr(store, "_put_out_of_sight", die)
+        patch.setattr(replacement, "move_to_trash", die)
         with pytest.raises(Death):
             life.save(20, FULL, {"actor/optim.pt": "o"})
     assert staging_dir(tmp_path, 20, 0).is_dir(), "the weights that the full checkpoint has replaced"
@@ -310,7 +311,7 @@ def test_what_an_earlier_run_of_the_same_attempt_deleted_is_not_told(tmp_path: P
         life.save(step, STATE_DICT, WEIGHTS)
     assert life.disk.describe_deleted(10) is not None
     for step in (20, 30):
-        store.discard(tmp_path, step_dir(tmp_path, step))
+        trash.delete_folder(tmp_path, step_dir(tmp_path, step))
     if ordered:
         assert put_in_order(tmp_path, None).attempt == 0
     life = Life(tmp_path, restarted=ordered)
@@ -318,7 +319,7 @@ def test_what_an_earlier_run_of_the_same_attempt_deleted_is_not_told(tmp_path: P
     for step in (10, 20, 30):
         life.save(step, STATE_DICT, WEIGHTS)
     assert Life(tmp_path, restarted=True).disk.describe_deleted(10) is not None
-    store.set_start(tmp_path, 0, 1)
+    rollback.set_start(tmp_path, 0, 1)
     assert life.disk.describe_deleted(10) is not None, "an earlier attempt of this run"
 
 
@@ -327,13 +328,13 @@ def test_what_a_commit_failed_of_is_told_with_what_could_not_be_taken_back(tmp_p
         life = Life(tmp_path)
         error = OSError(errno.EIO, "the disk fails")
         error.add_note("nor can it be taken back")
-        commits = Mock(side_effect=error)
-        disk = Mock(wraps=life.disk, commit=commits)
+        committing = Mock(side_effect=error)
+        disk = Mock(wraps=life.disk, commit=committing)
         events, changes = EventLog(0, life.clock), Changes()
         execution = Execution(disk, life.book, events, changes, life.clock)
         life.book.begin(20, FULL, ["a"])
         execution.apply(life.book.finished(20, part="a", files=[]))
-        await changes.wait(lambda: commits.called and execution.idle, lambda: ("the test", "end"), 30.0)
+        await changes.wait(lambda: committing.called and execution.idle, lambda: ("the test", "end"), 30.0)
         await execution.stop()
         return life.book.failures[20]
 
@@ -352,7 +353,7 @@ def test_a_step_that_had_failed_is_not_taken_up_again_from_its_journal(tmp_path:
     life = Life(tmp_path, restarted=True)
     life.carry_out(life.book.finished(20, part="a", files=[entry.as_tuple() for entry in entries]))
     assert life.book.status(20).state == "failed"
-    assert store.scan(tmp_path) == []
+    assert catalog.scan(tmp_path) == []
     assert not staging_dir(tmp_path, 20, 0).exists()
 
 
@@ -439,7 +440,7 @@ def test_the_first_step_of_a_folder_may_have_a_part_in_its_own_place(tmp_path: P
     verls(tmp_path, 2, place="critic")
     life.save(2, FULL, FILES)
     assert set(FILES) < read_manifest(step_dir(tmp_path, 2)).paths
-    assert store.verify(step_dir(tmp_path, 2)).unlisted == ()
+    assert verification.verify(step_dir(tmp_path, 2)).unlisted == ()
 
 
 @pytest.mark.parametrize(

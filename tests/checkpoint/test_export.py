@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.checkpoint import written
 from trinity_sync.checkpoint import export as export_module
+from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
-from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 

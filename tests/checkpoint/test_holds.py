@@ -14,7 +14,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import catalog, commits, folders, holds, recovery, replacement, trash, verification
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -89,18 +89,19 @@ class Holders:
             now = self.clock()
             prune(self.root, prune_plan(self.root, [KeepLast(1)], now=now), now=now, defer=defer)
             if defer:
-                store.purge(self.root)
+                trash.purge(self.root)
 
         return body
 
     def check(self, *, deaths: bool = False) -> None:
         """What is held is there and whole, and nothing lies about: of those who died, a pin that came too late may."""
         for step in self.held | self.pinned | {30}:
-            report = store.verify(step_dir(self.root, step))
+            report = verification.verify(step_dir(self.root, step))
             assert report.ok, report.problems
         left = {path.name for path in self.root.iterdir()} - {".staging", ".pins", ".leases", ".pruned"}
-        assert left == {f"global_step_{info.step}" for info in store.scan(self.root)}
-        assert deaths or {step for step, _ in holds.pinned(self.root)} <= {info.step for info in store.scan(self.root)}
+        steps = {info.step for info in catalog.scan(self.root)}
+        assert left == {f"global_step_{step}" for step in steps}
+        assert deaths or {step for step, _ in holds.pinned(self.root)} <= steps
 
 
 @pytest.mark.parametrize("held", ["read", "pinned", "both"])
@@ -124,7 +125,7 @@ def test_nobody_who_got_a_hold_misses_the_checkpoint_for_an_instant(
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-        outcomes.add((world.got, frozenset(info.step for info in store.scan(world.root))))
+        outcomes.add((world.got, frozenset(info.step for info in catalog.scan(world.root))))
         assert list(world.root.glob(".leases/*")) == []
     # Each side wins at times, else this would tell nothing.
     assert {10 in steps for _, steps in outcomes} >= ({False} if held == "read" else {True, False})
@@ -142,10 +143,10 @@ def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
         world = Holders(pool(), lambda seconds=seconds: float(next(seconds)))
         programs = [world.reader(10, stays=True), world.pinner(20), world.pruner(defer=True)]
         if seed % 2:
-            programs += [world.pruner(defer=False), lambda world=world: store.recover(world.root)]
+            programs += [world.pruner(defer=False), lambda world=world: recovery.recover(world.root)]
         try:
             interleave(seed, *programs, kills=seed % 3)
-            store.recover(world.root)
+            recovery.recover(world.root)
             world.check(deaths=seed % 3 > 0)
         except BaseException as error:
             error.add_note(f"seed {seed}")
@@ -160,7 +161,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
 ) -> None:
     monkeypatch.setattr(holds, "_POLL_S", 0.0)
     if how == "renamed":
-        monkeypatch.setattr(store, "_exchange", lambda first, second: False)
+        monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     winners = set()
     for seed in range(_SEEDS):
         root = pool()
@@ -171,7 +172,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
 
         def committer(root: Path = root, draft: Manifest = draft, committed: list[Manifest] = committed) -> None:
             with contextlib.suppress(RunError):
-                committed.append(store.commit_folder(root, draft, clock=lambda: 100.0))
+                committed.append(commits.commit_folder(root, draft, clock=lambda: 100.0))
 
         def reader(root: Path = root, held: dict[str, Manifest] = held) -> None:
             with contextlib.suppress(RunError):
@@ -191,7 +192,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
             interleave(seed, committer, reader, pinner, watch=look)
             # What is pinned is what the pin names, and a commit that was told is what is there.
             assert all((10, manifest.attempt) in holds.pinned(root) for who, manifest in held.items() if who == "pin")
-            assert store.verify(step_dir(root, 10)).ok
+            assert verification.verify(step_dir(root, 10)).ok
             assert read_manifest(step_dir(root, 10)).created == (1.0 if committed else 0.0)
             # Whoever comes too late leaves the others what they have, so one of them has it.
             assert held or committed
@@ -213,7 +214,7 @@ def test_nobody_comes_to_hold_what_may_have_to_go_again(
         raise OSError(errno.EIO, "the disk fails")
 
     monkeypatch.setattr(holds, "_POLL_S", 0.0)
-    monkeypatch.setattr(store, "_let_go", fail)
+    monkeypatch.setattr(replacement, "_retire", fail)
     for seed in range(_SEEDS):
         root = pool()
         draft = Manifest(step=10, attempt=0, kind=FULL, files=tuple(stage(root, 10, {"actor/more.pt": "more"})))
@@ -221,7 +222,7 @@ def test_nobody_comes_to_hold_what_may_have_to_go_again(
 
         def committer(root: Path = root, draft: Manifest = draft) -> None:
             with pytest.raises(OSError, match="the disk fails"):
-                store.commit_folder(root, draft, clock=lambda: 100.0)
+                commits.commit_folder(root, draft, clock=lambda: 100.0)
 
         def reader(root: Path = root, held: list[Manifest] = held) -> None:
             lease = lease_checkpoint(root, 10, holder="reader", seconds=_EVER, clock=lambda: 100.0)
@@ -284,7 +285,7 @@ def test_a_commit_that_takes_nothing_from_anybody_needs_no_claim(
         commit(tmp_path, 10)
     refuse_claims(monkeypatch)
     commit(tmp_path, 10, {"actor/model.pt": "weights 10", "actor/more.pt": "more"})
-    assert store.verify(step_dir(tmp_path, 10)).ok
+    assert verification.verify(step_dir(tmp_path, 10)).ok
 
 
 def test_a_commit_that_takes_something_needs_a_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import pytest
 
 from tests.checkpoint.helpers import commit
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, rollback, verification
 from trinity_sync.checkpoint.holds import pin
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
 from trinity_sync.checkpoint.mirror import ABANDONED, UPLOADING, DamagedError, Mirror
@@ -89,7 +89,7 @@ def test_a_copy_is_a_checkpoint_there_and_comes_back_whole(place: str, here: Pat
     assert tracker_at(place) == "20"
     assert set(Storage(place).files("global_step_20")) == {*FILES, "manifest.json"}
     assert mirror.download(tmp_path / "back") == 20
-    assert store.verify(step_dir(tmp_path / "back", 20)).ok
+    assert verification.verify(step_dir(tmp_path / "back", 20)).ok
     assert read_manifest(step_dir(tmp_path / "back", 20)) == read_manifest(step_dir(here, 20))
 
 
@@ -169,7 +169,7 @@ def test_what_a_resume_left_behind_is_no_checkpoint_any_more(here: Path, there: 
     for step in (10, 20, 30):
         commit(here, step)
         mirror_at(there).upload(here, step)
-    store.set_start(here, 10, 1)
+    rollback.set_start(here, 10, 1)
     commit(here, 15, attempt=1)
     mirror_at(there).upload(here, 15, start=10)
     assert (committed_at(there), tracker_at(there)) == ([10, 15], "15")
@@ -250,8 +250,8 @@ def test_a_copy_that_is_damaged_is_passed_over_with_a_word(
     harm(Storage(filled))
     said: list[str] = []
     assert mirror_at(filled).download(tmp_path / "back", say=said.append) == 20
-    assert [info.step for info in store.scan(tmp_path / "back")] == [20]
-    assert store.verify(step_dir(tmp_path / "back", 20)).ok
+    assert [info.step for info in catalog.scan(tmp_path / "back")] == [20]
+    assert verification.verify(step_dir(tmp_path / "back", 20)).ok
     assert any("the mirror's copy of step 30 is passed over" in text for text in said)
     assert list((tmp_path / "back" / STAGING).iterdir()) == []
 
@@ -279,7 +279,7 @@ def test_the_latest_attempt_comes_first(filled: str, tmp_path: Path) -> None:
 def test_a_damaged_folder_here_makes_way_for_the_copy(filled: str, here: Path) -> None:
     (step_dir(here, 30) / "actor/model.pt").write_text("WEIGHTS")
     assert mirror_at(filled).download(here, newer_than=(0, 20)) == 30
-    assert store.verify(step_dir(here, 30)).ok
+    assert verification.verify(step_dir(here, 30)).ok
     assert (here / "abandoned-global_step_30-attempt_0").is_dir()
 
 
@@ -296,7 +296,7 @@ def test_a_fetch_that_broke_off_goes_on_where_it_was(filled: str, tmp_path: Path
 
     with pytest.raises(ConnectionResetError):
         Mirror(lambda: Flaky(filled)).download(tmp_path / "back")
-    assert store.scan(tmp_path / "back") == []
+    assert catalog.scan(tmp_path / "back") == []
     Flaky.cut = False
     assert Mirror(lambda: Flaky(filled)).download(tmp_path / "back") == 30
     assert sorted(Flaky.fetched) == sorted(f"global_step_30/{name}" for name in [*FILES, "actor/step"])

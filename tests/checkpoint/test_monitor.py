@@ -17,7 +17,7 @@ import ray
 
 from tests.checkpoint.helpers import commit, names
 from trinity_sync import job
-from trinity_sync.checkpoint import CheckpointMonitor, store
+from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
 from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.lock import locked
@@ -76,7 +76,7 @@ def test_a_save_from_begin_to_commit(monitor: Any, root: Path) -> None:
     }
     manifest = read_manifest(step_dir(root, 20))
     assert (manifest.backend, manifest.world_size, manifest.metrics) == ("fsdp", 2, {"reward/mean": 0.5})
-    assert store.verify(step_dir(root, 20)).ok
+    assert verification.verify(step_dir(root, 20)).ok
     assert tracked(root) == (20, 20)
     assert names(root / ".staging") == set()
 
@@ -95,7 +95,7 @@ def test_weights_and_full_checkpoint_of_one_step(monitor: Any, root: Path) -> No
     result = save(monitor, 20, ("optim",))
     assert (result["kind"], tracked(root)) == (FULL, (20, 20))
     assert names(step_dir(root, 20)) == {"weights.pt", "optim.pt", "manifest.json"}
-    assert store.verify(step_dir(root, 20)).ok
+    assert verification.verify(step_dir(root, 20)).ok
 
 
 def test_weights_are_visible_while_the_optimizer_is_still_being_written(monitor: Any, root: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_failed_part_fails_the_step_and_cleans_up(monitor: Any, root: Path) ->
         call(monitor, "wait_committed", 20, 0, LIMIT)
     call(monitor, "notify_finished", 20, part="r1")
     call(monitor, "wait_idle", LIMIT)
-    assert store.scan(root) == []
+    assert catalog.scan(root) == []
     assert not folder.exists()
     assert tracked(root) == (None, None)
     assert faults(monitor) == ["part 'r1' failed: disk full"]
@@ -212,10 +212,10 @@ def test_a_limit_that_comes_with_a_save_is_enforced_when_asked(make_monitor: Cal
     monitor = make_monitor()
     for step in (10, 20, 30):
         save(monitor, step)
-    assert [info.step for info in store.scan(root)] == [10, 20, 30]
+    assert [info.step for info in catalog.scan(root)] == [10, 20, 30]
     pruned = call(monitor, "retain", 2)
     assert [(gone["step"], gone["reason"]) for gone in pruned] == [(10, "not kept by keep_last")]
-    assert [info.step for info in store.scan(root)] == [20, 30]
+    assert [info.step for info in catalog.scan(root)] == [20, 30]
     assert call(monitor, "retain", 2) == call(monitor, "retain") == []
     assert [event["step"] for event in call(monitor, "drain_events") if event["event"] == "prune"] == [10]
 
@@ -224,11 +224,11 @@ def test_old_checkpoints_go_after_the_new_one_is_committed(make_monitor: Callabl
     monitor = make_monitor(policies={"keep_last": {"n": 1}})
     save(monitor, 10)
     begin(monitor, 20, ["a"])
-    assert [info.step for info in store.scan(root)] == [10]
+    assert [info.step for info in catalog.scan(root)] == [10]
     write_part(monitor, 20, staging_dir(root, 20, 0), "a")
     result = call(monitor, "wait_committed", 20, 0, LIMIT)
     assert [(gone["step"], gone["freed_bytes"]) for gone in result["pruned"]] == [(10, 7)]
-    assert [info.step for info in store.scan(root)] == [20]
+    assert [info.step for info in catalog.scan(root)] == [20]
     assert [event["event"] for event in call(monitor, "drain_events")] == ["commit", "commit", "prune"]
 
 
@@ -239,7 +239,7 @@ def test_saving_a_step_again_with_a_limit_of_one_does_not_delete_it(
     save(monitor, 10)
     with pytest.raises(RunError, match="already committed"):
         begin(monitor, 10, ["a"])
-    assert store.verify(step_dir(root, 10)).ok
+    assert verification.verify(step_dir(root, 10)).ok
 
 
 def test_a_step_that_failed_deletes_nothing(make_monitor: Callable[..., Any], root: Path) -> None:
@@ -248,7 +248,7 @@ def test_a_step_that_failed_deletes_nothing(make_monitor: Callable[..., Any], ro
     begin(monitor, 20, ["a"])
     call(monitor, "notify_failed", 20, "a", "boom")
     call(monitor, "wait_idle", LIMIT)
-    assert [info.step for info in store.scan(root)] == [10]
+    assert [info.step for info in catalog.scan(root)] == [10]
 
 
 def test_a_budget_that_cannot_be_met_is_told_once(make_monitor: Callable[..., Any]) -> None:
@@ -291,7 +291,7 @@ def test_files_in_verls_own_place_are_committed_there(monitor: Any, root: Path) 
     call(monitor, "notify_finished", 5)
     call(monitor, "monitor_step", 5)
     call(monitor, "wait_committed", 5, None, LIMIT)
-    report = store.verify(step_dir(root, 5))
+    report = verification.verify(step_dir(root, 5))
     assert (report.ok, report.files) == (True, 1)
 
 
@@ -477,7 +477,7 @@ def test_a_resumed_run_copies_what_the_mirror_lacks(make_monitor: Callable[..., 
     assert list(call(monitor, "wait_mirrored", LIMIT)) == [10]
     place.unlink()
     assert call(make_monitor(default_hdfs_dir=str(place), attempt=1), "wait_mirrored", LIMIT) == {}
-    assert store.verify(step_dir(place, 10)).ok
+    assert verification.verify(step_dir(place, 10)).ok
 
 
 def test_a_copy_that_hangs_holds_nothing_up(make_monitor: Callable[..., Any], root: Path) -> None:
@@ -489,7 +489,7 @@ def test_a_copy_that_hangs_holds_nothing_up(make_monitor: Callable[..., Any], ro
         )
         save(monitor, 10)
         assert save(monitor, 20)["step"] == 20
-        assert 10 in [info.step for info in store.scan(root)], "what is being copied was deleted"
+        assert 10 in [info.step for info in catalog.scan(root)], "what is being copied was deleted"
         assert faults(monitor) == []
         left = call(monitor, "wait_mirrored", 0.01)
         assert list(left) == [10, 20], "what is not copied in time is named"
@@ -504,8 +504,8 @@ def test_committed_checkpoints_are_copied_on_and_what_was_kept_for_that_goes_aft
     assert call(monitor, "wait_mirrored", LIMIT) == {}
     call(monitor, "wait_idle", LIMIT)
     for place in (root, tmp_path / "far"):
-        assert [info.step for info in store.scan(place)] == [20]
-        assert store.verify(step_dir(place, 20)).ok
+        assert [info.step for info in catalog.scan(place)] == [20]
+        assert verification.verify(step_dir(place, 20)).ok
 
 
 def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
@@ -519,9 +519,9 @@ def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
         save(monitor, step)
         assert call(monitor, "wait_mirrored", LIMIT) == {}
     call(monitor, "wait_idle", LIMIT)
-    assert [info.step for info in store.scan(root)] == [20]
-    assert [info.step for info in store.scan(tmp_path / "far")] == [10, 20]
-    assert all(store.verify(info.path).ok for info in store.scan(tmp_path / "far"))
+    assert [info.step for info in catalog.scan(root)] == [20]
+    assert [info.step for info in catalog.scan(tmp_path / "far")] == [10, 20]
+    assert all(verification.verify(info.path).ok for info in catalog.scan(tmp_path / "far"))
 
 
 @pytest.mark.parametrize(("stopped", "waited"), [(True, "0.2"), (False, "0.4")])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, refuse, stage, verls
-from trinity_sync.checkpoint import holds, removal, store
+from trinity_sync.checkpoint import catalog, deletion, holds, recovery, rollback, tombstones, trash, verification
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -32,7 +32,7 @@ def run(root: Path, *policies: Policy, now: float = 100.0) -> list[int]:
 
 
 def steps(root: Path) -> list[int]:
-    return [info.step for info in store.scan(root)]
+    return [info.step for info in catalog.scan(root)]
 
 
 def test_a_plan_deletes_nothing(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_only_a_checkpoint_can_be_pinned(tmp_path: Path) -> None:
 def test_a_pin_does_not_hold_the_same_step_of_another_attempt(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     pin(tmp_path, 10)
-    store.set_start(tmp_path, 0, 1)
+    rollback.set_start(tmp_path, 0, 1)
     commit(tmp_path, 10, {"new": "1"}, attempt=1)
     commit(tmp_path, 20, attempt=1)
     assert run(tmp_path, KeepLast(1)) == [10]
@@ -138,7 +138,7 @@ def test_a_lease_that_was_taken_after_the_plan_is_honoured(tmp_path: Path) -> No
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
     assert prune(tmp_path, plan, now=100.0) == ([], [])
-    assert store.verify(step_dir(tmp_path, 10)).ok
+    assert verification.verify(step_dir(tmp_path, 10)).ok
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_what_took_the_place_of_a_checkpoint_since_the_plan_stays(tmp_path: Path
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
     commit(tmp_path, 10, {"optim": "o"})
     assert [gone.step for gone in prune(tmp_path, plan, now=100.0)[0]] == [20]
-    assert store.verify(step_dir(tmp_path, 10)).ok
+    assert verification.verify(step_dir(tmp_path, 10)).ok
 
 
 def test_a_checkpoint_that_cannot_be_put_back_is_abandoned_not_lost(tmp_path: Path) -> None:
@@ -232,9 +232,9 @@ def test_a_checkpoint_that_cannot_be_put_back_is_abandoned_not_lost(tmp_path: Pa
     condemned = tmp_path / ".condemned-0a-global_step_10"
     step_dir(tmp_path, 10).rename(condemned)
     commit(tmp_path, 10, {"new": "1"}, attempt=1)
-    store.recover(tmp_path)
-    assert store.verify(step_dir(tmp_path, 10)).ok
-    assert store.verify(tmp_path / "abandoned-global_step_10-attempt_0").ok
+    recovery.recover(tmp_path)
+    assert verification.verify(step_dir(tmp_path, 10)).ok
+    assert verification.verify(tmp_path / "abandoned-global_step_10-attempt_0").ok
     assert (step_dir(tmp_path, 10) / "new").exists()
     assert not condemned.exists()
 
@@ -250,14 +250,14 @@ def test_a_deletion_that_can_neither_be_done_nor_taken_back_tells_the_first_erro
 
     condemned = tmp_path / ".condemned-0a-global_step_10"
     with monkeypatch.context() as failing:
-        failing.setattr(removal.secrets, "token_hex", lambda size: "0a")
-        failing.setattr(removal, "_note", fail)
+        failing.setattr(deletion.secrets, "token_hex", lambda size: "0a")
+        failing.setattr(deletion, "note_deletion", fail)
         with pytest.raises(RuntimeError, match="the first error") as told:
-            removal.remove_checkpoint(tmp_path, manifest, now=100.0)
+            deletion.trash_checkpoint(tmp_path, manifest, now=100.0)
     assert "Input/output error" in told.value.__notes__[0]
     monkeypatch.undo()
-    store.recover(tmp_path)
-    assert store.verify(step_dir(tmp_path, 10)).ok
+    recovery.recover(tmp_path)
+    assert verification.verify(step_dir(tmp_path, 10)).ok
 
 
 def test_a_claim_that_cannot_be_taken_away_is_no_fault_of_what_was_done_under_it(
@@ -272,7 +272,7 @@ def test_a_claim_that_cannot_be_taken_away_is_no_fault_of_what_was_done_under_it
         unlink(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", refused)
-    assert removal.remove_checkpoint(tmp_path, manifest, now=100.0)
+    assert deletion.trash_checkpoint(tmp_path, manifest, now=100.0)
     assert steps(tmp_path) == []
 
 
@@ -308,7 +308,7 @@ def test_nothing_is_given_up_where_verl_has_saved_and_its_tracker_says_nothing(t
     with pytest.raises(UnreadableError, match=r"latest_checkpointed_iteration\.txt holds"):
         run(tmp_path)
     for step in (1, 2, 3):
-        store.discard(tmp_path, step_dir(tmp_path, step))
+        trash.delete_folder(tmp_path, step_dir(tmp_path, step))
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10], "of verl's there is nothing here"
@@ -344,11 +344,11 @@ def test_weights_over_which_verl_saves_stay_before_its_tracker_names_them(tmp_pa
 
 
 def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(removal, "_MOST_NOTES", 2)
+    monkeypatch.setattr(tombstones, "_MOST_NOTES", 2)
     for step in (1, 2, 3, 4, 5):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [1, 2, 3, 4]
-    assert removal.deleted(tmp_path) == {(3, 0), (4, 0)}
+    assert tombstones.deleted(tmp_path) == {(3, 0), (4, 0)}
 
 
 def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10]
-    assert removal.deleted(tmp_path) == set()
+    assert tombstones.deleted(tmp_path) == set()
     commit(tmp_path, 10)
 
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.checkpoint import written
 from tests.checkpoint.written import Tensors
+from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
-from trinity_sync.checkpoint.store import commit_folder, prepare_staging
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 
 KINDS = ["tied", "untied", "experts"]

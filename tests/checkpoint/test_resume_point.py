@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, recovery
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.prune import prune_plan
 from trinity_sync.checkpoint.resume_point import StartPoint, put_in_order
@@ -74,7 +74,7 @@ def test_an_actor_that_verl_saved_is_not_gone_on_from_without_its_critic(
     commit(tmp_path, 10, {"actor/model.pt": "a", "critic/model.pt": "c"})
     verls(tmp_path, 20)
     stage(tmp_path, 20, {"critic/model_world_size_2_rank_0.pt": "half"})
-    store.clean_staging(tmp_path, 20, 0)
+    recovery.clean_staging(tmp_path, 20, 0)
     write_tracker(tmp_path, FULL, 20)  # as verl's trainer does when it has asked both to save
     before = state(tmp_path)
     with pytest.raises(RunError, match=r"global_step_20.* verl"):
@@ -109,7 +109,7 @@ def test_after_verl_our_own_checkpoints_go_on_and_verl_may_go_on_after_them(tmp_
     assert put_in_order(tmp_path, None) == StartPoint(attempt=1, step=30, verified=True)
     verl_run(tmp_path, 40, tracker=40)
     assert put_in_order(tmp_path, None) == StartPoint(attempt=1, step=40, verified=False)
-    assert [info.step for info in store.scan(tmp_path)] == [10, 20, 30, 40]
+    assert [info.step for info in catalog.scan(tmp_path)] == [10, 20, 30, 40]
     assert read_tracker(tmp_path, FULL).step == 40
 
 
@@ -177,7 +177,7 @@ def test_a_user_may_insist_on_an_older_step(tmp_path: Path) -> None:
     commit(tmp_path, 20)
     unreadable(tmp_path / "global_step_20" / "manifest.json")
     assert put_in_order(tmp_path, 10) == StartPoint(attempt=1, step=10, verified=True)
-    assert [info.step for info in store.scan(tmp_path)] == [10]
+    assert [info.step for info in catalog.scan(tmp_path)] == [10]
     with pytest.raises(RunError, match="global_step_20 is not a committed full checkpoint"):
         put_in_order(tmp_path, 20)
 
@@ -188,7 +188,7 @@ def test_a_step_that_a_crash_left_between_two_places_is_gone_on_from(tmp_path: P
     commit(tmp_path, 20, attempt=3)
     (tmp_path / "global_step_20").rename(tmp_path / ".replaced-global_step_20")
     assert put_in_order(tmp_path, resume_step) == StartPoint(attempt=4, step=20, verified=True)
-    assert [info.step for info in store.scan(tmp_path)] == [10, 20]
+    assert [info.step for info in catalog.scan(tmp_path)] == [10, 20]
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])
@@ -207,7 +207,7 @@ def test_the_tracker_that_verls_trainer_writes_before_the_commit_is_no_word_of_o
             (tmp_path / f"global_step_{step}" / name).write_text(text)
         write_tracker(tmp_path, FULL, step)
         if how == "failed":
-            store.clean_staging(tmp_path, step, 0)
+            recovery.clean_staging(tmp_path, step, 0)
         assert put_in_order(tmp_path, None).step == before
         assert read_tracker(tmp_path, FULL).step == (before or None)
 

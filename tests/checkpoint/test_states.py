@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, commits, recovery, rollback, trash, verification
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, read_manifest, step_dir
 from trinity_sync.checkpoint.mirror import Mirror
 from trinity_sync.checkpoint.prune import prune, prune_plan
@@ -47,7 +47,7 @@ def test_what_cannot_be_read_now_is_not_passed_over(tmp_path: Path, what: str) -
     commit(tmp_path, 20)
     SPOILT[what](step_dir(tmp_path, 20))
     with pytest.raises(RunError, match=r"global_step_20.*cannot be read now: .*Input/output error"):
-        store.newest_good(tmp_path)
+        verification.newest_good(tmp_path)
 
 
 def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
     for folder in (step_dir(root, 10), root):
         folder.chmod(0o000)
         with another_user(), pytest.raises(RunError, match=r"cannot be read now: .*Permission denied"):
-            store.newest_good(root)
+            verification.newest_good(root)
         folder.chmod(0o755)
 
 
@@ -65,7 +65,7 @@ def test_what_cannot_be_read_now_can_be_skipped_on_purpose(tmp_path: Path) -> No
     commit(tmp_path, 20)
     unreadable(step_dir(tmp_path, 20) / MANIFEST)
     said: list[str] = []
-    found = store.newest_good(tmp_path, on_skip=said.append, skip_unreadable=True)
+    found = verification.newest_good(tmp_path, on_skip=said.append, skip_unreadable=True)
     assert found is not None
     assert found.step == 10
     assert "step 20 is passed over" in said[0]
@@ -76,8 +76,8 @@ def test_damage_counts_more_than_what_else_cannot_be_read(tmp_path: Path) -> Non
     commit(tmp_path, 20, {"a": "1", "b": "2"})
     unreadable(step_dir(tmp_path, 20) / "a")
     (step_dir(tmp_path, 20) / "b").unlink()
-    assert store.verify(step_dir(tmp_path, 20)).state == "damaged"
-    found = store.newest_good(tmp_path)
+    assert verification.verify(step_dir(tmp_path, 20)).state == "damaged"
+    found = verification.newest_good(tmp_path)
     assert found is not None
     assert found.step == 10
 
@@ -89,11 +89,11 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -
     said = "written by a newer version of trinity-sync: format 2, this one reads 1"
     with pytest.raises(ManifestError, match=said):
         read_manifest(step_dir(tmp_path, 20))
-    assert [info.state for info in store.scan(tmp_path)] == ["committed", "newer"]
+    assert [info.state for info in catalog.scan(tmp_path)] == ["committed", "newer"]
     for skip in (False, True):
         with pytest.raises(RunError, match=said):
-            store.newest_good(tmp_path, skip_unreadable=skip)
-    report = store.verify(step_dir(tmp_path, 20))
+            verification.newest_good(tmp_path, skip_unreadable=skip)
+    report = verification.verify(step_dir(tmp_path, 20))
     assert (report.ok, report.state) == (False, "newer")
 
 
@@ -101,7 +101,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_called_damaged(tmp_path: Path) -
 def test_a_format_that_is_no_later_number_is_damage(tmp_path: Path, version: object) -> None:
     commit(tmp_path, 10)
     newer(step_dir(tmp_path, 10), version)
-    assert store.scan(tmp_path)[0].state == "damaged"
+    assert catalog.scan(tmp_path)[0].state == "damaged"
 
 
 def test_a_start_sets_nothing_aside_that_a_newer_version_wrote(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_start_sets_nothing_aside_that_a_newer_version_wrote(tmp_path: Path) -
     newer(step_dir(tmp_path, 20))
     before = names(tmp_path)
     with pytest.raises(TrinityError, match=r"global_step_20.*newer version"):
-        store.set_start(tmp_path, 10, 1)
+        rollback.set_start(tmp_path, 10, 1)
     assert names(tmp_path) == before
     assert read_tracker(tmp_path, FULL).step == 20
 
@@ -126,7 +126,7 @@ def test_nothing_takes_the_place_of_what_a_newer_version_or_verl_wrote(tmp_path:
             stage(tmp_path, step, {"actor/model.pt": "mine"}, attempt=1)
             draft = Manifest(step=step, attempt=1, kind=kind)
             with pytest.raises(RunError, match=rf"global_step_{step}.*{word}"):
-                store.commit_folder(tmp_path, draft)
+                commits.commit_folder(tmp_path, draft)
     assert {step: names(step_dir(tmp_path, step)) for step in (20, 30)} == before
 
 
@@ -136,8 +136,8 @@ def test_nothing_takes_the_place_of_what_cannot_be_read_now(tmp_path: Path) -> N
     before = names(tmp_path)
     stage(tmp_path, 20, {"actor/model.pt": "mine"}, attempt=1)
     with pytest.raises(RunError, match=r"global_step_20.*cannot be read now"):
-        store.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
-    store.clean_staging(tmp_path, 20, 1)
+        commits.commit_folder(tmp_path, Manifest(step=20, attempt=1, kind=FULL))
+    recovery.clean_staging(tmp_path, 20, 1)
     assert names(tmp_path) == before
 
 
@@ -149,7 +149,7 @@ def test_retention_leaves_alone_what_a_newer_version_or_verl_wrote(tmp_path: Pat
     plan = prune_plan(tmp_path, make_policies({"keep_last": {"n": 1}}), now=0.0)
     assert [row.step for row in plan if not row.keep] == [10, 40]
     prune(tmp_path, plan, now=0.0)
-    assert [info.step for info in store.scan(tmp_path)] == [20, 30, 50]
+    assert [info.step for info in catalog.scan(tmp_path)] == [20, 30, 50]
 
 
 def test_the_mirror_keeps_and_names_what_a_newer_version_wrote(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_mirror_keeps_and_names_what_a_newer_version_wrote(tmp_path: Path) -
     assert mirror.missing(here, [10, 20]) == [20]
     commit(here, 30)
     mirror.upload(here, 30)
-    store.discard(here, step_dir(here, 20))
+    trash.delete_folder(here, step_dir(here, 20))
     assert mirror.retain(make_policies({"keep_last": {"n": 1}}), here, now=0.0) == [10]
     assert json.loads((step_dir(there, 20) / MANIFEST).read_text())["format"] == 2
     assert mirror.download(tmp_path / "back", newer_than=None) == 30
@@ -179,14 +179,14 @@ def test_a_checkpoint_of_verls_is_one_that_nobody_has_verified(tmp_path: Path) -
     commit(tmp_path, 40)
     (step_dir(tmp_path, 40) / MANIFEST).unlink()
     (tmp_path / "global_step_50").mkdir()
-    infos = store.scan(tmp_path)
+    infos = catalog.scan(tmp_path)
     assert [(info.step, info.state) for info in infos] == [(30, "verl"), (40, "no_manifest"), (50, "no_manifest")]
     assert "not verified" in infos[0].problems[0]
 
 
 def test_what_holds_our_trainers_state_is_not_called_verls(tmp_path: Path) -> None:
     (verls(tmp_path, 30) / "trainer_state.json").write_text("{}")
-    assert [info.state for info in store.scan(tmp_path)] == ["no_manifest"]
+    assert [info.state for info in catalog.scan(tmp_path)] == ["no_manifest"]
 
 
 def test_the_mirror_brings_back_a_checkpoint_that_lost_its_manifest(tmp_path: Path) -> None:
@@ -197,5 +197,5 @@ def test_the_mirror_brings_back_a_checkpoint_that_lost_its_manifest(tmp_path: Pa
     mirror.upload(here, 20)
     (step_dir(here, 20) / MANIFEST).unlink()
     assert mirror.download(here, newer_than=None) == 20
-    assert store.verify(step_dir(here, 20)).ok
+    assert verification.verify(step_dir(here, 20)).ok
     assert (here / "abandoned-global_step_20").is_dir()

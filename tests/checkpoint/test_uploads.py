@@ -13,7 +13,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit
 from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, quick
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.fetch import check_place, fetch_newer
 from trinity_sync.checkpoint.holds import leased
 from trinity_sync.checkpoint.layout import step_dir
@@ -70,7 +70,7 @@ def server(tmp_path: Path) -> Iterator[SftpServer]:
 
 
 def steps(root: Path) -> list[int]:
-    return [info.step for info in store.scan(root) if info.manifest is not None]
+    return [info.step for info in catalog.scan(root) if info.manifest is not None]
 
 
 # ---- the queue
@@ -92,7 +92,7 @@ def test_what_is_committed_is_copied_in_the_background_and_retention_holds_there
     assert events.idle.wait(LIMIT_S)
     assert (queue.busy, queue.left()) == (False, {})
     assert steps(there) == [20]
-    assert store.verify(step_dir(there, 20)).ok
+    assert verification.verify(step_dir(there, 20)).ok
     assert leased(here, now=0.0) == set()
 
 
@@ -190,7 +190,7 @@ def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(her
     with pytest.raises(RunError, match=r"cannot be asked for one.*--from-scratch"):
         fetch_newer(str(there / "run"), settings, here, None, say=said.append)
     commit(here, 10)
-    best = store.newest_good(here)
+    best = verification.newest_good(here)
     assert fetch_newer(str(there / "run"), settings, here, best, say=said.append) is None
     assert "going on from step 10, which is here" in said[-1]
 
@@ -212,12 +212,12 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     assert events.idle.wait(LIMIT_S)
     assert events.of("fault") == []
     assert steps(server.folder / "run") == [20, 30]
-    assert all(store.verify(step_dir(server.folder / "run", step)).ok for step in (20, 30))
+    assert all(verification.verify(step_dir(server.folder / "run", step)).ok for step in (20, 30))
     (server.folder / "run/global_step_30/actor/model.pt").write_text("W" * 300_000)
     said: list[str] = []
     assert fetch_newer(server.url, quick(), tmp_path / "back", None, say=said.append) == 20
     assert any("copy of step 30 is passed over" in text for text in said)
-    assert store.verify(step_dir(tmp_path / "back", 20)).ok
+    assert verification.verify(step_dir(tmp_path / "back", 20)).ok
 
 
 @pytest.mark.all
@@ -238,7 +238,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back_gets_the_rest(
     server.start()
     (event,) = events.wait_for("mirror")
     assert event["state"] == "copied"
-    assert store.verify(step_dir(server.folder / "run", 10)).ok
+    assert verification.verify(step_dir(server.folder / "run", 10)).ok
     assert leased(here, now=0.0) == set()
 
 

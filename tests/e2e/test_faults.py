@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Run, kill_at, launch, resume, start
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import verification
 
 LONG = ("trainer.steps=400", "checkpoint.interval=5")
 STATE_FILES = 6  # of two ranks: model, optimizer and the rest
@@ -133,7 +133,7 @@ def test_a_node_agent_that_dies_in_a_save_ends_the_run_and_the_save_is_reported_
     assert re.search(r"node.agent .*(died|was lost)", fault["error"])
     assert_ended_clean(run, started.process.pid)
     assert max(run.manifests) == step - 5
-    assert store.verify(folder / f"checkpoints/global_step_{step - 5}").ok
+    assert verification.verify(folder / f"checkpoints/global_step_{step - 5}").ok
 
 
 @pytest.mark.all

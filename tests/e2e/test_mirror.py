@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoint.mirror_places import SftpServer
 from tests.e2e.runs import Run, launch, resume, start
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.layout import step_dir
 
 pytestmark = pytest.mark.all
@@ -52,7 +52,7 @@ def test_a_run_whose_folder_is_lost_goes_on_from_the_mirror(
     assert run.code == 0, run.output
     assert faults(run) == []
     there = server.folder / "run"
-    assert [info.step for info in store.scan(there)] == [4, 6], "retention holds there as it does here"
+    assert [info.step for info in catalog.scan(there)] == [4, 6], "retention holds there as it does here"
     assert {event["step"] for event in run.events("mirror") if event["state"] == "copied"} >= {6}
 
     shutil.rmtree(folder / "checkpoints")
@@ -63,8 +63,8 @@ def test_a_run_whose_folder_is_lost_goes_on_from_the_mirror(
     assert "fetching the checkpoint of step 4" in again.output
     assert again.digests == uninterrupted.digests
     assert faults(again) == []
-    assert [info.step for info in store.scan(there)] == [8, 9]
-    assert all(store.verify(step_dir(there, step)).ok for step in (8, 9))
+    assert [info.step for info in catalog.scan(there)] == [8, 9]
+    assert all(verification.verify(step_dir(there, step)).ok for step in (8, 9))
 
     taken = launch(tmp_path / "other", *mirrored(server))
     assert taken.code == 2
@@ -88,7 +88,7 @@ def test_a_mirror_that_is_gone_stops_no_run_and_what_is_not_there_is_said(server
     server.start()
     again = resume(tmp_path / "run", "trainer.steps=7")
     assert again.code == 0, again.output
-    assert [info.step for info in store.scan(server.folder / "run")] == [6, 7]
+    assert [info.step for info in catalog.scan(server.folder / "run")] == [6, 7]
 
 
 def test_after_ctrl_c_copies_have_twenty_seconds_and_what_is_not_there_is_said(
@@ -105,7 +105,7 @@ def test_after_ctrl_c_copies_have_twenty_seconds_and_what_is_not_there_is_said(
     left = f"not copied to {server.url} within 20 s: step 2 (still waiting or under way)"
     assert left in run.output
     assert any("not copied at the end of the run: step 2 (" in text for text in faults(run))
-    assert [info for info in store.scan(server.folder / "run") if info.manifest is not None] == []
+    assert [info for info in catalog.scan(server.folder / "run") if info.manifest is not None] == []
 
 
 def test_a_mirror_that_cannot_be_used_is_refused_before_anything_starts(server: SftpServer, tmp_path: Path) -> None:

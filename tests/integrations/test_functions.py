@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from tests.integrations.ranks import LIMIT, WORLD, every, merged, outcomes
-from trinity_sync.checkpoint import CheckpointCoordinator, store
+from trinity_sync.checkpoint import CheckpointCoordinator, catalog, verification
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.integrations.verl.run import VerlRun
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -42,7 +42,7 @@ def test_sharded_weights_are_committed_as_the_trainer_registered_them(
     ray.get(run.monitor.wait_committed.remote(step, None, LIMIT), timeout=LIMIT)
     folder = step_dir(root, step)
     assert read_manifest(folder).kind == STATE_DICT
-    assert store.verify(folder).ok
+    assert verification.verify(folder).ok
     names = {file.relative_to(folder / "actor").as_posix() for file in (folder / "actor").rglob("*") if file.is_file()}
     assert {
         "model_world_size_2_rank_0.pt",
@@ -115,6 +115,6 @@ def test_the_example_of_the_guide_runs(ranks: list[Any], pair: dict[str, Any], t
         every(ranks, "run", worker, "fsdp2", checkpoint_dir=str(tmp_path), steps=[1, 2])
         exec(explorer, names)
         assert names["version"] == 2
-        assert [(info.step, info.kind) for info in store.scan(tmp_path)] == [(1, FULL), (2, FULL)]
+        assert [(info.step, info.kind) for info in catalog.scan(tmp_path)] == [(1, FULL), (2, FULL)]
     finally:
         run.close()

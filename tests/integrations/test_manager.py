@@ -14,7 +14,7 @@ import ray
 import torch
 
 from tests.integrations.ranks import LIMIT, every, merged, outcomes
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.layout import read_manifest, step_dir, versions_dir
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
@@ -43,7 +43,7 @@ def wait(ranks: list[Any], strategy: str = "fsdp2") -> None:
 
 def kept(root: Path) -> list[int]:
     """Full checkpoints. Those of weights alone have a rule of their own."""
-    return [info.step for info in store.scan(root) if info.kind == FULL]
+    return [info.step for info in catalog.scan(root) if info.kind == FULL]
 
 
 @BOTH
@@ -62,7 +62,7 @@ def test_a_checkpoint_is_verls_and_is_loaded_bit_for_bit(
     folder = step_dir(root, step)
     manifest = read_manifest(folder)
     assert (manifest.kind, manifest.world_size, manifest.backend) == (FULL, 2, strategy)
-    assert store.verify(folder).ok
+    assert verification.verify(folder).ok
     assert read_tracker(root, FULL).step == step
     names = {path.name for path in (folder / "actor").glob("*.pt")}
     assert names == {
@@ -96,7 +96,7 @@ def test_a_hugging_face_export_holds_the_version(
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert state_digest(saved_tensors(loaded), "BF16") == digest
     assert (folder / "generation_config.json").is_file()
-    assert store.verify(step_dir(root, step)).unlisted == ()
+    assert verification.verify(step_dir(root, step)).unlisted == ()
 
 
 def test_the_class_of_an_export_goes_by_the_architecture(ranks: list[Any]) -> None:
@@ -118,7 +118,7 @@ def test_weights_for_sync_are_announced_when_they_are_committed(
     every(ranks, "use", "fsdp2", run.namespace)
     save_weights(ranks, root, 0)
     assert run.synchronizer.get_latest_model_version() == 0
-    assert store.scan(root) == []
+    assert catalog.scan(root) == []
     every(ranks, "train", "fsdp2", 3)
     save_weights(ranks, root, 1)
     assert run.synchronizer.wait_new_model_state_dict(0) == 1
@@ -131,7 +131,7 @@ def test_weights_for_sync_are_announced_when_they_are_committed(
     save(ranks, root, 1)
     wait(ranks)
     assert read_manifest(step_dir(root, 1)).kind == FULL
-    assert store.verify(step_dir(root, 1)).ok
+    assert verification.verify(step_dir(root, 1)).ok
     for path, before in written.items():
         assert (path.stat().st_mtime_ns, path.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
 
@@ -181,7 +181,7 @@ def test_the_limit_holds_after_the_commit_and_after_a_restart(
     assert read_manifest(step_dir(root, 3)) == before
     place = step_dir(versions_dir(root, 1), 3)
     assert again.synchronizer.get_latest_model_path() == str(place / "actor")
-    assert store.verify(place).ok
+    assert verification.verify(place).ok
     save(ranks, root, 4, 1)
     wait(ranks)
     assert kept(root) == [4]
@@ -266,7 +266,7 @@ def save_roles(ranks: list[Any], root: Path, step: int, *roles: str) -> None:
 def files_of(root: Path, step: int) -> dict[str, set[str]]:
     manifest = read_manifest(step_dir(root, step))
     assert manifest.kind == FULL
-    assert store.verify(step_dir(root, step)).ok
+    assert verification.verify(step_dir(root, step)).ok
     paths = [Path(entry.path) for entry in manifest.files if entry.path.endswith(".pt")]
     return {
         place: {path.name for path in paths if path.parts[0] == place} for place in {path.parts[0] for path in paths}
@@ -313,7 +313,7 @@ def test_a_run_that_knows_its_roles_commits_nothing_without_one_of_them(
     every(ranks, "finish_writing", "fsdp2")
     status = ray.get(run.monitor.status.remote(2), timeout=LIMIT)
     assert (status["state"], status["missing"]) == ("open", ["part 'critic/announced'"])
-    assert store.scan(root) == []
+    assert catalog.scan(root) == []
     save_roles(ranks, root, 2, "critic")
     wait(ranks, "fsdp2")
     wait(ranks, "fsdp")
@@ -446,6 +446,6 @@ def test_what_verl_itself_saved_is_gone_on_from_and_stays_as_it_is(
     for step in (4, 5):
         save(ranks, root, step, 1)
     wait(ranks)
-    assert [(info.step, info.state) for info in store.scan(root)] == [(3, "verl"), (5, "committed")]
+    assert [(info.step, info.state) for info in catalog.scan(root)] == [(3, "verl"), (5, "committed")]
     assert read_tracker(root, FULL).step == 5
     assert {path: path.read_bytes() for path in step_dir(root, 3).rglob("*") if path.is_file()} == files

@@ -18,7 +18,7 @@ from tests.kills.plan import ALL, Blow, Damage, Instant, Life, Plan
 from tests.kills.processes import Member, own_mark
 from tests.kills.running import SMALL, Launch
 from tests.kills.trial import LOST, REFUSED, RESUMED, SURVIVED, Trial
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import catalog, holds, verification
 from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir
 from trinity_sync.checkpoint.trackers import tracker_path
 from trinity_sync.protocol.parts import FULL
@@ -181,7 +181,7 @@ class Chain:
         for trial in self._open:
             trial.outcome = REFUSED if refused else LOST
             trial.noticed = trial.noticed or said
-        gone = set(self._ledger.damaged) - {info.step for info in store.scan(self._places.checkpoints)}
+        gone = set(self._ledger.damaged) - {info.step for info in catalog.scan(self._places.checkpoints)}
         if refused and gone:
             self._open[-1].problems.append(f"the resume refused, and put away the checkpoints of {sorted(gone)}")
         if not refused:
@@ -382,7 +382,7 @@ class Chain:
         trial = self._trial("damage", _victim_of(path, damage), f"{damage.how} {path.relative_to(root)}")
         self._open.append(trial)
         if step is not None:
-            assert not store.verify(step_dir(root, step)).ok, f"{path} was damaged and verifies"
+            assert not verification.verify(step_dir(root, step)).ok, f"{path} was damaged and verifies"
             ledger.damage(step)
             if step == good[-1] and ledger.good:
                 self._passed_over = step

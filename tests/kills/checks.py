@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.tracking import jsonl
@@ -66,7 +66,7 @@ class Ledger:
         """Compare the checkpoint folder and the events with what is known, and learn what is new. No process writes."""
         events = jsonl.read(run / "events.jsonl")
         attempt = self.attempt = attempts(run)[-1][0]
-        found = {info.step: info for info in store.scan(root)}
+        found = {info.step: info for info in catalog.scan(root)}
         for step, by in list(self.damaged.items()):
             manifest = found[step].manifest if step in found else None
             if step not in found or (manifest is not None and manifest.attempt > by):
@@ -98,7 +98,7 @@ class Ledger:
             self.pinned = None
         for info in found.values():
             if info.step not in self.damaged:
-                problems += [f"step {info.step}: {problem}" for problem in store.verify(info.path).problems]
+                problems += [f"step {info.step}: {problem}" for problem in verification.verify(info.path).problems]
         problems += self._trackers(root)
         problems += self._labels(events, list(found.values()))
         return problems
@@ -109,11 +109,11 @@ class Ledger:
             if tracker.problem:
                 yield tracker.problem
             elif tracker.step is not None and tracker.step not in self.damaged:
-                there = {info.step: info.kind for info in store.scan(root)}.get(tracker.step)
+                there = {info.step: info.kind for info in catalog.scan(root)}.get(tracker.step)
                 if there is None or (kind == FULL and there != FULL):
                     yield f"the {kind} tracker names step {tracker.step}, which is {there or 'not there'}"
 
-    def _labels(self, events: list[dict[str, Any]], found: list[store.CheckpointInfo]) -> Iterable[str]:
+    def _labels(self, events: list[dict[str, Any]], found: list[catalog.CheckpointInfo]) -> Iterable[str]:
         manifests = {info.step: info.manifest for info in found if info.manifest is not None}
         for event in events:
             if event["event"] == "publish":

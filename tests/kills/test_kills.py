@@ -20,7 +20,7 @@ from tests.kills.plan import CONFIGS, draw_plan
 from tests.kills.processes import MARK, Member, own_mark
 from tests.kills.running import Launch
 from tests.kills.table import render
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import commits, rollback
 from trinity_sync.checkpoint.layout import Manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -42,7 +42,7 @@ class PretendRun:
         record = {"attempts": [{"attempt": index, "resumed_from": at} for index, at in enumerate(self._attempts)]}
         (self.folder / "run.json").write_text(json.dumps(record))
         if start is not None:
-            store.set_start(self.root, start, self.attempt)
+            rollback.set_start(self.root, start, self.attempt)
 
     @property
     def attempt(self) -> int:
@@ -53,7 +53,7 @@ class PretendRun:
         folder.mkdir(parents=True)
         (folder / "weights").write_text(f"{step} {self.attempt} {kind}")
         label = digest or f"digest of {step}"
-        store.commit_folder(self.root, Manifest(step=step, attempt=self.attempt, kind=kind, digest=label))
+        commits.commit_folder(self.root, Manifest(step=step, attempt=self.attempt, kind=kind, digest=label))
         write_tracker(self.root, kind, step)
         self.event("commit", step=step, kind=kind)
 

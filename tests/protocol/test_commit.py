@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker, StepStatus
+from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, Grant, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.step import StepStatus
 
 
 class Clock:
@@ -676,7 +678,7 @@ def test_memory_stays_bounded_over_many_steps() -> None:
         if step >= 5:
             book.forget(step - 5)
     assert len(book._steps) < 300
-    assert len(book._disk) < 10
+    assert len(book._committed._visible) < 10
 
 
 # ---- against a model

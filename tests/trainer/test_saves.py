@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from tests import local_ray
-from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, store
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
 from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.checkpoint.trackers import read_tracker
@@ -183,7 +183,7 @@ def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, ste
         "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"),
     }
     assert run.log.faults == []
-    assert store.verify(folder).ok
+    assert verification.verify(folder).ok
     assert read_tracker(run.root, FULL).step == step
 
 
@@ -194,7 +194,7 @@ def test_no_step_is_committed_before_it_is_on_record(run: Run, step: int) -> Non
         ray.get(run._monitor.wait_committed.remote(step, 0, 0.2, kind="full"), timeout=LIMIT)
     run.saves.poll()  # the loop has written the step's metrics
     run.saves.finish()
-    assert store.verify(run.root / f"global_step_{step}").ok
+    assert verification.verify(run.root / f"global_step_{step}").ok
 
 
 def test_a_checkpoint_says_what_a_resume_needs(run: Run, step: int) -> None:
@@ -399,7 +399,7 @@ def test_weights_of_a_node_are_committed_with_their_digest(run: Run, step: int) 
     assert place == run.root / f"global_step_{step}"
     (event,) = run.log.events
     assert (event["event"], event["step"], event["kind"], event["digest"]) == ("commit", step, STATE_DICT, "d5")
-    assert store.verify(place).ok
+    assert verification.verify(place).ok
     assert read_tracker(run.root, STATE_DICT).step == step
 
 

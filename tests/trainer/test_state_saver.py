@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from tests import local_ray
 from trinity_sync.backends.meetings import Meetings
-from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, store
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
@@ -120,7 +120,7 @@ class Saves:
         """The weights of a step, once it is committed."""
         ray.get(self.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
         folder = self.root / f"global_step_{step}"
-        assert store.verify(folder).ok
+        assert verification.verify(folder).ok
         return torch.load(folder / "actor" / f"model_{PART}.pt", weights_only=True)
 
     def end(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
-from trinity_sync.checkpoint import store
+from trinity_sync.checkpoint import catalog, commits, recovery, trash
 from trinity_sync.checkpoint.layout import (
     STAGING,
     FileEntry,
@@ -26,7 +26,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.lock import hold_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.removal import deletion, forget_deletions
+from trinity_sync.checkpoint.tombstones import deletion, forget_deletions
 from trinity_sync.checkpoint.trackers import (
     Tracker,
     read_committed,
@@ -36,7 +36,8 @@ from trinity_sync.checkpoint.trackers import (
     write_tracker,
 )
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.commit import Commit, CommitBook
+from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import Commit
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
 from trinity_sync.protocol.retention import Policy
 
@@ -72,18 +73,18 @@ class CheckpointDisk:
         """
         if self.root is None:
             raise RunError("the checkpoint monitor was started without a checkpoint folder, so nothing can be saved")
-        return store.prepare_staging(self.root, step, self.attempt)
+        return commits.prepare_staging(self.root, step, self.attempt)
 
     def placed(self, commit: Commit) -> Commit:
         """The commit, `beside` where its weights find something in their place that the book knows nothing of: what
         verl or a newer version wrote, or what cannot be read now.
         """
-        if self.root is None or commit.kind != STATE_DICT or not store.taken(self.root, commit.step, self.attempt):
+        if self.root is None or commit.kind != STATE_DICT or not commits.taken(self.root, commit.step, self.attempt):
             return commit
         return replace(commit, beside=True)
 
     def commit(self, commit: Commit) -> Manifest:
-        """Make a step visible; see `store.commit_folder`."""
+        """Make a step visible; see `commits.commit_folder`."""
         meta = commit.meta
         draft = Manifest(
             step=commit.step,
@@ -100,7 +101,7 @@ class CheckpointDisk:
         if self.root is None:
             return draft
         durable = self.fsync if commit.durable is None else commit.durable
-        return store.commit_folder(
+        return commits.commit_folder(
             self.root, draft, partial=commit.partial, durable=durable, beside=commit.beside, clock=self.clock
         )
 
@@ -173,7 +174,7 @@ class CheckpointDisk:
     def clean(self, step: int) -> None:
         """Remove what is staged of a step."""
         if self.root is not None:
-            store.clean_staging(self.root, step, self.attempt, clock=self.clock)
+            recovery.clean_staging(self.root, step, self.attempt, clock=self.clock)
 
     # ---- afterwards
 
@@ -199,18 +200,18 @@ class CheckpointDisk:
             return step in saving or newer < max(1, self.keep_state_dicts)
 
         try:
-            store.clear_versions(self.root, attempt=self.attempt, keep=wanted, now=now)
+            recovery.clean_versions(self.root, attempt=self.attempt, keep=wanted, now=now)
         except (OSError, RunError) as error:
             warnings.append(f"weights beside the step folders could not be removed: {error}")
         return pruned, warnings
 
     def purge(self) -> list[str]:
         """Free the bytes of what was put out of sight; returns what went wrong."""
-        return store.purge(self.root) if self.root is not None else []
+        return trash.purge(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
         """Steps of the full checkpoints that are committed."""
-        return [info.step for info in store.scan(self.root) if info.kind == FULL] if self.root is not None else []
+        return [info.step for info in catalog.scan(self.root) if info.kind == FULL] if self.root is not None else []
 
     # ---- a life after the monitor's death
 
@@ -253,11 +254,11 @@ class CheckpointDisk:
         failures = self._read_failed() if restarted else {}
         journals = [dumped for dumped in journals if dumped["step"] not in failures]
         kept = [(dumped["step"], self.attempt) for dumped in journals]
-        store.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
+        recovery.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
         if not restarted:
             forget_deletions(self.root, self.attempt)
         trackers = {kind: read_tracker(self.root, kind) for kind in KINDS}
-        infos = store.scan(self.root, trackers[FULL])
+        infos = catalog.scan(self.root, trackers[FULL])
         manifests = {info.step: info.manifest for info in infos if info.manifest is not None}
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
         others = {info.step for info in infos if info.manifest is None and info.state != "damaged"}
@@ -293,7 +294,7 @@ class CheckpointDisk:
     def _steps_beside(self) -> dict[int, Manifest]:
         """Manifests of the weights that this attempt has committed beside the step folders, by step."""
         assert self._beside is not None
-        return {info.step: info.manifest for info in store.scan(self._beside) if info.manifest is not None}
+        return {info.step: info.manifest for info in catalog.scan(self._beside) if info.manifest is not None}
 
     @property
     def _failed_path(self) -> Path:

@@ -18,7 +18,8 @@ from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.prune import Pruned
 from trinity_sync.checkpoint.uploads import Uploads
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.commit import Clean, Commit, CommitBook, Decision, Fail, Grant, MoveTracker
+from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, Grant, MoveTracker
 from trinity_sync.protocol.parts import FULL, Kind
 from trinity_sync.protocol.retention import Policy
 

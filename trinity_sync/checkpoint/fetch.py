@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.layout import NewerFormatError
 from trinity_sync.checkpoint.mirror_process import MirrorError, MirrorSettings, call_mirror, try_again
 from trinity_sync.checkpoint.storage import local_folder, shown
-from trinity_sync.checkpoint.store import CheckpointInfo
 from trinity_sync.errors import ConfigError, RunError
 
 #: A place that is asked for the first time has so long to answer.

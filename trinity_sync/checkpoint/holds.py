@@ -179,8 +179,8 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def drop_claims(root: Path, *, now: float) -> None:
-    """Let go what programs that died had claimed. Those that may live keep their claim until it ends."""
+def clean_claims(root: Path, *, now: float) -> None:
+    """Remove what programs that died had claimed. Those that may live keep their claim until it ends."""
     for path in _files(root / LEASES, _CLAIM):
         if _ends(path) < now:
             _remove(path)
@@ -200,7 +200,7 @@ class _Note:
     manifest: str | None
 
 
-def _drop_torn(root: Path, now: float) -> None:
+def _clean_torn(root: Path, now: float) -> None:
     """Remove what those left who died while they wrote a pin or a lease."""
     for path in (*(root / PINS).glob(".*.tmp"), *(root / LEASES).glob(".*.tmp")):
         with suppress(OSError):
@@ -209,7 +209,7 @@ def _drop_torn(root: Path, now: float) -> None:
 
 
 def _leases(root: Path, now: float) -> Iterator[_Note]:
-    _drop_torn(root, now)
+    _clean_torn(root, now)
     for path in _files(root / LEASES, _LEASE):
         held = _held(path.stem.rpartition("-")[0])
         body: dict[str, object] = {}

@@ -1,4 +1,4 @@
-"""The checkpoint folder: names, and the manifest that makes a folder a checkpoint. Read and written by `store`.
+"""The checkpoint folder: names, and the manifest that makes a folder a checkpoint.
 
 ::
 
@@ -8,10 +8,10 @@
       global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
       .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
       .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `holds`
-      .pruned/10-0, .pruned/12-0.weights                                     what was deleted on purpose, see `removal`
+      .pruned/10-0, .pruned/12-0.weights                                     what was deleted, see `tombstones`
       .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
-      .condemned-..., .trash-..., .replaced-...                              on their way out
+      .condemned-..., .trash-..., .replaced-...                              on their way out, see `deletion`, `trash`
       .lock, .monitor.lock                                                   who is at work here, see `lock`
 """
 
@@ -365,6 +365,11 @@ def versions_dir(root: Path, attempt: int) -> Path:
 def staging_dir(root: Path, step: int, attempt: int) -> Path:
     """Where the parts of a step are written before its commit."""
     return root / STAGING / f"{step}-{attempt}"
+
+
+def partial_staging_dir(root: Path, step: int, attempt: int) -> Path:
+    """Where links to staged weights are, which are committed while other parts of the step are being written."""
+    return root / STAGING / f"{step}-{attempt}.weights"
 
 
 def journal_path(root: Path, step: int, attempt: int) -> Path:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint import holds, store
+from trinity_sync.checkpoint import catalog, commits, holds, trash
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
     STAGING,
@@ -204,7 +204,7 @@ class Mirror:
         Returns:
             The steps that went.
         """
-        pins, local = holds.pinned(root), {info.step for info in store.scan(root)}
+        pins, local = holds.pinned(root), {info.step for info in catalog.scan(root)}
         facts, gone = [], []
         for step in self.steps():
             try:
@@ -297,10 +297,10 @@ class Mirror:
         try:
             self._side_by_side(fetch, manifest.files)
         except DamagedError:
-            store.discard(root, staging)
+            trash.delete_folder(root, staging)
             raise
         write_manifest(staging, manifest)
-        store.adopt_folder(root, staging, manifest.step)
+        commits.adopt_folder(root, staging, manifest.step)
 
     # ---- for all of these
 

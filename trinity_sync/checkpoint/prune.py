@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint.catalog import CheckpointInfo, scan
+from trinity_sync.checkpoint.deletion import of_verl, trash_checkpoint
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
-from trinity_sync.checkpoint.removal import of_verl, remove_checkpoint
-from trinity_sync.checkpoint.store import CheckpointInfo, purge, scan
 from trinity_sync.checkpoint.trackers import Tracker, read_tracker
+from trinity_sync.checkpoint.trash import purge
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
@@ -107,7 +108,7 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
     """Delete what a plan gives up; what was leased or pinned since stays. One that resists does not stop the others.
 
     Args:
-        defer: only put them out of sight; the caller removes the bytes with `store.purge`.
+        defer: only put them out of sight; the caller removes the bytes with `trash.purge`.
 
     Returns:
         What was deleted, and what went wrong.
@@ -118,7 +119,7 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
         if row.keep:
             continue
         try:
-            if remove_checkpoint(root, row.manifest, now=now + time.monotonic() - started):
+            if trash_checkpoint(root, row.manifest, now=now + time.monotonic() - started):
                 pruned.append(Pruned(row.step, "; ".join(row.reasons), row.bytes))
         except (OSError, RunError) as error:
             reason = error.strerror if isinstance(error, OSError) else None

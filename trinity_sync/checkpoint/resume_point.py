@@ -12,10 +12,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import store, verls
+from trinity_sync.checkpoint import catalog, recovery, rollback, verls
+from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, UnreadableError, step_dir
-from trinity_sync.checkpoint.store import CheckpointInfo
 from trinity_sync.checkpoint.trackers import newest_finished, read_committed, read_tracker, tracker_path
+from trinity_sync.checkpoint.verification import newest_good
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 
@@ -63,7 +64,7 @@ def find(
         NewerFormatError: a newer one was written by a later version of this program.
     """
     try:
-        return store.newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl, roles=roles)
+        return newest_good(root, on_skip=say, skip_unreadable=skip_unreadable, of_verl=of_verl, roles=roles)
     except UnreadableError as error:
         raise UnseenError(str(error)) from error
 
@@ -75,7 +76,7 @@ def look(root: Path) -> None:
         UnseenError, NewerFormatError: as `find`.
     """
     try:
-        infos = store.scan(root)
+        infos = catalog.scan(root)
     except UnreadableError as error:
         raise UnseenError(str(error)) from error
     newest = max((info.step for info in infos if info.kind == FULL), default=0)
@@ -109,7 +110,7 @@ def check_all_seen(
     known = sorted({*recorded, *([named] if named else [])})
     if known and found is None:
         raise UnseenError(f"{_steps(known)} committed, but no checkpoint that verifies was found in {places or root}")
-    there = {info.step for info in store.scan(root)}
+    there = {info.step for info in catalog.scan(root)}
     gone = [step for step in known if found is not None and step > found.step and step not in there]
     if gone and found is not None and not skip_missing:
         raise UnseenError(
@@ -131,12 +132,12 @@ def put_in_order(root: Path, resume_step: int | None, roles: Collection[str] = (
         RunError: there is no such checkpoint; or what was committed cannot be seen, is of a newer version, or would be
             in the way. Nothing was changed then, but for what a crash had left out of its place.
     """
-    store.finish_replacements(root)
-    before = store.newest_attempt(root)
+    recovery.finish_replacements(root)
+    before = catalog.newest_attempt(root)
     attempt = 0 if before is None else before + 1
     found = _newest(root, roles) if resume_step is None else _named(root, resume_step, roles)
     step = found.step if found is not None else 0
-    store.set_start(root, step, attempt, of_verl=True)
+    rollback.set_start(root, step, attempt, of_verl=True)
     verified = found is None or found.manifest is not None
     if not verified:
         logger.warning("the run goes on from %s, which verl wrote: it is not verified", step_dir(root, step))
@@ -177,7 +178,7 @@ def _absent(manifest: Manifest, roles: Collection[str]) -> str | None:
 def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | None:
     if step == 0:
         return None
-    info = next((info for info in store.scan(root) if info.step == step), None)
+    info = next((info for info in catalog.scan(root) if info.step == step), None)
     absent = verls.missing(info.path, roles) if info is not None and info.state == "verl" else None
     if absent is not None:
         raise RunError(f"{step_dir(root, step)} was written by verl, but its {absent} is missing: it is not whole")

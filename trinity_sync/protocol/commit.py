@@ -16,149 +16,16 @@ How a step goes through the book, in any order unless said otherwise:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import (
-    DIGEST_PART,
-    FULL,
-    KINDS,
-    STATE_DICT,
-    FileTuple,
-    Kind,
-    StepParts,
-    covers,
-    describe_part,
-)
+from trinity_sync.protocol.committed import CommittedSteps
+from trinity_sync.protocol.decisions import Clean, Decision, Fail, Grant
+from trinity_sync.protocol.parts import DIGEST_PART, STATE_DICT, FileTuple, Kind, covers, describe_part
+from trinity_sync.protocol.step import Step, StepStatus
+from trinity_sync.protocol.step_table import StepTable
 from trinity_sync.protocol.turns import Turn, TurnQueue
-
-#: How many settled steps are remembered, so that late and doubled reports of them are recognised.
-_REMEMBERED = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """The writer that holds this ticket may write now."""
-
-    ticket: str
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Commit the step as `kind`.
-
-    Args:
-        files: what the parts said they wrote; parts that named no files are not in it.
-        digest: the version digest of the weights, where it was reported.
-        meta: what `CommitBook.begin` was given.
-        opened: when the step was first heard of, in seconds of the book's clock.
-        partial: other parts of the step are still being written: only `files` may go into the commit, and the
-            staging folder has to stay. Weights that did not name their files are not committed so: which of those that
-            are there are theirs, nobody knows.
-        durable: whether it has to survive a power cut, as was asked for this kind; None: as all commits do.
-        beside: weights whose place is taken by what they must not replace: a full checkpoint, or any of another
-            attempt. They are committed beside it.
-    """
-
-    step: int
-    attempt: int
-    kind: Kind
-    files: tuple[FileTuple, ...]
-    digest: str | None
-    meta: Mapping[str, Any]
-    opened: float
-    partial: bool
-    durable: bool | None = None
-    beside: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """The step is lost: report it (this comes once) and remove what is staged."""
-
-    step: int
-    attempt: int
-    error: str
-
-
-@dataclass(frozen=True, slots=True)
-class Clean:
-    """A writer of a failed step has ended only now: remove what is staged again."""
-
-    step: int
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class MoveTracker:
-    """Let the tracker of this kind name the step."""
-
-    kind: Kind
-    step: int
-
-
-Decision: TypeAlias = Grant | Commit | Fail | Clean | MoveTracker
-
-
-@dataclass(frozen=True, slots=True)
-class StepStatus:
-    """Where a step stands.
-
-    Args:
-        state: ``open``: parts are missing; ``committed``: as all that was asked for.
-        committed: the kind that there is now, whatever the state: of this attempt, else of an earlier one.
-        wanted: the most that was asked for; None: nothing yet.
-        error: why it failed.
-        missing: what is still waited for, one phrase each.
-    """
-
-    state: Literal["unknown", "open", "committing", "committed", "failed"]
-    committed: Kind | None
-    wanted: Kind | None = None
-    error: str | None = None
-    missing: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class _Step:
-    step: int
-    opened: float
-    touched: float
-    parts: StepParts = field(default_factory=StepParts)
-    marks: set[Kind] = field(default_factory=set)
-    digest: str | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
-    durable: dict[Kind, bool] = field(default_factory=dict)
-    committing: Kind | None = None
-    pending_keys: frozenset[str] = frozenset()
-    pending_beside: bool = False
-    committed: Kind | None = None
-    committed_keys: frozenset[str] = frozenset()
-    failed: str | None = None
-    ended: set[str] = field(default_factory=set)
-    deleted: bool = False
-
-    @property
-    def wanted(self) -> Kind | None:
-        if FULL in self.marks:
-            return FULL
-        return STATE_DICT if STATE_DICT in self.marks else None
-
-    def holds(self, kind: Kind) -> bool:
-        """A commit of at least this kind is visible, with every part of that kind, and none is out."""
-        if self.committed is None or not covers(self.committed, kind):
-            return False
-        return self.parts.keys(kind) <= self.committed_keys and not self.parts.missing(kind)
-
-    @property
-    def settled(self) -> bool:
-        """All that was asked for is visible."""
-        wanted = FULL if self.parts.more_than_weights else self.wanted or STATE_DICT
-        return self.committing is None and self.holds(wanted)
 
 
 class CommitBook:
@@ -187,44 +54,25 @@ class CommitBook:
         self.attempt = attempt
         self._clock = clock
         self._step_timeout_s = step_timeout_s
-        self._steps: dict[int, _Step] = {}
-        self._settled: deque[int] = deque()
         self._turns = TurnQueue(strategy)
-        self._disk: dict[int, tuple[int, Kind]] = {step: (by, kind) for step, by, kind in committed}
-        self._beside: set[int] = set()
-        self._trackers: dict[Kind, int | None] = {
-            FULL: max((step for step, (_, kind) in self._disk.items() if kind == FULL), default=None),
-            STATE_DICT: max(self._disk, default=None),
-        }
+        self._committed = CommittedSteps(attempt, committed)
+        self._steps = StepTable(clock, self._turns, self._committed.own)
 
     # ---- what callers may ask
 
     @property
     def trackers(self) -> Mapping[Kind, int | None]:
         """The step that each tracker names; None: nothing committed yet."""
-        return dict(self._trackers)
+        return self._committed.trackers
 
     def status(self, step: int, kind: Kind | None = None) -> StepStatus:
         """Where the step stands in this attempt; with a kind: where its commit as that kind does."""
         entry = self._steps.get(step)
-        visible = self._own(step) or (self._disk[step][1] if step in self._disk else None)
-        if entry is None:
-            done = visible is not None and covers(visible, kind or STATE_DICT)
-            return StepStatus("committed" if done else "unknown", visible)
-        if kind is not None and entry.holds(kind):
-            return StepStatus("committed", visible, entry.wanted)
-        if entry.failed is not None:
-            return StepStatus("failed", visible, entry.wanted, entry.failed)
-        if entry.committing is not None:
-            return StepStatus("committing", visible, entry.wanted)
-        announced = visible is not None and not entry.parts.any and covers(visible, kind or entry.wanted or STATE_DICT)
-        if entry.settled or announced:
-            return StepStatus("committed", visible, entry.wanted)
-        full = entry.parts.more_than_weights or entry.wanted != STATE_DICT
-        missing = entry.parts.missing(FULL if full else STATE_DICT)
-        if entry.wanted is None or (full and entry.wanted != FULL):
-            missing.append("the word that it is to be committed")
-        return StepStatus("open", visible, entry.wanted, None, tuple(missing))
+        visible = self._committed.kind(step)
+        if entry is not None:
+            return entry.status(visible, kind)
+        done = visible is not None and covers(visible, kind or STATE_DICT)
+        return StepStatus("committed" if done else "unknown", visible)
 
     def has(self, step: int, part: str) -> bool:
         """Whether a commit of this attempt holds the part, so that there is nothing to write for it."""
@@ -241,11 +89,11 @@ class CommitBook:
     @property
     def failures(self) -> dict[int, str]:
         """The steps that failed (of those remembered), and why."""
-        return {step: entry.failed for step, entry in self._steps.items() if entry.failed is not None}
+        return {entry.step: entry.failed for entry in self._steps if entry.failed is not None}
 
     def open_steps(self) -> list[int]:
         """Steps of which something is being saved or committed now."""
-        return sorted(step for step, entry in self._steps.items() if self._is_open(entry))
+        return sorted(entry.step for entry in self._steps if self._steps.is_open(entry))
 
     def writers(self) -> set[tuple[str, str, str]]:
         """(node_id, job_id, life) of those that write or wait for their turn."""
@@ -281,12 +129,7 @@ class CommitBook:
         parts = list(parts)
         if entry.holds(kind) and set(parts) <= entry.committed_keys:
             raise RunError(f"step {step} is already committed as {entry.committed}; saving it again would add nothing")
-        for name in parts:
-            entry.parts.expect(name, kind == STATE_DICT or name in weights_parts or name == DIGEST_PART)
-        entry.meta.update(meta or {})
-        if durable is not None:
-            entry.durable[kind] = durable or entry.durable.get(kind, False)
-        entry.marks.add(kind)
+        entry.ask(kind, parts, weights_parts, meta or {}, durable)
         return self._evaluate(entry)
 
     def register(
@@ -389,20 +232,9 @@ class CommitBook:
         decisions = self._release(ticket) if part != DIGEST_PART else []
         if entry.failed is not None:
             return [*decisions, Clean(step, self.attempt)]
-        if digest is not None and entry.digest not in (None, digest):
-            error = f"two digests were reported for the weights of step {step}: {entry.digest} and {digest}"
-            return decisions + self._fail(entry, error)
-        entry.digest = digest or entry.digest
         key = part if part is not None else f"#{report if report is not None else len(entry.parts.done)}"
-        if key not in entry.parts.done:
-            new = None if files is None else tuple(files)
-            clash = entry.parts.clash(key, new or ())
-            if clash is not None:
-                return decisions + self._fail(entry, clash)
-            entry.parts.add(key, weights, new, ticket)
-        elif key in entry.committed_keys:
-            entry.parts.repeat(key, ticket)
-        return decisions + self._evaluate(entry)
+        clash = entry.add(key, weights, files, digest, ticket)
+        return decisions + (self._fail(entry, clash) if clash is not None else self._evaluate(entry))
 
     def failed(
         self, step: int, part: str | None, error: str, *, ticket: str | None = None, attempt: int | None = None
@@ -433,8 +265,8 @@ class CommitBook:
                     decisions += self._fail(entry, f"{describe_part(turn.part)} {reason}")
                 continue
             # It did not say for which step it was writing: any step that still waits may be waiting for it.
-            for entry in list(self._steps.values()):
-                if self._is_open(entry) and entry.committing is None:
+            for entry in self._steps:
+                if self._steps.is_open(entry) and entry.committing is None:
                     decisions += self._fail(entry, f"a part {reason}")
         return decisions + self._grants()
 
@@ -444,21 +276,13 @@ class CommitBook:
         """The step is visible as `kind` now; `beside`: it lies beside its place, as decided or for what was there."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
-        entry.committing, entry.deleted = None, False
         decisions: list[Decision] = []
         if beside or entry.pending_beside:
-            self._beside.add(step)
+            self._committed.add_beside(step)
         else:
-            self._disk[step] = (self.attempt, kind)
-            decisions = self._move_trackers(step, kind)
-        entry.committed, entry.committed_keys = self._own(step), entry.committed_keys | entry.pending_keys
-        if entry.failed is not None:
-            return [*decisions, Clean(step, self.attempt)]
-        if kind == FULL:
-            # The manifest holds them now; only the names are needed, to recognise doubled reports.
-            for key in entry.committed_keys:
-                entry.parts.done[key].files = ()
-        return decisions + self._evaluate(entry)
+            decisions += self._committed.add(step, kind)
+        entry.end_commit(self._committed.own(step))
+        return [*decisions, *([Clean(step, self.attempt)] if entry.failed is not None else self._evaluate(entry))]
 
     def commit_failed(self, step: int, kind: Kind, error: str) -> list[Decision]:
         """The commit could not be carried out; the step fails."""
@@ -471,17 +295,18 @@ class CommitBook:
         """The checkpoint of this step was deleted from the disk. Those who ask late still hear that it was committed;
         one who announces it again begins it anew.
         """
-        self._disk.pop(step, None)
-        if step in self._steps:
-            self._steps[step].deleted = True
+        self._committed.forget(step)
+        entry = self._steps.get(step)
+        if entry is not None:
+            entry.deleted = True
 
     def tick(self) -> list[Decision]:
         """Fail the steps of which nothing was heard for `step_timeout_s`, and take back turns held for so long."""
         decisions: list[Decision] = []
         now = self._clock()
-        for entry in list(self._steps.values()):
+        for entry in self._steps:
             silent = now - entry.touched
-            if silent <= self._step_timeout_s or entry.committing is not None or not self._is_open(entry):
+            if silent <= self._step_timeout_s or entry.committing is not None or not self._steps.is_open(entry):
                 continue
             missing = ", ".join(self.status(entry.step).missing) or "the end of a save that began"
             decisions += self._fail(entry, f"nothing was heard of it for {silent:g} s; missing: {missing}")
@@ -495,22 +320,10 @@ class CommitBook:
     def dump(self, step: int) -> dict[str, Any] | None:
         """What has to be kept so that the step survives a restart, as JSON values; None: nothing of it is open."""
         entry = self._steps.get(step)
-        if entry is None or not self._is_open(entry):
+        if entry is None or not self._steps.is_open(entry):
             return None
-        granted = [turn for turn in self._turns.of_step(step) if turn.granted]
-        return {
-            "step": step,
-            "attempt": self.attempt,
-            "opened": entry.opened,
-            "parts": entry.parts.dump(),
-            "marks": sorted(entry.marks),
-            "digest": entry.digest,
-            "meta": entry.meta,
-            "durable": entry.durable,
-            "committed": entry.committed,
-            "committed_keys": sorted(entry.committed_keys),
-            "turns": [[turn.ticket, *turn.writer, turn.part, turn.collective] for turn in granted],
-        }
+        named = {"step": step, "attempt": self.attempt}
+        return named | entry.dump() | {"turns": self._turns.dump(step)}
 
     def restore(self, dumped: Mapping[str, Any], committed_paths: Collection[str] = ()) -> list[Decision]:
         """Take up a dumped step again.
@@ -525,126 +338,45 @@ class CommitBook:
         if dumped["attempt"] != self.attempt:
             raise ValueError(f"it is of attempt {dumped['attempt']}, not {self.attempt}")
         now = self._clock()
-        entry = _Step(int(dumped["step"]), float(dumped["opened"]), now, StepParts.load(dumped["parts"]))
-        entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}
-        entry.digest = dumped["digest"]
-        entry.meta = dict(dumped["meta"])
-        entry.durable = dict(dumped.get("durable", {}))
-        kind = self._own(entry.step)
-        if kind is not None:
-            entry.committed = kind
-            done = entry.parts.done
-            listed = {
-                key
-                for key in entry.parts.keys(kind)
-                if all(file[0] in committed_paths for file in done[key].files or ())
-            }
-            entry.committed_keys = frozenset(dumped["committed_keys"] if kind == dumped["committed"] else listed)
-        self._steps[entry.step] = entry
-        for ticket, node_id, job_id, life, part, collective in dumped["turns"]:
-            self._turns.ask(
-                Turn(
-                    ticket=ticket,
-                    node_id=node_id,
-                    job_id=job_id,
-                    step=entry.step,
-                    part=part,
-                    collective=bool(collective),
-                    anonymous=False,
-                    since=now,
-                    life=life,
-                    granted=True,
-                )
-            )
+        entry = Step.load(dumped, now, self._committed.own(int(dumped["step"])), committed_paths)
+        self._steps.put(entry)
+        self._turns.restore(entry.step, dumped["turns"], now)
         return self._evaluate(entry)
 
     def restore_beside(self, step: int) -> None:
         """In an earlier life of this attempt, weights of the step were committed beside what is visible."""
-        self._beside.add(step)
+        self._committed.add_beside(step)
 
     def restore_failure(self, step: int, error: str) -> None:
         """The step failed in an earlier life: it stays failed, and is not reported again."""
         entry = self._open(step, None)
         entry.failed = error
-        self._note_settled(entry)
+        self._steps.note_settled(entry)
 
     # ---- inside
 
-    def _open(self, step: int, attempt: int | None) -> _Step:
+    def _open(self, step: int, attempt: int | None) -> Step:
+        self._check_named(step, attempt)
+        return self._steps.touch(step)
+
+    def _announced(self, step: int, attempt: int | None) -> Step:
+        self._check_named(step, attempt)
+        return self._steps.announce(step)
+
+    def _check_named(self, step: int, attempt: int | None) -> None:
         if attempt is not None and attempt != self.attempt:
             raise RunError(f"step {step} was reported for attempt {attempt}, but attempt {self.attempt} is running")
         if step < 0:
             raise ValueError(f"a step cannot be negative: {step}")
-        now = self._clock()
-        entry = self._steps.get(step)
-        if entry is None:
-            entry = self._steps[step] = _Step(step, now, now)
-            entry.committed = self._own(step)
-        entry.touched = now
-        return entry
 
-    def _announced(self, step: int, attempt: int | None) -> _Step:
-        """As `_open`; what is known of an earlier checkpoint of the step goes with that, once it was deleted."""
-        entry = self._open(step, attempt)
-        if not entry.deleted or entry.failed is not None or self._is_open(entry):
-            return entry
-        del self._steps[step]
-        with suppress(ValueError):
-            self._settled.remove(step)
-        return self._open(step, attempt)
-
-    def _own(self, step: int) -> Kind | None:
-        """What this attempt has committed of a step: visible, or beside what must stay."""
-        by, kind = self._disk.get(step, (None, None))
-        if by == self.attempt:
-            return kind
-        return STATE_DICT if step in self._beside else None
-
-    def _is_open(self, entry: _Step) -> bool:
-        if entry.committing is not None:
-            return True
-        if entry.failed is not None:
-            return False
-        return (entry.parts.any and not entry.settled) or bool(self._turns.of_step(entry.step))
-
-    def _evaluate(self, entry: _Step) -> list[Decision]:
-        if entry.failed is None and entry.committing is None:
-            for kind in (FULL, STATE_DICT):
-                if kind in entry.marks and not entry.parts.missing(kind):
-                    return self._commit(entry, kind)
-        self._note_settled(entry)
-        return []
-
-    def _commit(self, entry: _Step, kind: Kind) -> list[Decision]:
-        keys = entry.parts.keys(kind)
-        if entry.committed is not None and covers(entry.committed, kind) and keys <= entry.committed_keys:
-            self._note_settled(entry)
+    def _evaluate(self, entry: Step) -> list[Decision]:
+        kind = entry.due()
+        if kind is None:
+            self._steps.note_settled(entry)
             return []
-        partial = kind == STATE_DICT and (FULL in entry.marks or entry.parts.more_than_weights)
-        if partial and entry.parts.untold(keys - entry.committed_keys):
-            return []  # they come with the rest of the step
-        by, visible = self._disk.get(entry.step, (None, None))
-        # Whatever is visible is never replaced by less, nor by weights that its own readers and pins do not know of.
-        beside = kind == STATE_DICT and visible is not None and (by != self.attempt or visible == FULL)
-        entry.committing, entry.pending_keys, entry.pending_beside = kind, keys, beside
-        files, meta = entry.parts.files(keys), dict(entry.meta)
-        durable = entry.durable.get(kind)
-        if kind == FULL and entry.durable.get(STATE_DICT):
-            durable = True  # it takes the place of weights that are
-        return [
-            Commit(entry.step, self.attempt, kind, files, entry.digest, meta, entry.opened, partial, durable, beside)
-        ]
+        return [entry.begin_commit(self.attempt, kind, beside=self._committed.is_taken(entry.step, kind))]
 
-    def _move_trackers(self, step: int, kind: Kind) -> list[Decision]:
-        decisions: list[Decision] = []
-        for tracked in KINDS if kind == FULL else (STATE_DICT,):
-            named = self._trackers[tracked]
-            if named is None or step > named:
-                self._trackers[tracked] = step
-                decisions.append(MoveTracker(tracked, step))
-        return decisions
-
-    def _fail(self, entry: _Step, error: str) -> list[Decision]:
+    def _fail(self, entry: Step, error: str) -> list[Decision]:
         if entry.failed is not None:
             return [Clean(entry.step, self.attempt)]
         entry.failed = error
@@ -652,17 +384,8 @@ class CommitBook:
         for turn in self._turns.of_step(entry.step):
             if not turn.granted:
                 self._turns.release(turn.ticket)
-        self._note_settled(entry)
+        self._steps.note_settled(entry)
         return [Fail(entry.step, self.attempt, error), *self._grants()]
-
-    def _note_settled(self, entry: _Step) -> None:
-        if self._is_open(entry) or not (entry.parts.any or entry.failed) or entry.step in self._settled:
-            return
-        self._settled.append(entry.step)
-        if len(self._settled) > _REMEMBERED:
-            oldest = self._settled.popleft()
-            if not self._turns.of_step(oldest) and not self._is_open(self._steps[oldest]):
-                del self._steps[oldest]
 
     def _release(self, ticket: str | None) -> list[Decision]:
         if self._turns.release(ticket):

@@ -6,8 +6,9 @@ overtaken for ever. Collective saves never queue: a rank that waited here would 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 #: Who may write at once: one thread, the threads of one process, those of one node, or everybody.
 SAVE_STRATEGIES = ("single_thread", "single_process", "single_node", "unrestricted")
@@ -91,6 +92,29 @@ class TurnQueue:
             turn.granted, turn.since = True, now
             granted.append(turn.ticket)
         return granted
+
+    def dump(self, step: int) -> list[list[Any]]:
+        """The turns of a step that were granted, as JSON values."""
+        granted = [turn for turn in self.of_step(step) if turn.granted]
+        return [[turn.ticket, *turn.writer, turn.part, turn.collective] for turn in granted]
+
+    def restore(self, step: int, dumped: Iterable[list[Any]], now: float) -> None:
+        """Take up the turns again that `dump` gave."""
+        for ticket, node_id, job_id, life, part, collective in dumped:
+            self.ask(
+                Turn(
+                    ticket=ticket,
+                    node_id=node_id,
+                    job_id=job_id,
+                    step=step,
+                    part=part,
+                    collective=bool(collective),
+                    anonymous=False,
+                    since=now,
+                    life=life,
+                    granted=True,
+                )
+            )
 
     def _may_join(self, turn: Turn) -> bool:
         holders = self.select(lambda held: held.granted and not held.collective)

@@ -98,7 +98,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
 
     Raises:
         WeightsError: there are no weights of a format that is read; a file is missing or damaged, or files contradict
-            each other. A file whose bytes were changed in place shows in its digest only: see `store.verify`.
+            each other. A file whose bytes were changed in place shows in its digest only: see `verification.verify`.
         ManifestError: the folder's manifest is damaged.
     """
     if not folder.is_dir():

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from trinity_sync.checkpoint import CheckpointMonitor, store
+from trinity_sync.checkpoint import CheckpointMonitor, recovery
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
@@ -58,7 +58,7 @@ class VerlRun:
                 ray.kill(actor)
             # Else the next run does it.
             if has_no_monitor(self.root, _END_S):
-                store.clear_versions(self.root, now=time.time())
+                recovery.clean_versions(self.root, now=time.time())
         finally:
             self.lock.close()
 

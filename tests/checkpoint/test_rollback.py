@@ -1,0 +1,49 @@
+"""A checkpoint folder that a resume sets back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.checkpoint.helpers import commit, stage
+from trinity_sync.checkpoint import catalog, rollback
+from trinity_sync.checkpoint.layout import staging_dir
+from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
+from trinity_sync.protocol.parts import FULL, STATE_DICT
+
+
+def test_a_resume_sets_the_trackers_back_and_puts_later_weights_aside(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        commit(tmp_path, step)
+    commit(tmp_path, 15, kind=STATE_DICT)
+    write_tracker(tmp_path, FULL, 30)
+    write_tracker(tmp_path, STATE_DICT, 30)
+    stage(tmp_path, 40, {"a": "1"})
+    abandoned = rollback.set_start(tmp_path, 10, 1)
+    assert [path.name for path in abandoned] == [f"abandoned-global_step_{step}-attempt_0" for step in (15, 20, 30)]
+    assert [info.step for info in catalog.scan(tmp_path)] == [10]
+    assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (10, 10)
+    assert not staging_dir(tmp_path, 40, 0).exists()
+
+
+def test_abandoning_one_step_twice_keeps_both(tmp_path: Path) -> None:
+    for _ in range(2):
+        commit(tmp_path, 20)
+        rollback.set_start(tmp_path, 0, 1)
+    assert len(list(tmp_path.glob("abandoned-global_step_20-attempt_0*"))) == 2
+
+
+def test_a_start_from_nothing_removes_the_trackers(tmp_path: Path) -> None:
+    commit(tmp_path, 20)
+    write_tracker(tmp_path, FULL, 20)
+    rollback.set_start(tmp_path, 0, 1)
+    assert read_tracker(tmp_path, FULL).step is None
+
+
+def test_a_first_start_needs_no_folder(tmp_path: Path) -> None:
+    assert rollback.set_start(tmp_path / "checkpoints", 0, 0) == []
+
+
+def test_a_resume_from_the_beginning_names_no_weights_as_a_full_checkpoint(tmp_path: Path) -> None:
+    commit(tmp_path, 0, kind=STATE_DICT)
+    rollback.set_start(tmp_path, 0, 1)
+    assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (None, 0)

@@ -1,0 +1,26 @@
+"""Folders that are out of sight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.checkpoint import trash
+
+
+def test_a_trash_folder_that_resists_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f".trash-{name}").mkdir()
+    remove = trash.shutil.rmtree
+
+    def resist(path: Path, **options: object) -> None:
+        if path.name.endswith("a"):
+            raise OSError("busy")
+        remove(path, **options)
+
+    monkeypatch.setattr(trash.shutil, "rmtree", resist)
+    problems = trash.purge(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".trash-a"]
+    assert len(problems) == 1
+    assert "busy" in problems[0]

@@ -1,0 +1,183 @@
+"""What there is in a checkpoint folder, as manifests and names tell. Nothing is written, no contents are looked at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.checkpoint import verls
+from trinity_sync.checkpoint.layout import (
+    ABANDONED_PREFIX,
+    MANIFEST,
+    VERSIONS,
+    Manifest,
+    ManifestError,
+    State,
+    abandoned_attempt,
+    read_error,
+    read_manifest,
+    step_dir,
+    step_of,
+)
+from trinity_sync.checkpoint.trackers import TRACKERS, Tracker, newest_finished
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.parts import FULL, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A step folder.
+
+    Args:
+        manifest: None where the folder is not a committed checkpoint.
+        state: what it is. Contents are not looked at: see `verification`.
+        problems: why it is no committed checkpoint; empty for one.
+    """
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    state: State = "committed"
+    problems: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> Kind | None:
+        """``full`` or ``state_dict``."""
+        return self.manifest.kind if self.manifest is not None else None
+
+    @property
+    def attempt(self) -> int | None:
+        """The attempt that made it."""
+        return self.manifest.attempt if self.manifest is not None else None
+
+    @property
+    def bytes(self) -> int:
+        """Size of the files that the manifest lists."""
+        return self.manifest.bytes if self.manifest is not None else 0
+
+
+def locate(path: Path) -> tuple[Path, int | None]:
+    """(checkpoint folder, step or None) of a path that a user gives: a run, a checkpoints or a step folder.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"{path} is not a folder; give a run, a checkpoints or a step folder")
+    path = path.resolve()
+    step = step_of(path.name)
+    if step is not None:
+        return path.parent, step
+    inner = path / "checkpoints"
+    if inner.is_dir():
+        return inner, None
+    trackers = any((path / name).exists() for name in TRACKERS.values())
+    if trackers or any(step_of(child.name) is not None for child in path.iterdir()):
+        return path, None
+    raise ConfigError(f"{path} holds no checkpoints; give a run, a checkpoints or a step folder")
+
+
+def scan(root: Path, tracker: Tracker | None = None) -> list[CheckpointInfo]:
+    """All step folders, oldest first. Reads manifests only.
+
+    Args:
+        tracker: of full checkpoints, by who has to decide on what it said before the folders were looked at.
+
+    Raises:
+        UnreadableError: the folder cannot be listed now.
+    """
+    finished = newest_finished(root, tracker)
+    try:
+        with os.scandir(root) as entries:
+            named = [(step_of(entry.name), entry) for entry in entries]
+            found = {
+                step: Path(entry.path)
+                for step, entry in named
+                if step is not None and not entry.is_file(follow_symlinks=False)
+            }
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise read_error(root, error) from error
+    return [_look(step, path, finished) for step, path in sorted(found.items())]
+
+
+def look_at(root: Path, step: int) -> CheckpointInfo:
+    """As `scan`, of the folder of one step."""
+    return _look(step, step_dir(root, step), newest_finished(root))
+
+
+def _look(step: int, path: Path, finished: int | None) -> CheckpointInfo:
+    manifest = None
+    try:
+        manifest = read_manifest(path)
+        fault = None
+    except ManifestError as error:
+        fault = error
+    try:
+        if (fault is None or fault.state == "no_manifest") and _of_verl(step, path, manifest, finished):
+            return CheckpointInfo(step, path, None, "verl", (f"{path} was written by verl itself: not verified",))
+    except OSError as error:
+        fault = read_error(path, error) if manifest is None else None
+    if fault is not None:
+        return CheckpointInfo(step, path, None, fault.state, (str(fault),))
+    return CheckpointInfo(step, path, manifest)
+
+
+def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | None) -> bool:
+    """Whether a folder is a checkpoint that verl itself wrote, where nothing or its weights alone had been committed.
+    verl names a step in its tracker once it is whole, so a later one is not; where nobody says, any may be.
+    """
+    if finished is not None and step > finished:
+        return False
+    if manifest is None:
+        return verls.wrote(path)
+    return manifest.kind != FULL and verls.wrote_over(path, manifest.paths)
+
+
+def newest_attempt(root: Path) -> int | None:
+    """The last attempt that committed anything here, abandoned since or not; None: there was none."""
+    attempts = [info.attempt for info in scan(root)]
+    attempts += [abandoned_attempt(path.name) for path in root.glob(f"{ABANDONED_PREFIX}*")]
+    return max((attempt for attempt in attempts if attempt is not None), default=None)
+
+
+def places(root: Path) -> list[Path]:
+    """Folders with step folders in them: the checkpoint folder, and those of the weights beside it."""
+    return [root, *sorted((root / VERSIONS).glob("*"))]
+
+
+def committed_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a committed checkpoint; None: the folder is none, or cannot be read now."""
+    try:
+        return read_manifest(folder)
+    except ManifestError:
+        return None
+
+
+def files_of(folder: Path) -> Iterator[str]:
+    """Relative paths of all files in a folder but the manifest, listed in it or not."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            path = (Path(parent) / name).relative_to(folder).as_posix()
+            if path != MANIFEST and not (path.startswith(f".{MANIFEST}.") and path.endswith(".tmp")):
+                yield path
+
+
+def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None:
+    """That step folders may be moved out of the way.
+
+    Args:
+        others: states of those that may not.
+
+    Raises:
+        RunError: one is in such a state.
+    """
+    for info in infos:
+        if info.state in others:
+            raise RunError(
+                f"{info.problems[0]}; it is left where it is, and stands in the way: move it to another folder, or "
+                "save to another one"
+            )

@@ -1,0 +1,80 @@
+"""What was deleted on purpose, noted in ``.pruned``: whoever deletes may be unable to tell the run.
+
+For a resume that misses a checkpoint, and for who asks how its commit went when the monitor has forgotten it. A
+checkpoint that is committed again has no note any more.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.checkpoint.layout import PRUNED, Manifest
+from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
+
+#: Notes of the newest steps of each kind are kept: a resume asks only for what is newer than what it found.
+_MOST_NOTES = 1000
+_SUFFIX: dict[Kind, str] = {FULL: "", STATE_DICT: ".weights"}
+
+
+def note_deletion(root: Path, manifest: Manifest) -> None:
+    """Note a deletion. It goes on where that cannot be done: a disk may be full, which the deletion mends."""
+    with suppress(OSError):
+        (root / PRUNED).mkdir(exist_ok=True)
+        path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
+        path.write_text(json.dumps({"digest": manifest.digest, "bytes": manifest.bytes}), encoding="utf-8")
+    for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
+        _forget(root, step, attempt, manifest.kind)
+
+
+def deleted(root: Path) -> set[tuple[int, int]]:
+    """(step, attempt) of the full checkpoints that were deleted on purpose and not committed again; of very many the
+    newest.
+    """
+    return set(_notes(root, FULL))
+
+
+def deletion(root: Path, step: int, attempt: int, kind: Kind) -> dict[str, Any] | None:
+    """What is noted of a checkpoint of at least this kind that was deleted and not committed again: its `kind`,
+    `digest` and `bytes`. None: nothing.
+    """
+    for of in KINDS:
+        if covers(of, kind):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                noted = json.loads(_note_path(root, step, attempt, of).read_text(encoding="utf-8"))
+                return {"kind": of, "digest": noted["digest"], "bytes": int(noted["bytes"])}
+    return None
+
+
+def forget_deletion(root: Path, step: int, attempt: int) -> None:
+    """The step is committed again."""
+    for kind in KINDS:
+        _forget(root, step, attempt, kind)
+
+
+def forget_deletions(root: Path, attempt: int) -> None:
+    """An attempt begins: what is noted of one of its number, or of a later one, is of an earlier run."""
+    for kind in KINDS:
+        for step, of in _notes(root, kind):
+            if of >= attempt:
+                _forget(root, step, of, kind)
+
+
+def _note_path(root: Path, step: int, attempt: int, kind: Kind) -> Path:
+    return root / PRUNED / f"{step}-{attempt}{_SUFFIX[kind]}"
+
+
+def _forget(root: Path, step: int, attempt: int, kind: Kind) -> None:
+    with suppress(OSError):
+        _note_path(root, step, attempt, kind).unlink()
+
+
+def _notes(root: Path, kind: Kind) -> list[tuple[int, int]]:
+    try:
+        paths = [path for path in (root / PRUNED).iterdir() if path.suffix == _SUFFIX[kind]]
+    except OSError:
+        return []
+    names = [path.stem.partition("-") for path in paths]
+    return sorted((int(step), int(attempt)) for step, _, attempt in names if step.isdecimal() and attempt.isdecimal())

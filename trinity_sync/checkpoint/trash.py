@@ -1,0 +1,56 @@
+"""Deleting folders: with one rename out of sight (``.trash-...``), and piece by piece after that.
+
+One word each: what is *trashed* is out of sight and keeps its bytes, to *purge* is to free them, and to *delete* is
+both. A checkpoint that somebody may hold is deleted by `deletion`, which trashes it once nobody does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from trinity_sync.checkpoint.layout import TRASH_PREFIX
+from trinity_sync.durable import sync_folder
+
+
+def delete_folder(root: Path, path: Path) -> None:
+    """Delete a folder that nobody else uses."""
+    purge_one(move_to_trash(root, path))
+
+
+def move_to_trash(root: Path, path: Path, *, name: str | None = None) -> Path:
+    """Put a folder out of sight; returns where it is now.
+
+    Args:
+        name: of what is in it, for people; None: the folder's own.
+    """
+    trash = root / f"{TRASH_PREFIX}{name or path.name}-{secrets.token_hex(4)}"
+    path.rename(trash)
+    return trash
+
+
+def purge_one(trash: Path | None) -> None:
+    """Free the bytes of one folder that is out of sight, where there is one; what resists is left to `purge`."""
+    if trash is not None:
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def purge(root: Path) -> list[str]:
+    """Free the bytes of all that is out of sight; a folder that resists does not stop the others.
+
+    Returns:
+        What went wrong.
+    """
+    problems: list[str] = []
+    trash = list(root.glob(f"{TRASH_PREFIX}*"))
+    if trash:
+        sync_folder(root)  # else a power cut could bring back the name of a checkpoint without its files
+    for path in trash:
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            problems.append(f"{path} could not be removed: {error}")
+    return problems

@@ -1,0 +1,73 @@
+"""What the book of commits decides; whoever feeds it carries that out. See `trinity_sync.protocol.commit`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from trinity_sync.protocol.parts import FileTuple, Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The writer that holds this ticket may write now."""
+
+    ticket: str
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Commit the step as `kind`.
+
+    Args:
+        files: what the parts said they wrote; parts that named no files are not in it.
+        digest: the version digest of the weights, where it was reported.
+        meta: what `CommitBook.begin` was given.
+        opened: when the step was first heard of, in seconds of the book's clock.
+        partial: other parts of the step are still being written: only `files` may go into the commit, and the
+            staging folder has to stay. Weights that did not name their files are not committed so: which of those that
+            are there are theirs, nobody knows.
+        durable: whether it has to survive a power cut, as was asked for this kind; None: as all commits do.
+        beside: weights whose place is taken by what they must not replace: a full checkpoint, or any of another
+            attempt. They are committed beside it.
+    """
+
+    step: int
+    attempt: int
+    kind: Kind
+    files: tuple[FileTuple, ...]
+    digest: str | None
+    meta: Mapping[str, Any]
+    opened: float
+    partial: bool
+    durable: bool | None = None
+    beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The step is lost: report it (this comes once) and remove what is staged."""
+
+    step: int
+    attempt: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clean:
+    """A writer of a failed step has ended only now: remove what is staged again."""
+
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoveTracker:
+    """Let the tracker of this kind name the step."""
+
+    kind: Kind
+    step: int
+
+
+Decision: TypeAlias = Grant | Commit | Fail | Clean | MoveTracker

@@ -1,0 +1,236 @@
+"""What the book of commits knows of one step, and which commit of it is due. Used by `trinity_sync.protocol.commit`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from trinity_sync.protocol.decisions import Commit
+from trinity_sync.protocol.parts import DIGEST_PART, FULL, KINDS, STATE_DICT, FileTuple, Kind, StepParts, covers
+
+
+@dataclass(frozen=True, slots=True)
+class StepStatus:
+    """Where a step stands.
+
+    Args:
+        state: ``open``: parts are missing; ``committed``: as all that was asked for.
+        committed: the kind that there is now, whatever the state: of this attempt, else of an earlier one.
+        wanted: the most that was asked for; None: nothing yet.
+        error: why it failed.
+        missing: what is still waited for, one phrase each.
+    """
+
+    state: Literal["unknown", "open", "committing", "committed", "failed"]
+    committed: Kind | None
+    wanted: Kind | None = None
+    error: str | None = None
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Step:
+    """One step that is being saved, or was.
+
+    Args:
+        opened, touched: when it was first and last heard of, in seconds of the book's clock.
+        parts: expected, in, missing.
+        marks: the kinds of commit that were asked for.
+        digest: the version digest of its weights.
+        meta: for the manifest.
+        durable: whether the commit as a kind has to survive a power cut, where that was said.
+        committing: the kind of the commit that is being carried out, with the parts `pending_keys`; `pending_beside`:
+            beside its place.
+        committed: what this attempt has committed, with the parts `committed_keys`.
+        failed: why it failed.
+        ended: tickets of saves that have ended.
+        deleted: its checkpoint was deleted since.
+    """
+
+    step: int
+    opened: float
+    touched: float
+    parts: StepParts = field(default_factory=StepParts)
+    marks: set[Kind] = field(default_factory=set)
+    digest: str | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    durable: dict[Kind, bool] = field(default_factory=dict)
+    committing: Kind | None = None
+    pending_keys: frozenset[str] = frozenset()
+    pending_beside: bool = False
+    committed: Kind | None = None
+    committed_keys: frozenset[str] = frozenset()
+    failed: str | None = None
+    ended: set[str] = field(default_factory=set)
+    deleted: bool = False
+
+    @property
+    def wanted(self) -> Kind | None:
+        """The most that was asked for; None: nothing yet."""
+        if FULL in self.marks:
+            return FULL
+        return STATE_DICT if STATE_DICT in self.marks else None
+
+    def holds(self, kind: Kind) -> bool:
+        """A commit of at least this kind is visible, with every part of that kind, and none is out."""
+        if self.committed is None or not covers(self.committed, kind):
+            return False
+        return self.parts.keys(kind) <= self.committed_keys and not self.parts.missing(kind)
+
+    @property
+    def settled(self) -> bool:
+        """All that was asked for is visible."""
+        wanted = FULL if self.parts.more_than_weights else self.wanted or STATE_DICT
+        return self.committing is None and self.holds(wanted)
+
+    def status(self, visible: Kind | None, kind: Kind | None = None) -> StepStatus:
+        """Where it stands.
+
+        Args:
+            visible: what there is of it on the disk, of any attempt.
+            kind: of the commit that is asked about; None: of all that was asked for.
+        """
+        if kind is not None and self.holds(kind):
+            return StepStatus("committed", visible, self.wanted)
+        if self.failed is not None:
+            return StepStatus("failed", visible, self.wanted, self.failed)
+        if self.committing is not None:
+            return StepStatus("committing", visible, self.wanted)
+        announced = visible is not None and not self.parts.any and covers(visible, kind or self.wanted or STATE_DICT)
+        if self.settled or announced:
+            return StepStatus("committed", visible, self.wanted)
+        full = self.parts.more_than_weights or self.wanted != STATE_DICT
+        missing = self.parts.missing(FULL if full else STATE_DICT)
+        if self.wanted is None or (full and self.wanted != FULL):
+            missing.append("the word that it is to be committed")
+        return StepStatus("open", visible, self.wanted, None, tuple(missing))
+
+    # ---- its parts
+
+    def ask(
+        self,
+        kind: Kind,
+        parts: Iterable[str],
+        weights_parts: Collection[str],
+        meta: Mapping[str, Any],
+        durable: bool | None,
+    ) -> None:
+        """A commit as this kind, with these parts, is asked for; see `CommitBook.begin`."""
+        for name in parts:
+            self.parts.expect(name, kind == STATE_DICT or name in weights_parts or name == DIGEST_PART)
+        self.meta.update(meta)
+        if durable is not None:
+            self.durable[kind] = durable or self.durable.get(kind, False)
+        self.marks.add(kind)
+
+    def add(
+        self, key: str, weights: bool, files: Iterable[FileTuple] | None, digest: str | None, ticket: str | None
+    ) -> str | None:
+        """A part is in; see `CommitBook.finished`. Returns a sentence where it contradicts what was in before."""
+        if digest is not None and self.digest not in (None, digest):
+            return f"two digests were reported for the weights of step {self.step}: {self.digest} and {digest}"
+        self.digest = digest or self.digest
+        if key not in self.parts.done:
+            new = None if files is None else tuple(files)
+            clash = self.parts.clash(key, new or ())
+            if clash is not None:
+                return clash
+            self.parts.add(key, weights, new, ticket)
+        elif key in self.committed_keys:
+            self.parts.repeat(key, ticket)
+        return None
+
+    # ---- its commit
+
+    def due(self) -> Kind | None:
+        """The kind as which it is to be committed now; None: nothing is to be done, or parts are missing."""
+        if self.failed is not None or self.committing is not None:
+            return None
+        kind = next((of for of in (FULL, STATE_DICT) if of in self.marks and not self.parts.missing(of)), None)
+        if kind is None:
+            return None
+        new = self.parts.keys(kind) - self.committed_keys
+        if not new and self.committed is not None and covers(self.committed, kind):
+            return None
+        if self._is_partial(kind) and self.parts.untold(new):
+            return None  # they come with the rest of the step
+        return kind
+
+    def begin_commit(self, attempt: int, kind: Kind, *, beside: bool) -> Commit:
+        """What is to be committed, with all parts of this kind that are in now."""
+        self.committing, self.pending_keys, self.pending_beside = kind, self.parts.keys(kind), beside
+        durable = self.durable.get(kind)
+        if kind == FULL and self.durable.get(STATE_DICT):
+            durable = True  # it takes the place of weights that are
+        return Commit(
+            step=self.step,
+            attempt=attempt,
+            kind=kind,
+            files=self.parts.files(self.pending_keys),
+            digest=self.digest,
+            meta=dict(self.meta),
+            opened=self.opened,
+            partial=self._is_partial(kind),
+            durable=durable,
+            beside=beside,
+        )
+
+    def end_commit(self, committed: Kind | None) -> None:
+        """The commit is done; `committed`: what this attempt has committed of the step by now."""
+        kind, self.committing, self.deleted = self.committing, None, False
+        self.committed, self.committed_keys = committed, self.committed_keys | self.pending_keys
+        if kind == FULL and self.failed is None:
+            # The manifest holds them now; only the names are needed, to recognise doubled reports.
+            for key in self.committed_keys:
+                self.parts.done[key].files = ()
+
+    def _is_partial(self, kind: Kind) -> bool:
+        """Whether a commit of this kind leaves other parts to be written."""
+        return kind == STATE_DICT and (FULL in self.marks or self.parts.more_than_weights)
+
+    # ---- a life after the actor's death
+
+    def dump(self) -> dict[str, Any]:
+        """What has to be kept so that it survives a restart, as JSON values."""
+        return {
+            "step": self.step,
+            "opened": self.opened,
+            "parts": self.parts.dump(),
+            "marks": sorted(self.marks),
+            "digest": self.digest,
+            "meta": self.meta,
+            "durable": self.durable,
+            "committed": self.committed,
+            "committed_keys": sorted(self.committed_keys),
+        }
+
+    @classmethod
+    def load(
+        cls, dumped: Mapping[str, Any], now: float, committed: Kind | None, committed_paths: Collection[str]
+    ) -> Step:
+        """The inverse of `dump`.
+
+        Args:
+            now: seconds of the book's clock.
+            committed: what this attempt has committed of it, as the disk says; it may be newer than the dump.
+            committed_paths: the files that this commit lists.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not what `dump` gives.
+        """
+        entry = cls(int(dumped["step"]), float(dumped["opened"]), now, StepParts.load(dumped["parts"]))
+        entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}
+        entry.digest = dumped["digest"]
+        entry.meta = dict(dumped["meta"])
+        entry.durable = dict(dumped.get("durable", {}))
+        if committed is not None:
+            entry.committed = committed
+            done = entry.parts.done
+            listed = {
+                key
+                for key in entry.parts.keys(committed)
+                if all(file[0] in committed_paths for file in done[key].files or ())
+            }
+            entry.committed_keys = frozenset(dumped["committed_keys"] if committed == dumped["committed"] else listed)
+        return entry
