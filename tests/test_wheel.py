@@ -67,6 +67,12 @@ def test_the_wheel_holds_every_option_inside_the_package(wheel: Path) -> None:
     assert {name.partition("/")[0] for name in found} == {"trinity_sync"}
 
 
+def test_the_wheel_holds_the_templates_of_the_report(wheel: Path) -> None:
+    templates = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("trinity_sync/report/templates/*")}
+    assert "trinity_sync/report/templates/run.html" in templates
+    assert templates <= names(wheel)
+
+
 def test_a_wheel_that_is_built_from_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:
     sdist = build("sdist", ROOT, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +18,15 @@ from trinity_sync.tracking.live import LiveView, sparkline
 class Broken(io.StringIO):
     def write(self, text: str) -> int:
         raise BrokenPipeError(32, "Broken pipe")
+
+
+class Flaky(io.StringIO):
+    broken = False
+
+    def write(self, text: str) -> int:
+        if self.broken:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
 
 
 def line_view(total: int | None = 20, **other: Any) -> tuple[LiveView, Clock, io.StringIO]:
@@ -234,6 +244,22 @@ def test_closing_a_panel_gives_the_terminal_back() -> None:
     view.phase("starting Ray")
     view.close()
     assert file.getvalue().count("\x1b[?25l") == file.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_terminal_that_failed_for_a_moment_gets_its_panel_back() -> None:
+    file = Flaky()
+    console = Console(file=file, force_terminal=True, width=80, _environ={"TERM": "xterm"})
+    view = LiveView("panel", 5, console, clock=Clock())
+    file.broken = True
+    view.phase("starting Ray")
+    time.sleep(0.6)  # longer than the panel is left as it is
+    file.broken = False
+    deadline = time.monotonic() + 20
+    while "starting Ray" not in file.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    shown = file.getvalue()
+    view.close()
+    assert "starting Ray" in shown
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 40))

@@ -10,14 +10,14 @@ import json
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trinity_sync.checkpoint.hf_files import PlannedFile, nbytes, plan_files, write_file, write_index
+from trinity_sync.checkpoint.hf_files import nbytes, plan_files, write_file, write_index
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
@@ -130,7 +130,7 @@ def export_checkpoint(
         dtypes=tuple(name for name, _ in Counter(info.dtype for info in infos.values()).most_common()),
         tensors=len(infos),
         bytes=sum(map(nbytes, infos.values())),
-        files=tuple(planned.name for planned in files),
+        files=tuple(files),
         digest=digest,
         checked=checked,
     )
@@ -139,7 +139,7 @@ def export_checkpoint(
 def _write_weights(
     weights: Weights,
     infos: Mapping[str, TensorInfo],
-    files: list[PlannedFile],
+    files: Mapping[str, Sequence[str]],
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[str, str]:
@@ -158,8 +158,8 @@ def _write_weights(
             progress(done, total)
         return tensor
 
-    for planned in files:
-        write_file(folder, planned, infos, read)
+    for file, names in files.items():
+        write_file(folder, file, {name: infos[name] for name in names}, read)
     if len(files) > 1:
         write_index(folder, files, infos)
     return version_digest(written), version_digest(in_wire)

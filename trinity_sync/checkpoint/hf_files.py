@@ -10,27 +10,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from trinity_sync.checkpoint.reading.hugging_face import INDEX
 from trinity_sync.checkpoint.reading.pieces import TensorInfo
 from trinity_sync.weights import dtypes
 from trinity_sync.weights.tensors import to_torch
 
-SINGLE = "model.safetensors"
 _CHUNK_BYTES = 4 << 20
 _ALIGNMENT = 8
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """One file and the tensors in it, in the order of their bytes."""
-
-    name: str
-    tensors: tuple[str, ...]
 
 
 def nbytes(info: TensorInfo) -> int:
@@ -38,54 +29,48 @@ def nbytes(info: TensorInfo) -> int:
     return info.numel * dtypes.itemsize(info.dtype)
 
 
-def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> list[PlannedFile]:
+def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
     """Divide tensors among files of at most so many bytes, in the given order; a larger tensor gets its own file.
 
-    Within a file tensors of wider elements come first, so that every tensor is aligned.
+    Returns:
+        The names of the files, and of the tensors in each in the order of their bytes: those of wider elements come
+        first, so that every tensor is aligned.
     """
-    groups: list[list[str]] = [[]]
-    filled = 0
-    for name, info in infos.items():
-        if groups[-1] and filled + nbytes(info) > max_bytes:
-            groups.append([])
-            filled = 0
-        groups[-1].append(name)
-        filled += nbytes(info)
-    count = len(groups)
-    names = [SINGLE] if count == 1 else [f"model-{at:05d}-of-{count:05d}.safetensors" for at in range(1, count + 1)]
-    return [
-        PlannedFile(name, tuple(sorted(group, key=lambda tensor: -dtypes.itemsize(infos[tensor].dtype))))
-        for name, group in zip(names, groups, strict=True)
-    ]
+    split = split_state_dict_into_shards_factory(
+        dict(infos), get_storage_size=nbytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_bytes
+    )
+    return {
+        file: sorted(names, key=lambda name: -dtypes.itemsize(infos[name].dtype))
+        for file, names in split.filename_to_tensors.items()
+    }
 
 
-def write_file(
-    folder: Path, planned: PlannedFile, infos: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]
-) -> None:
+def write_file(folder: Path, file: str, infos: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> None:
     """Write one file, durably.
 
     Args:
-        infos: of the tensors as they are to be written.
+        file: its name.
+        infos: of its tensors as they are to be written, in the order of their bytes.
         read: gives a tensor by name; floating ones are cast to the dtype of `infos`.
     """
-    with (folder / planned.name).open("wb", buffering=0) as file:
-        _write(file.fileno(), _header({name: infos[name] for name in planned.tensors}))
-        for name in planned.tensors:
-            dtype = to_torch(infos[name].dtype)
+    with (folder / file).open("wb", buffering=0) as opened:
+        _write(opened.fileno(), _header(infos))
+        for name, info in infos.items():
+            dtype = to_torch(info.dtype)
             # small chunks, so that what is cast stays in the cache
             for chunk in read(name).reshape(-1).split(_CHUNK_BYTES // dtype.itemsize):
-                _write(file.fileno(), chunk.to(dtype).contiguous().view(torch.uint8).numpy().data)
-        os.fsync(file.fileno())
+                _write(opened.fileno(), chunk.to(dtype).contiguous().view(torch.uint8).numpy().data)
+        os.fsync(opened.fileno())
 
 
-def write_index(folder: Path, files: Sequence[PlannedFile], infos: Mapping[str, TensorInfo]) -> None:
+def write_index(folder: Path, files: Mapping[str, Sequence[str]], infos: Mapping[str, TensorInfo]) -> None:
     """Write the index that says which tensor is in which file."""
     body = {
         "metadata": {
             "total_parameters": sum(info.numel for info in infos.values()),
             "total_size": sum(nbytes(info) for info in infos.values()),
         },
-        "weight_map": {name: planned.name for planned in files for name in sorted(planned.tensors)},
+        "weight_map": {name: file for file, names in files.items() for name in names},
     }
     (folder / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

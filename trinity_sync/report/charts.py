@@ -1,24 +1,26 @@
 """Charts as inline SVG: lines over steps, and stacked bars, for the report pages.
 
 Colours come from the page's style, so one chart fits light and dark. Long runs are thinned to what a
-page can show; values are on hover through SVG titles, without scripts.
+page can show; values are on hover through SVG titles, without scripts. What is drawn is computed here, and written
+down by the templates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 from typing import Literal
 
-from trinity_sync.report.html import Html, join, tag
+from markupsafe import Markup
+
+from trinity_sync.report.templating import render
 
 COLOURS = 8
 _MOST_POINTS = 600
 _MOST_HOVERS = 240
 _MOST_BARS = 60
-_BROAD = 800
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
 Points = Sequence[tuple[float, float | None]]
@@ -43,30 +45,72 @@ class Series:
     style: Literal["line", "faint", "steps", "dots"] = "line"
     dash: int = 0
 
+    @property
+    def fill(self) -> str:
+        """The colour, as the page's style knows it."""
+        return _fill(self.colour)
 
-@dataclass(frozen=True)
+    @property
+    def faint(self) -> bool:
+        """Whether it stands behind another."""
+        return self.style == "faint"
+
+    @property
+    def dashes(self) -> str:
+        """The dash pattern as SVG writes it."""
+        return _DASHES[self.dash % len(_DASHES)]
+
+    @property
+    def pieces(self) -> list[list[tuple[float, float]]]:
+        """The corners of each unbroken part."""
+        parts = groupby(self.points, lambda point: point[1] is None)
+        pieces = [[(x, y) for x, y in part if y is not None] for missing, part in parts if not missing]
+        if self.style != "steps":
+            return pieces
+        return [
+            [piece[0], *(at for (_, before), (x, y) in pairwise(piece) for at in ((x, before), (x, y)))]
+            for piece in pieces
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Plot:
-    """The inside of the axes in pixels, and the ranges that it shows."""
+    """The axes: what they say, their inside in pixels, and the ranges that they show."""
 
+    label: str
+    x_label: str
+    y_format: Format
     width: int
     height: int
     x_range: tuple[float, float]
     y_range: tuple[float, float]
-    log: bool
+    y_ticks: Sequence[float]
+    log: bool = False
     left: int = 58
-    right: int = 14
     top: int = 12
-    bottom: int = 38
+
+    @property
+    def end(self) -> int:
+        return self.width - 14
+
+    @property
+    def floor(self) -> int:
+        return self.height - 38
+
+    @property
+    def x_ticks(self) -> list[float]:
+        low, high = self.x_range
+        return [value for value in ticks(low, high, 6)[0] if low <= value <= high and value == int(value)]
 
     def x(self, value: float) -> float:
         low, high = self.x_range
-        return self.left + (value - low) / (high - low) * (self.width - self.left - self.right)
+        return self.left + (value - low) / (high - low) * (self.end - self.left)
 
     def y(self, value: float) -> float:
         low, high = self.y_range
         if self.log:
             value, low, high = math.log10(max(value, low)), math.log10(low), math.log10(high)
-        return self.height - self.bottom - (value - low) / (high - low) * (self.height - self.top - self.bottom)
+        return self.floor - (value - low) / (high - low) * (self.floor - self.top)
 
 
 def line_chart(
@@ -81,7 +125,7 @@ def line_chart(
     log: bool = False,
     marks: Mapping[float, str] | None = None,
     empty: str = "Nothing recorded yet.",
-) -> Html:
+) -> Markup:
     """Curves over one axis of numbers.
 
     Args:
@@ -95,25 +139,26 @@ def line_chart(
         marks: vertical lines by x, with their text.
         empty: said where there is nothing to show.
     """
-    shown = [(item, _thin(_drawable(item.points, log), worst=item.style == "dots")) for item in series]
-    shown = [(item, points) for item, points in shown if any(value is not None for _, value in points)]
-    if not shown:
-        return tag("p", empty, class_="quiet")
-    xs = [x for _, points in shown for x, _ in points]
-    ys = [y for _, points in shown for _, y in points if y is not None] + [
-        bound for bound in y_bounds if bound is not None
-    ]
-    x_range = _widen(min(xs), max(xs), 0.5)
+    thinned = [replace(item, points=_thin(_drawable(item.points, log), worst=item.style == "dots")) for item in series]
+    curves = [item for item in thinned if item.pieces]
+    if not curves:
+        return _nothing(empty)
+    xs = [x for item in curves for x, _ in item.points]
+    ys = [y for item in curves for _, y in item.points if y is not None]
+    ys += [bound for bound in y_bounds if bound is not None]
     y_ticks, y_range = log_ticks(min(ys), max(ys)) if log else ticks(min(ys), max(ys))
-    plot = _Plot(width, height, x_range, y_range, log)
-    lines = [_axes(plot, y_ticks, y_format, x_label), _marks(plot, marks or {})]
-    lines += [_curve(plot, item, points) for item, points in shown]
-    hovers = sum(len(points) for _, points in shown)
-    if hovers <= _MOST_HOVERS:
-        lines += [_hovers(plot, item, points, x_label, y_format) for item, points in shown if item.style != "faint"]
-    broad = "broad" if width > _BROAD else None
-    drawing = tag("svg", *lines, viewBox=f"0 0 {width} {height}", role="img", aria_label=label, class_=broad)
-    return tag("figure", legend([item for item, _ in shown]) if len(shown) > 1 else None, drawing)
+    plot = _Plot(
+        label=label,
+        x_label=x_label,
+        y_format=y_format,
+        width=width,
+        height=height,
+        x_range=_widen(min(xs), max(xs), 0.5),
+        y_range=y_range,
+        y_ticks=y_ticks,
+        log=log,
+    )
+    return render("line_chart.html", plot=plot, curves=curves, marks=marks or {}, hovers=len(xs) <= _MOST_HOVERS)
 
 
 def bar_chart(
@@ -126,7 +171,7 @@ def bar_chart(
     width: int = 560,
     height: int = 250,
     empty: str = "Nothing recorded yet.",
-) -> Html:
+) -> Markup:
     """Stacked bars: one bar per x, or per few of them (their means) in a long run.
 
     Args:
@@ -135,14 +180,23 @@ def bar_chart(
         label, x_label, y_format, width, height, empty: as for `line_chart`.
     """
     if not xs or not parts:
-        return tag("p", empty, class_="quiet")
+        return _nothing(empty)
     share = math.ceil(len(xs) / _MOST_BARS)
     bins = [range(start, min(start + share, len(xs))) for start in range(0, len(xs), share)]
     heights = {name: [sum(values[i] for i in bin_) / len(bin_) for bin_ in bins] for name, values in parts.items()}
-    tops = [sum(values[index] for values in heights.values()) for index in range(len(bins))]
+    tops = [sum(column) for column in zip(*heights.values(), strict=True)]
     gap = (xs[-1] - xs[0]) / (len(xs) - 1) if len(xs) > 1 else 1.0
     y_ticks, y_range = ticks(0.0, max(tops))
-    plot = _Plot(width, height, (xs[0] - gap / 2, xs[-1] + gap / 2), y_range, log=False)
+    plot = _Plot(
+        label=label,
+        x_label=x_label,
+        y_format=y_format,
+        width=width,
+        height=height,
+        x_range=(xs[0] - gap / 2, xs[-1] + gap / 2),
+        y_range=y_range,
+        y_ticks=y_ticks,
+    )
     bars = []
     for index, bin_ in enumerate(bins):
         begin, end = plot.x(xs[bin_[0]] - gap / 2), plot.x(xs[bin_[-1]] + gap / 2)
@@ -153,31 +207,21 @@ def bar_chart(
             top, bottom = plot.y(below + values[index]), plot.y(below)
             below += values[index]
             bars.append(
-                tag(
-                    "rect",
-                    tag("title", f"{where}: {name} {y_format(values[index])}"),
-                    x=f"{begin + space / 2:.1f}",
-                    y=f"{top:.1f}",
-                    width=f"{max(end - begin - space, 0.5):.1f}",
-                    height=f"{max(bottom - top, 0):.1f}",
-                    fill=f"var(--s{colour % COLOURS})",
-                )
+                {
+                    "x": begin + space / 2,
+                    "y": top,
+                    "width": max(end - begin - space, 0.5),
+                    "height": max(bottom - top, 0),
+                    "fill": _fill(colour),
+                    "title": f"{where}: {name} {y_format(values[index])}",
+                }
             )
-    drawing = tag(
-        "svg",
-        _axes(plot, y_ticks, y_format, x_label),
-        *bars,
-        viewBox=f"0 0 {width} {height}",
-        role="img",
-        aria_label=label,
-    )
     total = sum(tops) or 1.0
-    names = [
-        (colour, f"{name} {y_format(sum(values) / len(values))} ({sum(values) / total:.0%})")
+    legend = [
+        (_fill(colour), f"{name} {y_format(sum(values) / len(values))} ({sum(values) / total:.0%})")
         for colour, (name, values) in enumerate(heights.items())
     ]
-    swatch = [tag("li", _box(colour), text) for colour, text in names]
-    return tag("figure", tag("ul", *swatch, class_="legend"), drawing)
+    return render("bar_chart.html", plot=plot, bars=bars, legend=legend)
 
 
 def ticks(low: float, high: float, count: int = 5) -> tuple[list[float], tuple[float, float]]:
@@ -200,124 +244,12 @@ def log_ticks(low: float, high: float) -> tuple[list[float], tuple[float, float]
     return [10.0**power for power in range(first, last + 1, every)], (10.0**first, 10.0**last)
 
 
-def legend(series: Sequence[Series]) -> Html:
-    """Names of the curves, each with a piece of its line."""
-    return tag("ul", *(tag("li", _swatch(item), item.name) for item in series), class_="legend")
+def _nothing(text: str) -> Markup:
+    return Markup('<p class="quiet">{}</p>').format(text)
 
 
-def _axes(plot: _Plot, y_ticks: Sequence[float], y_format: Format, x_label: str) -> Html:
-    left, right, floor = plot.left, plot.width - plot.right, plot.height - plot.bottom
-    parts = []
-    for value in y_ticks:
-        y = f"{plot.y(value):.1f}"
-        parts.append(tag("line", x1=left, x2=right, y1=y, y2=y, class_="grid"))
-        parts.append(tag("text", y_format(value), x=left - 8, y=y, dy="0.32em", text_anchor="end"))
-    low, high = plot.x_range
-    x_ticks = [value for value in ticks(low, high, 6)[0] if low <= value <= high and value == int(value)]
-    for value in x_ticks:
-        x = f"{plot.x(value):.1f}"
-        parts.append(tag("line", x1=x, x2=x, y1=floor, y2=floor + 4, class_="axis"))
-        parts.append(tag("text", f"{value:g}", x=x, y=floor + 18, text_anchor="middle"))
-    parts.append(tag("line", x1=left, x2=right, y1=floor, y2=floor, class_="axis"))
-    parts.append(tag("text", x_label, x=right, y=floor + 33, text_anchor="end"))
-    return join(*parts)
-
-
-def _marks(plot: _Plot, marks: Mapping[float, str]) -> Html:
-    parts = []
-    for value, text in marks.items():
-        if plot.x_range[0] <= value <= plot.x_range[1]:
-            x = f"{plot.x(value):.1f}"
-            parts.append(tag("line", x1=x, x2=x, y1=plot.top, y2=plot.height - plot.bottom, class_="mark"))
-            parts.append(tag("text", text, x=f"{plot.x(value) + 4:.1f}", y=plot.top + 10))
-    return join(*parts)
-
-
-def _curve(plot: _Plot, series: Series, points: Points) -> Html:
-    colour = f"var(--s{series.colour % COLOURS})"
-    if series.style == "dots":
-        spots = [
-            tag("circle", cx=f"{plot.x(x):.1f}", cy=f"{plot.y(y):.1f}", r="2.4", fill=colour, fill_opacity="0.75")
-            for x, y in points
-            if y is not None
-        ]
-        return join(*spots)
-    faint = series.style == "faint"
-    parts = []
-    for piece in _pieces(points):
-        if len(piece) == 1:
-            (x, y), radius = piece[0], "1.6" if faint else "2.4"
-            parts.append(tag("circle", cx=f"{plot.x(x):.1f}", cy=f"{plot.y(y):.1f}", r=radius, fill=colour))
-            continue
-        path = [f"{plot.x(piece[0][0]):.1f},{plot.y(piece[0][1]):.1f}"]
-        for (_, before), (x, y) in pairwise(piece):
-            if series.style == "steps":
-                path.append(f"{plot.x(x):.1f},{plot.y(before):.1f}")
-            path.append(f"{plot.x(x):.1f},{plot.y(y):.1f}")
-        parts.append(
-            tag(
-                "polyline",
-                points=" ".join(path),
-                fill="none",
-                stroke=colour,
-                stroke_width="1" if faint else "2",
-                stroke_opacity="0.6" if faint else None,
-                stroke_linejoin="round",
-                stroke_dasharray=_DASHES[series.dash % len(_DASHES)] or None,
-            )
-        )
-    return join(*parts)
-
-
-def _hovers(plot: _Plot, series: Series, points: Points, x_label: str, y_format: Format) -> Html:
-    return join(
-        *(
-            tag(
-                "circle",
-                tag("title", f"{x_label} {x:g}: {series.name} {y_format(y)}"),
-                cx=f"{plot.x(x):.1f}",
-                cy=f"{plot.y(y):.1f}",
-                r="6",
-                class_="hover",
-            )
-            for x, y in points
-            if y is not None
-        )
-    )
-
-
-def _swatch(series: Series) -> Html:
-    colour = f"var(--s{series.colour % COLOURS})"
-    if series.style == "dots":
-        mark = tag("circle", cx="11", cy="5", r="4", fill=colour)
-    else:
-        mark = tag(
-            "line",
-            x1="0",
-            x2="22",
-            y1="5",
-            y2="5",
-            stroke=colour,
-            stroke_width="1.5" if series.style == "faint" else "3",
-            stroke_opacity="0.6" if series.style == "faint" else None,
-            stroke_dasharray=_DASHES[series.dash % len(_DASHES)] or None,
-        )
-    return tag("svg", mark, viewBox="0 0 22 10", aria_hidden="true")
-
-
-def _box(colour: int) -> Html:
-    box = tag("rect", x="6", y="0", width="12", height="10", rx="2", fill=f"var(--s{colour % COLOURS})")
-    return tag("svg", box, viewBox="0 0 22 10", aria_hidden="true")
-
-
-def _pieces(points: Points) -> list[list[tuple[float, float]]]:
-    pieces: list[list[tuple[float, float]]] = [[]]
-    for x, y in points:
-        if y is None:
-            pieces.append([])
-        else:
-            pieces[-1].append((x, y))
-    return [piece for piece in pieces if piece]
+def _fill(colour: int) -> str:
+    return f"var(--s{colour % COLOURS})"
 
 
 def _drawable(points: Points, log: bool) -> Points:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from markupsafe import Markup
+
 from trinity_sync.report import charts
 from trinity_sync.report.charts import Series
 from trinity_sync.report.data import Run, smooth
-from trinity_sync.report.html import Html, section
 from trinity_sync.tracking import units
 
 _MOST_PARTS = 7
 _WHOLE_STEP = ("timing/step", "timing/total")
 
 
-def reward(run: Run) -> Html:
+def reward(run: Run) -> Markup:
     """Reward of each step, and its mean over ten."""
     points = run.series("reward/mean")
-    chart = charts.line_chart(
+    return charts.line_chart(
         [
             Series(name="each step", points=points, style="faint"),
             Series(name="mean of the last 10 steps", points=smooth(points)),
@@ -27,28 +28,25 @@ def reward(run: Run) -> Html:
         marks=_resumes(run),
         empty="No step has recorded a reward.",
     )
-    return section("Reward", chart)
 
 
-def loss(run: Run) -> Html:
+def loss(run: Run) -> Markup:
     """Loss of each step."""
-    chart = charts.line_chart(
+    return charts.line_chart(
         [Series(name="loss", points=run.series("loss"), colour=3)],
         label="Loss by step",
         y_format=metric_text,
         marks=_resumes(run),
         empty="No step has recorded a loss.",
     )
-    return section("Loss", chart, wide=False)
 
 
-def timing(run: Run) -> Html:
+def timing(run: Run) -> Markup:
     """What the seconds of a step go to."""
     xs, parts = step_parts(run)
-    chart = charts.bar_chart(
+    return charts.bar_chart(
         xs, parts, label="Seconds of each part of a step", y_format=units.seconds, empty="No step has recorded timings."
     )
-    return section("Where a step's time goes", chart, wide=False, hint="Means per step, and shares of the whole")
 
 
 def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
@@ -68,23 +66,20 @@ def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
     return [float(line.get("step", index + 1)) for index, line in enumerate(run.metrics)], parts
 
 
-def staleness(run: Run) -> Html:
+def staleness(run: Run) -> Markup:
     """Mean staleness of the samples of each step."""
-    chart = charts.line_chart(
+    return charts.line_chart(
         [Series(name="staleness", points=run.series("staleness/mean"), colour=1)],
         label="Mean staleness of the samples by step",
         y_format=metric_text,
         y_bounds=(0.0, 1.0),
         empty="No step has recorded staleness.",
     )
-    return section(
-        "Staleness", chart, wide=False, hint="Steps completed before an update, minus the step whose weights sampled"
-    )
 
 
-def latencies(run: Run) -> Html:
+def latencies(run: Run) -> Markup:
     """Times of each publish and load."""
-    chart = charts.line_chart(
+    return charts.line_chart(
         [
             Series(
                 name="publish: trainer blocked", points=run.measured("publish", "blocked_s"), colour=0, style="dots"
@@ -100,12 +95,11 @@ def latencies(run: Run) -> Html:
         marks=_resumes(run),
         empty="No version has been published.",
     )
-    return section("Sync times", chart, wide=False, hint="One dot per publish or load, powers of ten")
 
 
-def moved(run: Run) -> Html:
+def moved(run: Run) -> Markup:
     """Bytes of each version, whole and as carried."""
-    chart = charts.line_chart(
+    return charts.line_chart(
         [
             Series(
                 name=text,
@@ -121,12 +115,11 @@ def moved(run: Run) -> Html:
         y_bounds=(0.0, None),
         empty="No version has been published.",
     )
-    return section("Bytes of a version", chart, wide=False, hint="What a whole version takes, and what was carried")
 
 
-def saves(run: Run) -> Html:
+def saves(run: Run) -> Markup:
     """Times of each checkpoint."""
-    chart = charts.line_chart(
+    return charts.line_chart(
         [
             Series(name="trainer blocked", points=run.measured("commit", "blocked_s"), colour=0, style="dots"),
             Series(name="until committed", points=run.measured("commit", "total_s"), colour=2, style="dots"),
@@ -137,7 +130,6 @@ def saves(run: Run) -> Html:
         marks=_resumes(run),
         empty="No checkpoint has been committed.",
     )
-    return section("Save times", chart, wide=False, hint="Two dots per checkpoint, powers of ten")
 
 
 def metric_text(value: float) -> str:

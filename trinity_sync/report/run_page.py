@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
-from trinity_sync.report import run_charts, run_tables
+from trinity_sync.report import run_charts, templating
 from trinity_sync.report.data import TARGET_REWARD, Run, steps_to
-from trinity_sync.report.html import Html, badge, join, page, tag, tiles
 from trinity_sync.tracking import units
-from trinity_sync.tracking.summary import mismatches
-
-_MOST_NAMED = 10
+from trinity_sync.tracking.summary import kept_checkpoints, mismatches
 
 
 def render(run: Run, now: float) -> str:
@@ -21,25 +19,33 @@ def render(run: Run, now: float) -> str:
         run: what was read.
         now: Unix seconds, for the note on when it was made.
     """
-    return page(
-        f"{run.name}: {run.status}",
-        _top(run),
-        _troubles(run),
-        _tiles(run),
-        run_charts.reward(run),
-        run_charts.loss(run),
-        run_charts.timing(run),
-        run_charts.staleness(run),
-        run_charts.latencies(run),
-        run_charts.moved(run),
-        run_charts.saves(run),
-        run_tables.checkpoints(run),
-        run_tables.versions(run),
-        run_tables.faults(run),
-        run_tables.attempts(run),
-        run_tables.environment(run),
-        run_tables.config(run),
-        tag("p", f"Made {units.moment(now)} from {run.path}", class_="quiet wide"),
+    loads: dict[Any, list[Mapping[str, Any]]] = {}
+    for event in run.of("load"):
+        loads.setdefault(event.get("version"), []).append(event)
+    attempts = run.record.get("attempts") or []
+    starts = [units.finite(item.get("started")) for item in attempts or [run.record]]
+    started = min((at for at in starts if at is not None), default=None)
+
+    def since_start(event: Mapping[str, Any]) -> float | None:
+        at = units.finite(event.get("time"))
+        return None if started is None or at is None else at - started
+
+    return templating.render(
+        "run.html",
+        title=f"{run.name}: {run.status}",
+        run=run,
+        path=run.path,
+        now=now,
+        facts=facts(run),
+        tiles=_tiles(run),
+        charts=run_charts,
+        wrong=mismatches(run.events),
+        kept={event["step"] for event in kept_checkpoints(run.events, run.checkpoints)},
+        pruned={event.get("step"): event for event in run.of("prune")},
+        loads=loads,
+        since_start=since_start,
+        attempts=attempts,
+        environment=_environment(run),
     )
 
 
@@ -65,36 +71,8 @@ def _chosen(run: Run, group: str) -> str | None:
     return chosen[-1] if chosen else None
 
 
-def _top(run: Run) -> Html:
-    items = [tag("li", f"{name} ", tag("b", value), class_="quiet") for name, value in facts(run)]
-    return tag("div", tag("h1", run.name), badge(run.status), tag("ul", *items, class_="facts"), class_="top")
-
-
-def _troubles(run: Run) -> Html:
-    error = run.record.get("error")
-    parts = []
-    if error:
-        parts.append(tag("section", tag("h2", "Why it ended"), tag("pre", str(error)), class_="card wide error"))
-    wrong = [_mismatch_text(event) for event in mismatches(run.events)]
-    if wrong:
-        more = [f"... and {len(wrong) - _MOST_NAMED} more"] if len(wrong) > _MOST_NAMED else []
-        lines = [tag("p", text) for text in [*wrong[:_MOST_NAMED], *more]]
-        parts.append(
-            tag("section", tag("h2", "Digests that are not the published ones"), *lines, class_="card wide error")
-        )
-    if run.notes:
-        parts.append(tag("section", *(tag("p", note) for note in run.notes), class_="card wide note"))
-    return join(*parts)
-
-
-def _mismatch_text(event: Mapping[str, Any]) -> str:
-    who = {"load": f"{event.get('explorer')} loaded version", "commit": "the checkpoint of step"}.get(
-        event["event"], "published again: version"
-    )
-    return f"{who} {event.get('version', event.get('step'))}: {event.get('digest')}"
-
-
-def _tiles(run: Run) -> Html:
+def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
+    """Key figures: label, value, and a line of detail."""
     summary, sync, saved = run.summary, run.summary["sync"], run.summary["checkpoint"]
     total = run.total_steps
     reached = steps_to(run)
@@ -132,8 +110,22 @@ def _tiles(run: Run) -> Html:
         if summary["digests"]
         else ("Digests", "not checked", None),
     ]
-    peaks = [(f"Peak, {role}", units.size(peak), None) for role, peak in summary["peak_memory"].items()]
-    return tiles([*items, *peaks])
+    return items + [(f"Peak, {role}", units.size(peak), None) for role, peak in summary["peak_memory"].items()]
+
+
+def _environment(run: Run) -> list[tuple[str, str]]:
+    """What the run was made with: name and value; nothing where it has no record."""
+    record, git = run.record, run.record.get("git")
+    if not record:
+        return []
+    return [
+        ("command", str(record.get("command") or "unknown")),
+        ("git", f"{git.get('commit')}{' with changes' if git.get('dirty') else ''}" if git else "no repository"),
+        ("host", str(record.get("host") or "unknown")),
+        ("threads", json.dumps(record.get("threads"))),
+        ("config digest", str(record.get("config_digest") or "unknown")),
+        *((name, str(version)) for name, version in (record.get("packages") or {}).items()),
+    ]
 
 
 def _gaps(run: Run) -> list[float | None]:

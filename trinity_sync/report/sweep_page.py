@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trinity_sync.report import charts
+from markupsafe import Markup
+
+from trinity_sync.report import charts, templating
 from trinity_sync.report.charts import COLOURS, Series
 from trinity_sync.report.data import TARGET_REWARD, Run, Sweep, smooth, steps_to
-from trinity_sync.report.html import Html, badge, join, page, section, table, tag, tiles
 from trinity_sync.report.run_charts import metric_text
 from trinity_sync.tracking import units
 
@@ -33,15 +34,22 @@ def render(sweep: Sweep, now: float) -> str:
         sweep: what was read.
         now: Unix seconds, for the note on when it was made.
     """
-    title = f"Sweep {sweep.path.parent.name}/{sweep.path.name}"
-    return page(
-        title,
-        tag("div", tag("h1", title), tag("ul", _common(sweep), class_="facts"), class_="top"),
-        _tiles(sweep),
-        _rewards(sweep),
-        _table(sweep),
-        _notes(sweep),
-        tag("p", f"Made {units.moment(now)} from {sweep.path}", class_="quiet wide"),
+    return templating.render(
+        "sweep.html",
+        title=f"Sweep {sweep.path.parent.name}/{sweep.path.name}",
+        sweep=sweep,
+        path=sweep.path,
+        now=now,
+        common=(" ".join(sweep.common) if len(sweep.runs) > 1 else "") or "the defaults",
+        tiles=_tiles(sweep),
+        rewards=_rewards(sweep),
+        head=HEAD,
+        cells=cells,
+        notes=[
+            (run.path.name, text)
+            for run in sweep.runs
+            for text in [*([str(run.record["error"])] if run.record.get("error") else []), *run.notes]
+        ],
     )
 
 
@@ -67,33 +75,26 @@ def cells(sweep: Sweep, run: Run) -> list[str]:
     ]
 
 
-def _common(sweep: Sweep) -> Html:
-    common = " ".join(sweep.common) if len(sweep.runs) > 1 else ""
-    return tag("li", "the same in all: ", tag("b", common or "the defaults"), class_="quiet")
-
-
-def _tiles(sweep: Sweep) -> Html:
+def _tiles(sweep: Sweep) -> list[tuple[str, str, str | None]]:
     done = sum(run.status == "completed" for run in sweep.runs)
     scored = [run for run in sweep.runs if run.summary["reward_last"] is not None]
     best = max(scored, key=lambda run: run.summary["reward_last"], default=None)
     reached = [(steps, run) for run in sweep.runs if (steps := steps_to(run)) is not None]
     quickest = min(reached, key=lambda item: item[0], default=None)
     walls = [run.summary["wall_s"] for run in sweep.runs if run.summary["wall_s"] is not None]
-    return tiles(
-        [
-            ("Runs", str(len(sweep.runs)), f"{done} completed"),
-            ("Best last reward", units.number(best.summary["reward_last"]), _named(sweep, best))
-            if best
-            else ("Best", "none", None),
-            (f"Fewest steps to {TARGET_REWARD}", str(quickest[0]), _named(sweep, quickest[1]))
-            if quickest
-            else (f"Steps to {TARGET_REWARD}", "never", "by the mean of ten steps"),
-            ("Wall, all runs", units.seconds(sum(walls) if walls else None, "none"), None),
-        ]
-    )
+    return [
+        ("Runs", str(len(sweep.runs)), f"{done} completed"),
+        ("Best last reward", units.number(best.summary["reward_last"]), _named(sweep, best))
+        if best
+        else ("Best", "none", None),
+        (f"Fewest steps to {TARGET_REWARD}", str(quickest[0]), _named(sweep, quickest[1]))
+        if quickest
+        else (f"Steps to {TARGET_REWARD}", "never", "by the mean of ten steps"),
+        ("Wall, all runs", units.seconds(sum(walls) if walls else None, "none"), None),
+    ]
 
 
-def _rewards(sweep: Sweep) -> Html:
+def _rewards(sweep: Sweep) -> Markup:
     series = [
         Series(
             name=_named(sweep, run),
@@ -103,7 +104,7 @@ def _rewards(sweep: Sweep) -> Html:
         )
         for index, run in enumerate(sweep.runs)
     ]
-    chart = charts.line_chart(
+    return charts.line_chart(
         series,
         label="Mean reward by step of all runs",
         y_format=metric_text,
@@ -111,31 +112,6 @@ def _rewards(sweep: Sweep) -> Html:
         height=320,
         empty="No run has recorded a reward.",
     )
-    return section("Reward", chart, hint="Mean of the last 10 steps")
-
-
-def _table(sweep: Sweep) -> Html:
-    rows: list[list[str | Html]] = []
-    for run in sweep.runs:
-        row: list[str | Html] = list(cells(sweep, run))
-        if (run.path / "report.html").exists():
-            row[0] = tag("a", run.path.name, href=f"{run.path.name}/report.html")
-        row[1] = tag("code", row[1])
-        row[2] = badge(run.status)
-        rows.append(row)
-    hint = (
-        "Reward: mean of the last 10 steps. Blocked: the trainer, per publish; load: an explorer, per version; "
-        "medians. Moved: mean bytes per version."
-    )
-    return section("Runs", table(HEAD, rows, numeric=range(3, len(HEAD))), hint=hint)
-
-
-def _notes(sweep: Sweep) -> Html:
-    parts = []
-    for run in sweep.runs:
-        texts = [*([str(run.record["error"])] if run.record.get("error") else []), *run.notes]
-        parts += [tag("p", tag("b", f"{run.path.name}: "), text) for text in texts]
-    return tag("section", *parts, class_="card wide note") if parts else join()
 
 
 def _named(sweep: Sweep, run: Run) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Concatenate, Literal, ParamSpec
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "panel", "line", "off"]
 
-_REFRESH_S = 0.25
 _NAMED_EXPLORERS = 4
 _SHOWN_FAULTS = 20
 _TIMED_STEPS = 20
@@ -108,8 +107,6 @@ class LiveView:
         self._spoken = -math.inf
         self._spoken_tenth = 0
         self._live: Live | None = None
-        self._stop = threading.Event()
-        self._painter: threading.Thread | None = None
         if self.mode == "panel":
             self._open_panel()
 
@@ -168,9 +165,6 @@ class LiveView:
     @_never_raises
     def close(self) -> None:
         """Takes the panel away and gives the terminal back; closing twice is fine."""
-        self._stop.set()
-        if self._painter is not None and self._painter is not threading.current_thread():
-            self._painter.join(timeout=5)
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -330,29 +324,14 @@ class LiveView:
 
     @_never_raises
     def _open_panel(self) -> None:
-        self._live = Live(
-            get_renderable=self._render_safely, console=self.console, auto_refresh=False, transient=True, screen=False
-        )
+        self._live = _Display(self)
         self._live.start()
-        self._painter = threading.Thread(target=self._keep_painting, name="live-view", daemon=True)
-        self._painter.start()
-
-    def _keep_painting(self) -> None:
-        while not self._stop.wait(_REFRESH_S):
-            self._repaint()
 
     @_never_raises
     def _repaint(self) -> None:
         live = self._live
-        if live is not None and not self._stop.is_set():
+        if live is not None:
             live.refresh()
-
-    def _render_safely(self) -> RenderableType:
-        try:
-            return Group(self.render())
-        except Exception as error:
-            self._broken(error)
-            return Text("")
 
     def _broken(self, error: Exception) -> None:
         if not self._warned:
@@ -360,6 +339,20 @@ class LiveView:
             logger.warning(
                 "the live view cannot be drawn, the run goes on without it: %s: %s", type(error).__name__, error
             )
+
+
+class _Display(Live):
+    """The panel on the terminal. Redrawn by a thread of rich's, which an output that breaks does not end."""
+
+    def __init__(self, view: LiveView) -> None:
+        super().__init__(get_renderable=view.render, console=view.console, transient=True)
+        self._view = view
+
+    def refresh(self) -> None:
+        try:
+            super().refresh()
+        except Exception as error:
+            self._view._broken(error)
 
 
 def sparkline(values: Sequence[float], width: int, ramp: str = _UNICODE_RAMP) -> str:

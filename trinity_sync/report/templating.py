@@ -1,0 +1,30 @@
+"""The jinja2 templates of the report. What they are given is escaped, unless a template made it."""
+
+from __future__ import annotations
+
+import html
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from trinity_sync.tracking import units
+
+_ENVIRONMENT = Environment(
+    loader=PackageLoader("trinity_sync.report"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters |= {
+    "moment": units.moment,
+    "px": "{:.1f}".format,
+    "quoted": lambda text: Markup(html.escape(text)),  # names quotes, where markupsafe numbers them
+    "seconds": units.seconds,
+    "size": units.size,
+}
+
+
+def render(template: str, **values: object) -> Markup:
+    """Fill in a file of `templates/`; the result is markup to every other template."""
+    return Markup(_ENVIRONMENT.get_template(template).render(values))
