@@ -32,12 +32,12 @@ import ray
 import torch
 
 from trinity_sync import launcher
+from trinity_sync.actors.calls import resolve, resolve_one
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.config import compose
 from trinity_sync.job import Job
 from trinity_sync.process import peak_rss
 from trinity_sync.samples.batch import PairBatch
-from trinity_sync.sync.remote import resolve, resolve_one
 from trinity_sync.weights.snapshot import plan
 
 os.environ.update(platform_env(accelerator_count() > 0))  # verl looks for it when it is imported

@@ -35,18 +35,18 @@ import ray
 import torch
 from sync_members import LIMIT_S, BenchExplorer, Holder, Rank, Shapes, layout_of, memory
 
+from trinity_sync.actors.calls import resolve
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.cluster import start_ray
+from trinity_sync.node.agent import AgentConfig, NodeAgent
+from trinity_sync.protocol.staged import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointMode
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.nccl import NcclMode
-from trinity_sync.sync.parts import PartInfo, part_name
-from trinity_sync.sync.remote import resolve
 from trinity_sync.trainer.saves import SaveSettings, WeightSaves
 
 MODES = ("memory", "checkpoint", "nccl", "fleet", "small", "growth", "control")

@@ -19,7 +19,7 @@ from tests.checkpoint.helpers import commit, names
 from trinity_sync import job
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.holds import lease_checkpoint
-from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
@@ -41,7 +41,7 @@ def begin(monitor: Any, step: int, parts: list[str], kind: str = FULL, **meta: A
 
 def write_part(monitor: Any, step: int, folder: Path, part: str, **options: Any) -> None:
     (folder / f"{part}.pt").write_text(f"{part} of {step}")
-    call(monitor, "notify_finished", step, part=part, files=[FileEntry.of(folder, f"{part}.pt")], **options)
+    call(monitor, "notify_finished", step, part=part, files=[file_entry(folder, f"{part}.pt")], **options)
 
 
 def save(monitor: Any, step: int, parts: tuple[str, ...] = ("a",), kind: str = FULL, **meta: Any) -> dict[str, Any]:

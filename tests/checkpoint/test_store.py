@@ -14,10 +14,10 @@ from tests.checkpoint.helpers import commit, names, refuse, stage, unreadable
 from trinity_sync.checkpoint import holds, store
 from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.checkpoint.layout import (
-    FileEntry,
     Manifest,
     ManifestError,
     UnreadableError,
+    file_entry,
     read_manifest,
     staging_dir,
     step_dir,
@@ -25,6 +25,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
@@ -754,7 +755,7 @@ def test_a_first_commit_in_place_that_fails_is_not_visible(
     folder = step_dir(tmp_path, 20)
     folder.mkdir()
     (folder / "model.pt").write_text("w")
-    draft = Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry.of(folder, "model.pt"),))
+    draft = Manifest(step=20, attempt=0, kind=FULL, files=(file_entry(folder, "model.pt"),))
     with monkeypatch.context() as failing:
         failing.setattr(store, "_sync_tree", lambda folder: None)  # that succeeded
         fail_to_sync(failing, folder, times=times)

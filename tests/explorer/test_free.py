@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from trinity_sync.actors.calls import MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free
 from trinity_sync.explorer.actor import LoadFailed, Produced
@@ -20,7 +21,6 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.queue import QueueRules
 from trinity_sync.samples.record import Prompt, Sample
 from trinity_sync.sync.base import LoadReport
-from trinity_sync.sync.remote import MemberDied
 
 LIMIT = 30.0
 GROUPS, SAMPLES = 4, 2

@@ -15,6 +15,7 @@ import ray
 
 from tests import local_ray
 from tests.explorer.stand_in import NEWEST, StandIn
+from trinity_sync.actors.calls import MemberDied, resolve
 from trinity_sync.errors import RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer
@@ -25,7 +26,6 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import Delivery
-from trinity_sync.sync.remote import MemberDied, resolve
 
 LIMIT = 60.0
 PROMPTS = [Prompt(index=index, text=str(index)) for index in range(5)]

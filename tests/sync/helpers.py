@@ -13,14 +13,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.sync.light import PretendNodeAgent
 from tests.weights.helpers import cut, local_elements
+from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.parts import part_name
 from trinity_sync.sync.synchronizer import Sealed, Synchronizer
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment

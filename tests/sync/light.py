@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 
 
 class Member:

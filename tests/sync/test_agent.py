@@ -15,12 +15,12 @@ import ray
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
+from trinity_sync.actors.calls import MemberDied, resolve_one
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.parts import PartInfo
-from trinity_sync.sync.remote import MemberDied, resolve_one
 from trinity_sync.weights.digests import bucket_digests
 from trinity_sync.weights.shard_file import open_shard_file
 
@@ -228,6 +228,6 @@ def test_a_node_without_shared_memory_is_told_and_files_are_used(
 
 
 def test_it_loads_no_torch() -> None:
-    program = "import sys, trinity_sync.sync.agent; print(sorted({'torch', 'transformers', 'verl'} & set(sys.modules)))"
+    program = "import sys, trinity_sync.node.agent; print(sorted({'torch', 'transformers', 'verl'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

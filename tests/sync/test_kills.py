@@ -21,13 +21,13 @@ import ray
 
 from tests import local_ray
 from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, node_id, random_weights
+from trinity_sync.actors.calls import MemberDied, resolve_one
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.memory import MemoryMode
-from trinity_sync.sync.remote import MemberDied, resolve_one
 
 SHAPES = {"embed.weight": (3000, 512), "layers.0.mlp.weight": (512, 512), "layers.0.norm.weight": (512,)}
 VERSIONS = 6

@@ -108,7 +108,7 @@ def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the
     when: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trinity_sync.sync.remote._GRACE_S", 0.5)
+    monkeypatch.setattr("trinity_sync.actors.calls._GRACE_S", 0.5)
     mode = mode_of(trainer, ranks, timeout_s=2.0)
     sealed = trainer.seal(random_weights(7))
     mode.publish(sealed)

@@ -10,7 +10,7 @@ import pytest
 
 from tests import local_ray
 from tests.trainer.ranks import PretendWorker
-from trinity_sync.sync.remote import MemberDied
+from trinity_sync.actors.calls import MemberDied
 from trinity_sync.trainer.group import TrainerGroup
 
 LIMIT = 60.0

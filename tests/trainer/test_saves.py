@@ -16,6 +16,7 @@ import pytest
 import ray
 
 from tests import local_ray
+from trinity_sync.actors.calls import resolve_one
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, store
 from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.monitor import MonitorConfig
@@ -23,7 +24,6 @@ from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer import saves as module
 from trinity_sync.trainer.saves import FullSaves, SaveSettings, WeightSaves
 from trinity_sync.weights.layout import PartLayout

@@ -22,9 +22,9 @@ from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, store
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
+from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 from trinity_sync.trainer.state_saver import StateSaver
 
 LIMIT = 60.0

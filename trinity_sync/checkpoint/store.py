@@ -41,7 +41,6 @@ from trinity_sync.checkpoint.layout import (
     STAGING,
     TRASH_PREFIX,
     VERSIONS,
-    FileEntry,
     Manifest,
     ManifestError,
     NewerFormatError,
@@ -76,6 +75,7 @@ from trinity_sync.checkpoint.trackers import (
 )
 from trinity_sync.durable import sync_folder
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 #: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes

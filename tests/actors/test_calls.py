@@ -12,9 +12,9 @@ import ray
 
 from tests.sync.helpers import LIMIT
 from tests.sync.light import Member, Stillborn
+from trinity_sync.actors.calls import MemberDied, resolve, resolve_one
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
 from trinity_sync.sync import remote
-from trinity_sync.sync.remote import MemberDied, resolve, resolve_one
 
 
 def start() -> Any:
