@@ -295,7 +295,7 @@ def refused(backend: Any, strategy: str, ranks: int) -> str | None:
     rank = dist.get_rank()
     layout = PartLayout.build(f"rank-{rank}", backend.shards(), 1 << 16)
     saved = {name: tensor[:2] for name, tensor in backend.saved().items()} if rank == 0 else None
-    info = RankInfo(rank=rank, part=layout.part, layout=layout.to_json(), node="here", pid=0, saved=saved)
+    info = RankInfo(rank=rank, part=layout.part, layout=layout, node="here", pid=0, saved=saved)
     infos: list[Any] = [None] * ranks
     dist.all_gather_object(infos, info)
     try:

@@ -17,6 +17,7 @@ import ray
 
 from tests.checkpoint.helpers import commit, names
 from trinity_sync import job
+from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointMonitor, store
 from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
@@ -541,9 +542,10 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/far"
         cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
         run: Any = job.Job(cfg, folder, start, recorder, None, "run", False, None)  # type: ignore[arg-type]
-        run._monitor = make_monitor(default_hdfs_dir=place, mirror=run._mirror.settings)
+        monitor = make_monitor(default_hdfs_dir=place, mirror=run._mirror.settings)
+        run._monitor = MonitorClient(monitor)
         for step in (10, 20):
-            save(run._monitor, step)
+            save(monitor, step)
         run._finish_copies(at_once=stopped)
     left = "step 10 (still waiting or under way); step 20 (still waiting or under way)"
     assert capsys.readouterr().err == f"not copied to {place} within {waited} s: {left}\n"

@@ -170,7 +170,7 @@ class MonitorClient(Client):
             digest: of the version, with the part that brings it.
         """
         return self._call(
-            f"take {part or 'a part'} of step {step}",
+            f"take {'a part' if part is None else f'part {part!r}'} of step {step}",
             "notify_finished",
             step,
             weights,

@@ -206,7 +206,7 @@ def send(broadcast: Broadcast, part: str, layout: Any, segment: Any) -> int:
     """A trainer rank's share of a round: broadcast its staged part piece by piece.
 
     Args:
-        invitation: the round.
+        broadcast: the round.
         part: the part that this rank staged.
         layout: its `PartLayout`.
         segment: the slot's bytes, mapped.
