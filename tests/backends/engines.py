@@ -288,8 +288,9 @@ def refused(backend: Any, strategy: str, ranks: int) -> str | None:
     """What the driver says of the ranks' shards; None: they are all that `save_pretrained` would write."""
     import torch.distributed as dist
 
+    from trinity_sync.actors.rank import RankInfo
     from trinity_sync.errors import ConfigError
-    from trinity_sync.trainer.spec import RankInfo, check_whole
+    from trinity_sync.trainer.spec import check_whole
     from trinity_sync.weights.layout import PartLayout
 
     rank = dist.get_rank()
