@@ -32,12 +32,13 @@ import ray
 import torch
 
 from trinity_sync import launcher
+from trinity_sync.actors.calls import Call, ended, results
+from trinity_sync.actors.rank import RankClient, RankInfo
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.config import compose
 from trinity_sync.job import Job
 from trinity_sync.process import peak_rss
 from trinity_sync.samples.batch import PairBatch
-from trinity_sync.sync.remote import resolve, resolve_one
 from trinity_sync.weights.snapshot import plan
 
 os.environ.update(platform_env(accelerator_count() > 0))  # verl looks for it when it is imported
@@ -153,7 +154,7 @@ class BenchJob(Job):
         found = {"step_s": statistics.median(self._train() for _ in range(3))}
         each = nbytes // len(self._trainer.ranks)
         found["one_copy_s"] = max(
-            resolve_one(rank.one_copy.remote(each), name, "copy", LIMIT_S) for name, rank in self._trainer.ranks.items()
+            ray.get(rank.handle.one_copy.remote(each), timeout=LIMIT_S) for rank in self._trainer.ranks
         )
         found["disk_s"] = _write(self.place / "raw", nbytes)
         found["verl/blocked_s"] = max(self._timed_in_folder("save_with_verl"))
@@ -185,10 +186,10 @@ class BenchJob(Job):
         self._call("save", step, folder)
         beside = [self._train()]
         blocked = max(self._call("save_blocked", step))
-        committed = self._monitor.wait_committed.remote(step, 0, LIMIT_S)
-        while not ray.wait([committed], timeout=0)[0]:
+        committed = self._monitor.wait_committed(step, 0, LIMIT_S, kind="full")
+        while not ended([committed]):
             beside.append(self._train())
-        resolve_one(committed, "the monitor", "commit", LIMIT_S)
+        committed.result(LIMIT_S)
         done = time.perf_counter()
         self._call("finish_saves")
         self._train()
@@ -223,12 +224,11 @@ class BenchJob(Job):
         """Have the processes run on these cores."""
         self._call("run_on", ranks)
         for agent in self._agents.values():
-            _run_on(ray.get(agent.memory.remote(), timeout=LIMIT_S)["pid"], agents)
+            _run_on(agent.memory().result(LIMIT_S)["pid"], agents)
 
     def _begin(self) -> str:
         parts = [info.part for info in self._infos]
-        call = self._monitor.begin.remote(self._step, 0, "full", parts, {})
-        return str(resolve_one(call, "the monitor", "begin", LIMIT_S))
+        return str(self._monitor.begin(self._step, 0, "full", parts, {}).result(LIMIT_S))
 
     def _ours(self) -> dict[str, float]:
         """One save, with steps beside it."""
@@ -268,23 +268,17 @@ class BenchJob(Job):
         }
 
     def _wait_committed(self, step: int) -> None:
-        resolve_one(self._monitor.wait_committed.remote(step, 0, LIMIT_S), "the monitor", "commit", LIMIT_S)
+        self._monitor.wait_committed(step, 0, LIMIT_S, kind="full").result(LIMIT_S)
 
     def _written(self, timeout_s: float) -> bool:
         calls = [self._agent_call(info, 0.0) for info in self._infos]
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=5)
-        try:
-            ray.get(done)
-        except Exception:
-            return False
-        return len(done) == len(calls)
+        return len(ended(calls, 5)) == len(calls) and all(call.is_answered() for call in calls)
 
     def _wait_written(self) -> None:
-        calls = {info.part: self._agent_call(info, LIMIT_S) for info in self._infos}
-        resolve(calls, "write", LIMIT_S)
+        results([self._agent_call(info, LIMIT_S) for info in self._infos], LIMIT_S)
 
-    def _agent_call(self, info: Any, timeout_s: float) -> Any:
-        return self._agents[info.node].wait_state_written.remote(info.part, timeout_s)
+    def _agent_call(self, info: RankInfo, timeout_s: float) -> Call[None]:
+        return self._agents[info.node].wait_state_written(info.part, timeout_s)
 
     def _train(self) -> float:
         self._step += 1
@@ -301,7 +295,10 @@ class BenchJob(Job):
             shutil.rmtree(folder)
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
-        return self._trainer.call(method, *arguments, what=method, timeout_s=LIMIT_S)
+        def ask(rank: RankClient) -> Call[Any]:
+            return Call(getattr(rank.handle, method).remote(*arguments), rank.who, method)
+
+        return self._trainer.all(ask, LIMIT_S)
 
 
 def _run_on(pid: int, cores: set[int]) -> None:

@@ -35,18 +35,22 @@ import ray
 import torch
 from sync_members import LIMIT_S, BenchExplorer, Holder, Rank, Shapes, layout_of, memory
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.calls import Call, results
+from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.cluster import start_ray
+from trinity_sync.node.agent import AgentConfig, NodeAgent
+from trinity_sync.protocol.staged import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointMode
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.nccl import NcclMode
-from trinity_sync.sync.parts import PartInfo, part_name
-from trinity_sync.sync.remote import resolve
 from trinity_sync.trainer.saves import SaveSettings, WeightSaves
 
 MODES = ("memory", "checkpoint", "nccl", "fleet", "small", "growth", "control")
@@ -116,24 +120,20 @@ class Fleet:
             nodes=1,
             threads=max(1, (os.cpu_count() or 2) // 2),
         )
-        self.agent = (
-            ray.remote(NodeAgent)
-            .options(num_cpus=0, max_concurrency=1000)
-            .remote(config, self.synchronizer.actor, None)
-        )
+        actor = ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=1000)
+        self.agent = AgentClient(actor.remote(config, self.synchronizer.actor, None), self.node)
         layouts = [layout_of(part_name(rank), rank, ranks, shapes, BUCKET_BYTES) for rank in range(ranks)]
-        described = {layout.part: layout.to_json() for layout in layouts}
-        self.parts = list(described)
-        paths = ray.get(self.agent.register.remote(described), timeout=LIMIT_S)["paths"]
+        self.parts = [layout.part for layout in layouts]
+        paths = self.agent.register({layout.part: layout for layout in layouts}).result(LIMIT_S).paths
         self.ranks = {
-            f"trainer rank {rank}": ray.remote(Rank).options(num_cpus=0).remote(described[part], rank)
-            for rank, part in enumerate(described)
+            f"trainer rank {rank}": ray.remote(Rank).options(num_cpus=0).remote(layout, rank)
+            for rank, layout in enumerate(layouts)
         }
-        calls = {
-            name: handle.attach.remote(self.agent, {slot: files[part] for slot, files in paths.items()})
-            for (name, handle), part in zip(self.ranks.items(), described, strict=True)
-        }
-        self.rank_before = resolve(calls, "attach", LIMIT_S)
+        attached = [
+            handle.attach.remote(self.agent, {slot: files[part] for slot, files in paths.items()})
+            for handle, part in zip(self.ranks.values(), self.parts, strict=True)
+        ]
+        self.rank_before = dict(zip(self.ranks, ray.get(attached, timeout=LIMIT_S), strict=True))
         self.explorers = {
             f"explorer-{index}": ray.remote(BenchExplorer)
             .options(num_cpus=0)
@@ -142,11 +142,14 @@ class Fleet:
         }
         self.explorer_before = self.all(self.explorers, "memory")
         side = TrainerSide(
-            synchronizer=self.synchronizer, agents={self.node: self.agent}, ranks=self.ranks, timeout_s=LIMIT_S
+            synchronizer=self.synchronizer,
+            agents={self.node: self.agent},
+            ranks=[RankClient(handle, rank) for rank, handle in enumerate(self.ranks.values())],
+            timeout_s=LIMIT_S,
         )
         self.monitor = CheckpointMonitor.get_actor(name, None, str(folder / name), config=MonitorConfig(fsync=False))
         settings = SaveSettings(attempt=0, seed=0, meta=_META, ranks=self.parts, timeout_s=LIMIT_S)
-        store = WeightSaves(self.monitor, settings, _Silent(), durable=False)
+        store = WeightSaves(MonitorClient(self.monitor), settings, _Silent(), durable=False)
         self.modes: dict[str, Any] = {
             "memory": MemoryMode(side),
             "checkpoint": CheckpointMode(side, store, durable=False),
@@ -157,14 +160,17 @@ class Fleet:
 
     def all(self, members: dict[str, Any], method: str, *args: Any) -> dict[str, Any]:
         """Call a method on all."""
-        return resolve({name: getattr(one, method).remote(*args) for name, one in members.items()}, method, LIMIT_S)
+        calls: list[Call[Any]] = [
+            Call(getattr(one, method).remote(*args), name, method) for name, one in members.items()
+        ]
+        return dict(zip(members, results(calls, LIMIT_S), strict=True))
 
     def stage(self) -> tuple[Any, dict[str, float]]:
         """As the training loop does it: begin, stage on all ranks, wait until sealed."""
         began = time.perf_counter()
         version = Version(0, next(self._steps))
         slot = self.synchronizer.call("begin", version, self.parts, LIMIT_S)
-        blocked = self.all(self.ranks, "stage", tuple(version), slot)
+        blocked = self.all(self.ranks, "stage", version, slot)
         staged = time.perf_counter()
         sealed = self.synchronizer.call("wait_sealed", version, LIMIT_S)
         ended = time.perf_counter()
@@ -174,13 +180,14 @@ class Fleet:
         """One version to the first explorers, end to end."""
         chosen = dict(itertools.islice(self.explorers.items(), explorers))
         self.all(chosen, "use", mode, verify)
+        clients = {name: ExplorerClient(handle, name) for name, handle in chosen.items()}
         self.all(self.ranks, "change")
         began = time.perf_counter()
         sealed, found = self.stage()
         published = time.perf_counter()
         self.modes[mode].publish(sealed)
         committed = time.perf_counter()
-        reports = self.modes[mode].deliver(chosen, sealed.version).reports
+        reports = self.modes[mode].deliver(clients, sealed.version).reports
         ended = time.perf_counter()
         assert len(reports) == explorers
         assert all(report.digest == (sealed.digest if verify == "full" else None) for report in reports)
@@ -223,7 +230,7 @@ class Fleet:
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Of all processes."""
-        agent = ray.get(self.agent.memory.remote(), timeout=LIMIT_S)
+        agent = self.agent.memory().result(LIMIT_S)
         control = {
             "synchronizer": self.synchronizer.call("memory"),
             "monitor": ray.get(self.monitor.memory.remote(), timeout=LIMIT_S),
@@ -240,8 +247,9 @@ class Fleet:
 
     def close(self) -> None:
         """End all processes and give the shared memory back."""
-        ray.get(self.agent.close.remote(), timeout=LIMIT_S)
-        for one in (*self.ranks.values(), *self.explorers.values(), self.agent, self.monitor, self.synchronizer.actor):
+        self.agent.close().result(LIMIT_S)
+        members = (*self.ranks.values(), *self.explorers.values())
+        for one in (*members, self.agent.handle, self.monitor, self.synchronizer.actor):
             ray.kill(one)
 
 

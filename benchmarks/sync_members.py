@@ -18,10 +18,12 @@ import ray
 import torch
 import torch.distributed as dist
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.protocol import members
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync import Synchronizer, nccl, stream
-from trinity_sync.sync.base import LoadReport
 from trinity_sync.sync.checkpoint import CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
@@ -107,16 +109,16 @@ class Member:
 class Rank(Member):
     """A trainer rank: fp32 master weights, random, and a part in each slot."""
 
-    def __init__(self, layout: dict[str, Any], seed: int) -> None:
+    def __init__(self, layout: PartLayout, seed: int) -> None:
         torch.set_num_threads(1)
-        self._layout = PartLayout.from_json(layout)
+        self._layout = layout
         generator = torch.Generator().manual_seed(seed)
         self._sources = {
             shard.name: torch.empty(shard.numel_local).normal_(generator=generator) for shard in self._layout.shards
         }
         self._segments: dict[int, Any] = {}
 
-    def attach(self, agent: Any, paths: dict[int, str]) -> dict[str, int]:
+    def attach(self, agent: AgentClient, paths: dict[int, str]) -> dict[str, int]:
         """Map the slots."""
         self._agent = agent
         before = memory()
@@ -128,17 +130,17 @@ class Rank(Member):
         for source in self._sources.values():
             source[: max(1, len(source) // 1000)].mul_(-1.0)
 
-    def stage(self, version: tuple[int, int], slot: int) -> float:
+    def stage(self, version: Version, slot: int, lazily: bool = False) -> float:
         """As `TrinityWorker.stage`."""
         began = time.perf_counter()
         stage(self._layout, self._sources, self._segments[slot])
         blocked = time.perf_counter() - began
-        self._agent.part_staged.remote(Version(*version), slot, self._layout.part)
+        self._agent.part_staged(version, slot, self._layout.part)
         return blocked
 
-    def send_round(self, invitation: nccl.Round) -> int:
-        """As `TrinityWorker.send_round`."""
-        return nccl.send(invitation, self._layout.part, self._layout, self._segments[invitation.slot])
+    def send(self, broadcast: Broadcast) -> int:
+        """As `TrinityWorker.send`."""
+        return nccl.send(broadcast, self._layout.part, self._layout, self._segments[broadcast.slot])
 
     # -- what it is compared with; called on a trainer of one rank
 
@@ -180,7 +182,7 @@ class Holder:
 class BenchExplorer(Member):
     """An explorer without an engine."""
 
-    def __init__(self, name: str, synchronizer: Synchronizer, agents: dict[str, Any], shapes: Shapes) -> None:
+    def __init__(self, name: str, synchronizer: Synchronizer, agents: dict[str, AgentClient], shapes: Shapes) -> None:
         torch.set_num_threads(1)
         self._name = name
         self._synchronizer = synchronizer
@@ -193,9 +195,9 @@ class BenchExplorer(Member):
         """How the next loads go."""
         self._how = (mode, verify)
 
-    def load(self, version: tuple[int, int], ticket: Any = None) -> LoadReport:
+    def load(self, version: Version, broadcast: Broadcast | None = None) -> LoadReport:
         """As `Explorer.load`."""
-        return self._loader().load(Version(*version), ticket)
+        return self._loader().load(version, broadcast)
 
     def _loader(self) -> WeightLoader:
         mode, verify = self._how

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from trinity_sync.checkpoint import catalog, layout, verification
 from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
-from trinity_sync.checkpoint.layout import FileEntry, read_manifest
+from trinity_sync.checkpoint.layout import file_entry, read_manifest
 from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
@@ -165,7 +165,7 @@ class Together(RuleBasedStateMachine):
             return
         file = folder / "weights.bin"
         file.write_text(f"weights of {step}")
-        entry = FileEntry.of(folder, "weights.bin")
+        entry = file_entry(folder, "weights.bin")
         if torn:
             file.write_text(f"weights o{step}")
             file.write_text("")

@@ -8,16 +8,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.agent import AgentClient
+    from trinity_sync.actors.calls import Call
+    from trinity_sync.actors.rank import RankClient, RankInfo
+    from trinity_sync.weights.layout import PartLayout
 
 _CLOSE_S = 10.0
 
 
 def start_agents(
     cfg: DictConfig,
-    infos: Sequence[Any],
+    infos: Sequence[RankInfo],
     trainer: Any,
     *,
     synchronizer: Any,
@@ -26,7 +32,7 @@ def start_agents(
     run_key: str,
     fallback: Path,
     log_dir: str,
-) -> dict[str, Any]:
+) -> dict[str, AgentClient]:
     """Start the agents, have them make their slots, and attach the trainer's ranks to them.
 
     Args:
@@ -41,7 +47,7 @@ def start_agents(
         log_dir: folder of the log files.
 
     Returns:
-        Ray node id -> handle.
+        Ray node id -> agent.
 
     Raises:
         RunError, WaitTimeout: an agent or a rank does not answer, or has no room.
@@ -49,11 +55,12 @@ def start_agents(
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    from trinity_sync.actors.agent import AgentClient
+    from trinity_sync.actors.calls import results
     from trinity_sync.checkpoint import CheckpointCoordinator
-    from trinity_sync.sync.agent import AgentConfig, NodeAgent
-    from trinity_sync.sync.remote import resolve
+    from trinity_sync.node.agent import AgentConfig, NodeAgent
 
-    layouts: dict[str, dict[str, Any]] = {}
+    layouts: dict[str, dict[str, PartLayout]] = {}
     for info in infos:
         held = layouts.setdefault(info.node, {})
         if info.layout is not None:
@@ -70,12 +77,12 @@ def start_agents(
         save_timeout_s=cfg.checkpoint.timeout_s,
         log_dir=log_dir,
     )
-    agents: dict[str, Any] = {}
-    lead = None
+    agents: dict[str, AgentClient] = {}
+    lead: AgentClient | None = None
     for node in layouts:
         strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         actor = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
-        agents[node] = actor.remote(config, synchronizer.actor, lead)
+        agents[node] = AgentClient(actor.remote(config, synchronizer.actor, lead), node)
         lead = lead or agents[node]
 
     def coordinator_of(node: str) -> Any:
@@ -86,30 +93,30 @@ def start_agents(
         )
 
     try:
-        calls = {
-            f"the agent of node {node}": agents[node].register.remote(layouts[node], coordinator_of(node))
-            for node in layouts
-        }
-        arenas = dict(zip(layouts, resolve(calls, "make its slots", cfg.cluster.start_timeout_s).values(), strict=True))
-        for arena in arenas.values():
-            for note in arena["notes"]:
+        calls = [agents[node].register(layouts[node], coordinator_of(node)) for node in layouts]
+        slots = dict(zip(layouts, results(calls, cfg.cluster.start_timeout_s), strict=True))
+        for made in slots.values():
+            for note in made.notes:
                 print(note, file=sys.stderr)
-        arguments = []
-        for info in infos:
-            mine = {slot: parts[info.part] for slot, parts in arenas[info.node]["paths"].items() if info.part in parts}
-            arguments.append((agents[info.node], mine, synchronizer.actor, monitor, attempt, cfg.checkpoint.timeout_s))
-        trainer.call_each("attach", arguments, "attach to its node agent", cfg.cluster.start_timeout_s)
+
+        def attach(rank: RankClient) -> Call[None]:
+            info = infos[rank.rank]
+            paths = {slot: parts[info.part] for slot, parts in slots[info.node].paths.items() if info.part in parts}
+            limit = cfg.checkpoint.timeout_s
+            return rank.attach(agents[info.node], paths, synchronizer.actor, monitor, attempt, limit)
+
+        trainer.all(attach, cfg.cluster.start_timeout_s)
     except BaseException:
         close_agents(agents)
         raise
     return agents
 
 
-def close_agents(agents: Mapping[str, Any]) -> None:
+def close_agents(agents: Mapping[str, AgentClient]) -> None:
     """Have agents give their shared memory back. What they no longer can, the end of the run does, or the next one's
     agent.
     """
-    import ray
+    from trinity_sync.actors.calls import results
 
     with suppress(Exception):
-        ray.get([agent.close.remote() for agent in agents.values()], timeout=_CLOSE_S)
+        results([agent.close() for agent in agents.values()], _CLOSE_S)

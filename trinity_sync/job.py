@@ -11,7 +11,7 @@ import secrets
 import sys
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -27,6 +27,9 @@ from trinity_sync.mirroring import RunMirror
 from trinity_sync.starting import Start
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.agent import AgentClient
 
 # How long a run that ends early waits for a save that is on its way to the disk.
 _SETTLE_S = 20.0
@@ -71,13 +74,14 @@ class Job:
         self._monitor: Any = None
         self._relay: Any = None
         self._mirror = RunMirror.of(cfg)
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, AgentClient] = {}
         self._trainer: Any = None
         self._pool: Any = None
 
     # -- build
 
     def start(self, preparing: Future[None]) -> None:
+        from trinity_sync.actors.monitor import MonitorClient
         from trinity_sync.checkpoint import CheckpointMonitor
         from trinity_sync.checkpoint.monitor import MonitorConfig
         from trinity_sync.checkpoint.relay import EventRelay
@@ -92,7 +96,7 @@ class Job:
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
         )
         self._synchronizer = Synchronizer.get_actor(config, self._cluster.namespace)
-        self._monitor = CheckpointMonitor.get_actor(
+        handle = CheckpointMonitor.get_actor(
             self._cluster.namespace,
             cfg.checkpoint.save_strategy,
             str(self._start.checkpoints),
@@ -106,6 +110,7 @@ class Job:
                 log_dir=self._logs,
             ),
         )
+        self._monitor = MonitorClient(handle)
         self._relay = EventRelay(self._monitor, recorder.event)
         self._phase("making the model, importing verl")
         if self._with_explorers:
@@ -124,7 +129,7 @@ class Job:
             self._infos,
             self._trainer,
             synchronizer=self._synchronizer,
-            monitor=self._monitor,
+            monitor=self._monitor.handle,
             attempt=recorder.attempt,
             run_key=self._run_key,
             fallback=self._folder.slots,
@@ -134,14 +139,11 @@ class Job:
             # in a free run each explorer joins when it is up, and keeps nobody waiting
             (self._pool.introduce if self._free else self._pool.attach)(self._agents)
         if self._start.weights_only:
-            self._trainer.call(
-                "begin_at", self._start.step, what="set the schedule", timeout_s=cfg.cluster.start_timeout_s
-            )
+            self._trainer.all(lambda rank: rank.begin_at(self._start.step), cfg.cluster.start_timeout_s)
         elif self._start.folder is not None:
             self._phase(f"restoring step {self._start.step}")
-            self._trainer.call(
-                "load", str(self._start.folder), what=f"load {self._start.folder}", timeout_s=cfg.checkpoint.timeout_s
-            )
+            folder = str(self._start.folder)
+            self._trainer.all(lambda rank: rank.load(folder), cfg.checkpoint.timeout_s)
 
     def _phase(self, what: str) -> None:
         """Show what the run is at. Starting takes long, and an interrupt that was lost meanwhile is raised here."""
@@ -190,13 +192,10 @@ class Job:
     def _check_shared_folder(self) -> None:
         folder, token = str(self._start.checkpoints), secrets.token_hex(8)
         limit = self._cfg.cluster.start_timeout_s
-        first = next(iter(self._trainer.ranks.values()))
-        from trinity_sync.sync.remote import resolve_one
-
-        resolve_one(first.write_token.remote(folder, token), "trainer rank 0", f"write to {folder}", limit)
-        seen = self._trainer.call("read_token", folder, token, what=f"read {folder}", timeout_s=limit)
+        self._trainer.ranks[0].write_token(folder, token).result(limit)
+        seen = self._trainer.all(lambda rank: rank.read_token(folder, token), limit)
         (self._start.checkpoints / f".token-{token}").unlink(missing_ok=True)
-        blind = [name for name, sees in zip(self._trainer.ranks, seen, strict=True) if not sees]
+        blind = [rank.who for rank, sees in zip(self._trainer.ranks, seen, strict=True) if not sees]
         if blind:
             raise ConfigError(
                 f"checkpoint.dir: {', '.join(blind)} cannot see what rank 0 writes to {folder}; "
@@ -392,13 +391,16 @@ class Job:
         """Peak resident bytes per role, the largest where there are several. What does not answer is left out."""
         import ray
 
-        members = {"synchronizer": self._synchronizer and self._synchronizer.actor, "checkpoint_monitor": self._monitor}
+        members = {
+            "synchronizer": self._synchronizer and self._synchronizer.actor,
+            "checkpoint_monitor": self._monitor and self._monitor.handle,
+        }
         calls = {role: [actor.memory.remote()] for role, actor in members.items() if actor is not None}
-        calls["node_agent"] = [agent.memory.remote() for agent in self._agents.values()]
+        calls["node_agent"] = [agent.memory().reference for agent in self._agents.values()]
         if self._trainer is not None:
-            calls["trainer"] = [rank.memory.remote() for rank in self._trainer.ranks.values()]
+            calls["trainer"] = [rank.memory().reference for rank in self._trainer.ranks]
         if self._pool is not None:
-            calls["explorer"] = [handle.memory.remote() for handle in self._pool.handles.values()]
+            calls["explorer"] = [client.memory().reference for client in self._pool.clients.values()]
         everything = [reference for references in calls.values() for reference in references]
         if everything:
             ray.wait(everything, num_returns=len(everything), timeout=_PEAK_MEMORY_S)

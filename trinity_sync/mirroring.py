@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
@@ -15,6 +15,10 @@ from trinity_sync.checkpoint.fetch import check_place, fetch_newer
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.storage import absolute, shown
 from trinity_sync.config import plain
+from trinity_sync.errors import RunError
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.monitor import MonitorClient
 
 #: What the monitor may need beyond its own limit before it answers.
 _ANSWER_S = 20.0
@@ -62,21 +66,18 @@ class RunMirror:
         """See `fetch.fetch_newer`; what the user should know goes to standard error."""
         return fetch_newer(self.place, self.settings, checkpoints, best, least=least, say=_say, log=self.log)
 
-    def finish(self, monitor: Any, limit_s: float, fault: Callable[[str, str], None]) -> None:
+    def finish(self, monitor: MonitorClient, limit_s: float, fault: Callable[[str, str], None]) -> None:
         """Wait for the copies that are under way, and say on standard error and as a fault what did not get there.
 
         Args:
-            monitor: handle of the checkpoint monitor.
+            monitor: the checkpoint monitor.
             limit_s: how long to wait, seconds.
         """
-        import ray
-        from ray.exceptions import RayError
-
         try:
-            left = ray.get(monitor.wait_mirrored.remote(limit_s), timeout=limit_s + _ANSWER_S)
+            left = monitor.wait_mirrored(limit_s).result(limit_s + _ANSWER_S)
             text = "; ".join(f"step {step} ({reason})" for step, reason in left.items())
-        except RayError as error:
-            text = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
+        except RunError as error:
+            text = f"not known: {error}"
         if text:
             _say(f"not copied to {self.name} within {limit_s:g} s: {text}")
             fault(f"mirror {self.name}", f"not copied at the end of the run: {text}")

@@ -288,14 +288,15 @@ def refused(backend: Any, strategy: str, ranks: int) -> str | None:
     """What the driver says of the ranks' shards; None: they are all that `save_pretrained` would write."""
     import torch.distributed as dist
 
+    from trinity_sync.actors.rank import RankInfo
     from trinity_sync.errors import ConfigError
-    from trinity_sync.trainer.spec import RankInfo, check_whole
+    from trinity_sync.trainer.spec import check_whole
     from trinity_sync.weights.layout import PartLayout
 
     rank = dist.get_rank()
     layout = PartLayout.build(f"rank-{rank}", backend.shards(), 1 << 16)
     saved = {name: tensor[:2] for name, tensor in backend.saved().items()} if rank == 0 else None
-    info = RankInfo(rank=rank, part=layout.part, layout=layout.to_json(), node="here", pid=0, saved=saved)
+    info = RankInfo(rank=rank, part=layout.part, layout=layout, node="here", pid=0, saved=saved)
     infos: list[Any] = [None] * ranks
     dist.all_gather_object(infos, info)
     try:

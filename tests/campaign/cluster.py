@@ -22,10 +22,11 @@ from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
 from trinity_sync.checkpoint import disk, layout, monitor, rollback, verification
-from trinity_sync.checkpoint.layout import FileEntry, Manifest, staging_dir
+from trinity_sync.checkpoint.layout import Manifest, file_entry, staging_dir
 from trinity_sync.checkpoint.lock import holder, locked
 from trinity_sync.errors import TrinityError, WaitTimeout
 from trinity_sync.protocol.decisions import Commit
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.versions import Version
@@ -341,7 +342,7 @@ class Run:
                 file.flush()
                 if self.plan.fsync:
                     os.fsync(file.fileno())
-            entries.append(FileEntry.of(folder, name))
+            entries.append(file_entry(folder, name))
         return entries
 
     # ---- versions

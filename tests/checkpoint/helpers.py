@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from trinity_sync.checkpoint import commits
-from trinity_sync.checkpoint.layout import MANIFEST, FileEntry, Manifest, step_dir, versions_dir
+from trinity_sync.checkpoint.layout import MANIFEST, Manifest, file_entry, step_dir, versions_dir
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, Kind
 
 WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
@@ -29,7 +30,7 @@ def stage(root: Path, step: int, files: Mapping[str, str], *, attempt: int = 0) 
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    return [FileEntry.of(folder, name) for name in files]
+    return [file_entry(folder, name) for name in files]
 
 
 def commit(

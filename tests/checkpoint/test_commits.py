@@ -12,8 +12,9 @@ import pytest
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, stage
 from trinity_sync.checkpoint import catalog, commits, recovery, rollback, verification
 from trinity_sync.checkpoint.holds import lease_checkpoint
-from trinity_sync.checkpoint.layout import FileEntry, Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.layout import Manifest, file_entry, read_manifest, staging_dir, step_dir
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 
@@ -187,7 +188,7 @@ def test_a_first_commit_in_place_that_fails_is_not_visible(
     folder = step_dir(tmp_path, 20)
     folder.mkdir()
     (folder / "model.pt").write_text("w")
-    draft = Manifest(step=20, attempt=0, kind=FULL, files=(FileEntry.of(folder, "model.pt"),))
+    draft = Manifest(step=20, attempt=0, kind=FULL, files=(file_entry(folder, "model.pt"),))
     with monkeypatch.context() as failing:
         failing.setattr(commits, "sync_tree", lambda folder: None)  # that succeeded
         fail_to_sync(failing, folder, times=times)

@@ -9,13 +9,13 @@ import pytest
 import xxhash
 
 from trinity_sync.checkpoint.layout import (
-    FileEntry,
     Manifest,
     ManifestError,
     digest_file,
     read_manifest,
     write_manifest,
 )
+from trinity_sync.protocol.files import FileEntry
 
 MANIFEST = Manifest(
     step=20,

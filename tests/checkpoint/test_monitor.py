@@ -17,9 +17,10 @@ import ray
 
 from tests.checkpoint.helpers import commit, names
 from trinity_sync import job
+from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
 from trinity_sync.checkpoint.holds import lease_checkpoint
-from trinity_sync.checkpoint.layout import FileEntry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror_process import MirrorSettings
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
@@ -41,7 +42,7 @@ def begin(monitor: Any, step: int, parts: list[str], kind: str = FULL, **meta: A
 
 def write_part(monitor: Any, step: int, folder: Path, part: str, **options: Any) -> None:
     (folder / f"{part}.pt").write_text(f"{part} of {step}")
-    call(monitor, "notify_finished", step, part=part, files=[FileEntry.of(folder, f"{part}.pt")], **options)
+    call(monitor, "notify_finished", step, part=part, files=[file_entry(folder, f"{part}.pt")], **options)
 
 
 def save(monitor: Any, step: int, parts: tuple[str, ...] = ("a",), kind: str = FULL, **meta: Any) -> dict[str, Any]:
@@ -541,9 +542,10 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/far"
         cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
         run: Any = job.Job(cfg, folder, start, recorder, None, "run", False, None)  # type: ignore[arg-type]
-        run._monitor = make_monitor(default_hdfs_dir=place, mirror=run._mirror.settings)
+        monitor = make_monitor(default_hdfs_dir=place, mirror=run._mirror.settings)
+        run._monitor = MonitorClient(monitor)
         for step in (10, 20):
-            save(run._monitor, step)
+            save(monitor, step)
         run._finish_copies(at_once=stopped)
     left = "step 10 (still waiting or under way); step 20 (still waiting or under way)"
     assert capsys.readouterr().err == f"not copied to {place} within {waited} s: {left}\n"

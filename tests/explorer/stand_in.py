@@ -6,16 +6,16 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from trinity_sync.explorer.actor import Produced
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.explorer import LoadReport, Produced
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt, Sample
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import LoadReport
 
 NEWEST = Version(0, 5)
 """What `produce` loads."""
@@ -46,7 +46,7 @@ class StandIn:
     def start(self) -> None:
         self._die_if_told_to("start")
 
-    def attach(self, agents: dict[str, Any]) -> None:
+    def attach(self, agents: dict[str, AgentClient]) -> None:
         self._agents = agents
 
     def lease(self, version: Version) -> Member:
@@ -54,9 +54,9 @@ class StandIn:
         self._synchronizer.call("lease", self._spec.member, version)
         return self._spec.member
 
-    def load(self, version: Version, ticket: Any = None) -> LoadReport:
+    def load(self, version: Version, broadcast: Broadcast | None = None) -> LoadReport:
         self._die_if_told_to("load")
-        assert self._agents == {"node": "agent"}
+        assert [(node, agent.handle) for node, agent in self._agents.items()] == [("node", "agent")]
         self._held = version
         return LoadReport(
             explorer=self._spec.name, version=version, digest=None, bytes_moved=1, total_s=0, paused_s=0, peak_rss=1

@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 
+from trinity_sync.actors.calls import MemberDied
+from trinity_sync.actors.explorer import ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free
-from trinity_sync.explorer.actor import LoadFailed, Produced
 from trinity_sync.explorer.free import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.queue import QueueRules
 from trinity_sync.samples.record import Prompt, Sample
-from trinity_sync.sync.base import LoadReport
-from trinity_sync.sync.remote import MemberDied
 
 LIMIT = 30.0
 GROUPS, SAMPLES = 4, 2
@@ -37,7 +36,7 @@ class Pretend:
     """Explorers by name. Each makes what it is asked for, unless `orders` has a function for its next call."""
 
     def __init__(self, *names: str, restarts: int = 0) -> None:
-        self.handles = dict.fromkeys(names)
+        self.clients = {name: ExplorerClient(None, name) for name in names}
         self.newest = 0
         self.restarts = restarts
         self.orders: dict[str, list[Callable[[], None]]] = {name: [] for name in names}
@@ -142,7 +141,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
     yield made
     for rollout in made.made:
         rollout.close()
-    names = {name for rollout in made.made for name in rollout._members.handles}
+    names = {name for rollout in made.made for name in rollout._members.clients}
     assert not [thread for thread in threading.enumerate() if thread.name in names]
 
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.explorer.helpers import ARCHITECTURE, engine_of, load, loaded
+from trinity_sync.actors.explorer import LoadFailed, LoadReport
 from trinity_sync.errors import RunError
-from trinity_sync.explorer.actor import Explorer, LoadFailed
+from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.model_factory import make_model
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.base import LoadReport
 from trinity_sync.tasks.copy_digits import CopyDigits
 
 TASK = CopyDigits(2, 0)
@@ -39,7 +39,7 @@ class Versions:
         assert method == "newest"
         return self.newest
 
-    def load(self, version: Version | None, ticket: Any = None) -> LoadReport:
+    def load(self, version: Version | None, broadcast: Any = None) -> LoadReport:
         self.held = None
         load(self.engine, self.models[self.newest])
         if self.breaks_off:

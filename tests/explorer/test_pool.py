@@ -15,6 +15,9 @@ import ray
 
 from tests import local_ray
 from tests.explorer.stand_in import NEWEST, StandIn
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.calls import MemberDied, results
+from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.errors import RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer
@@ -25,7 +28,6 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import Delivery
-from trinity_sync.sync.remote import MemberDied, resolve
 
 LIMIT = 60.0
 PROMPTS = [Prompt(index=index, text=str(index)) for index in range(5)]
@@ -34,13 +36,12 @@ FIRST, SECOND = Version(0, 0), Version(0, 1)
 cluster = local_ray.cluster
 
 
-def deliver(explorers: dict[str, Any], version: Version) -> Delivery:
+def deliver(explorers: dict[str, ExplorerClient], version: Version) -> Delivery:
     """As modes do in which a death ends the delivery."""
-    calls = {name: explorer.load.remote(version) for name, explorer in explorers.items()}
-    return Delivery(reports=list(resolve(calls, f"load version {version}", LIMIT).values()))
+    return Delivery(reports=results([explorer.load(version) for explorer in explorers.values()], LIMIT))
 
 
-def deliver_to_the_living(explorers: dict[str, Any], version: Version) -> Delivery:
+def deliver_to_the_living(explorers: dict[str, ExplorerClient], version: Version) -> Delivery:
     """As rounds do, which go on without the dead."""
     delivery = Delivery()
     for name, explorer in explorers.items():
@@ -82,7 +83,7 @@ class Pools:
         )
         self.made.append(pool)
         pool.start()
-        (pool.introduce if free else pool.attach)({"node": "agent"})
+        (pool.introduce if free else pool.attach)({"node": AgentClient("agent", "node")})
         return pool
 
     def tell_to_die(self, name: str, *methods: str) -> None:
@@ -97,8 +98,8 @@ def all_pools(synchronizer: Synchronizer, tmp_path_factory: pytest.TempPathFacto
         pools = Pools(synchronizer, tmp_path_factory.mktemp("orders"))
         yield pools
         for pool in pools.made:
-            for handle in pool.handles.values():
-                ray.kill(handle)
+            for client in pool.clients.values():
+                ray.kill(client.handle)
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ def test_a_death_while_generating_changes_no_sample_where_restarts_are_allowed(
     pools.tell_to_die("explorer-1", "generate")
     loaded: list[str] = []
 
-    def watched(explorers: dict[str, Any], version: Version) -> Delivery:
+    def watched(explorers: dict[str, ExplorerClient], version: Version) -> Delivery:
         loaded.extend(explorers)
         return deliver(explorers, version)
 
@@ -167,7 +168,7 @@ def test_a_death_while_loading_is_made_good_and_all_have_the_version(
 def test_the_leases_of_a_dead_explorer_end_and_those_of_the_one_in_its_place_stay(
     pool: ExplorerPool, pools: Pools, synchronizer: Synchronizer
 ) -> None:
-    parts, before = ["rank-00000"], pool.handles["explorer-0"]
+    parts, before = ["rank-00000"], pool.clients["explorer-0"].handle
     for version in (FIRST, SECOND):
         synchronizer.call("begin", version, parts, LIMIT)
         synchronizer.call("staged", version, dict.fromkeys(parts))
@@ -182,7 +183,7 @@ def test_the_leases_of_a_dead_explorer_end_and_those_of_the_one_in_its_place_sta
     # What it asked for before it died may come late: nobody would ever release that lease.
     with pytest.raises(RunError, match="explorer-0 was given up for dead"):
         synchronizer.call("lease", dead)
-    in_its_place = ray.get(pool.handles["explorer-0"].lease.remote(SECOND), timeout=LIMIT)
+    in_its_place = ray.get(pool.clients["explorer-0"].handle.lease.remote(SECOND), timeout=LIMIT)
     assert in_its_place.name == dead.name
     synchronizer.call("discard", Version(0, 2))
 
@@ -240,7 +241,7 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
 
 
 def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools) -> None:
-    def refuse(explorers: dict[str, Any], version: Version) -> Delivery:
+    def refuse(explorers: dict[str, ExplorerClient], version: Version) -> Delivery:
         raise RunError("explorer-1 cannot load version 1: bucket 3 arrived damaged")
 
     with pytest.raises(RunError, match="bucket 3 arrived damaged"):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointCoordinator, verification
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
@@ -35,36 +36,47 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+class PretendMonitor(MonitorClient):
+    """Gives the answer in place of a call."""
+
+    def __init__(self, monitored: Monitored) -> None:
+        super().__init__(None)
+        self._monitored = monitored
+
+    def _call(self, what: str, method: str, *args: Any, **given: Any) -> Any:
+        monitored = self._monitored
+        match method:
+            case "describe":
+                return {"root": str(monitored.root), "attempt": 0, "fsync": False}
+            case "has_part":
+                return monitored.book.has(*args)
+            case "notify_finished":
+                step, weights = args
+                files = [entry.as_tuple() for entry in given.pop("files") or ()]
+                monitored.apply(monitored.book.finished(step, weights=weights, files=files, **given))
+            case "notify_failed":
+                monitored.apply(monitored.book.failed(*args, **given))
+        return None
+
+
 class Monitored(CheckpointCoordinator):
     """A coordinator whose monitor is here."""
 
     def __init__(self, root: Path) -> None:
+        self._monitor = PretendMonitor(self)
         self._timeout_s, self._attempt, self._root, self._facts = 60.0, 0, root, None
         self._node_id, self._job_id, self._life = "node", "job", "life"
         self.book = CommitBook(clock=lambda: 0.0)
+        self.root = root
         self._disk = CheckpointDisk(
             root=root, attempt=0, policies=(), keep_state_dicts=1, fsync=False, clock=lambda: 0.0
         )
 
-    def _ask_for_turn(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def _answered(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def _ask(self, method: str, *args: Any, what: str, **given: Any) -> Any:
-        match method:
-            case "describe":
-                return {"root": str(self._root), "attempt": 0, "fsync": False}
-            case "has_part":
-                return self.book.has(*args)
-            case "notify_finished":
-                step, weights = args
-                files = [entry.as_tuple() for entry in given.pop("files") or ()]
-                self.apply(self.book.finished(step, weights=weights, files=files, **given))
-            case "notify_failed":
-                self.apply(self.book.failed(*args, **given))
+    def _ask_for_turn(self, *args: Any, **kwargs: Any) -> Any:
         return None
+
+    def _answered(self, call: Any) -> Any:
+        return call
 
     def register(self, kind: Kind, *, weights: int = 1, checkpoint: int = 0) -> None:
         self.apply(self.book.register(STEP, weights=weights, checkpoint=checkpoint))

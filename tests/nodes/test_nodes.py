@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.e2e.runs import launch
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, random_weights, remote_agent
 from tests.weights.helpers import reference_digest
+from trinity_sync.actors.agent import AgentClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 SHAPES = {"embed.weight": (4096, 1024), "layers.0.mlp.weight": (24, 10)}
@@ -44,11 +45,11 @@ def there(nodes: Cluster) -> str:
 class Explorer:
     """An explorer's half, without an engine."""
 
-    def __init__(self, agents: dict[str, Any], synchronizer: Synchronizer, name: str) -> None:
+    def __init__(self, agents: dict[str, AgentClient], synchronizer: Synchronizer, name: str) -> None:
         from tests.sync.helpers import empty, make_loader
         from trinity_sync.sync.base import TrainerSide
 
-        side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks={}, timeout_s=LIMIT)
+        side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks=[], timeout_s=LIMIT)
         self._loader = make_loader(side, empty(random_weights(0, SHAPES)), name=name)
 
     def load(self) -> tuple[str | None, int, str]:
@@ -84,7 +85,7 @@ def test_explorers_of_another_node_hold_what_was_published_and_their_node_fetche
             assert time.monotonic() < deadline, f"{copies} bytes of objects on the nodes for versions of {nbytes}"
             time.sleep(0.1)
     finally:
-        for actor in [*explorers, *agents.values(), synchronizer.actor]:
+        for actor in [*explorers, *(agent.handle for agent in agents.values()), synchronizer.actor]:
             ray.kill(actor)
 
 

@@ -14,6 +14,7 @@ import ray
 
 from tests import local_ray
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent
+from trinity_sync.actors.agent import AgentClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 _numbers = itertools.count()
@@ -41,19 +42,21 @@ def make_synchronizer(cluster: None) -> Iterator[Callable[..., Synchronizer]]:
 
 
 @pytest.fixture(scope="module")
-def make_agent(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
+def make_agent(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., AgentClient]]:
     """Start a node agent whose slots lie in a folder of the test: ``make_agent(synchronizer, verify=...)``."""
     made = []
     root = tmp_path_factory.mktemp("shm")
 
-    def make(synchronizer: Synchronizer, *, lead: Any = None, node: str | None = None, **config: Any) -> Any:
+    def make(
+        synchronizer: Synchronizer, *, lead: AgentClient | None = None, node: str | None = None, **config: Any
+    ) -> AgentClient:
         settings = {"run_key": f"run-{next(_numbers)}", "root": str(root), "fallback": str(root / "fallback"), **config}
         made.append(remote_agent(synchronizer, lead, node, settings))
         return made[-1]
 
     yield make
     for agent in made:
-        ray.kill(agent)
+        ray.kill(agent.handle)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +65,7 @@ def synchronizer(make_synchronizer: Callable[..., Synchronizer]) -> Synchronizer
 
 
 @pytest.fixture(scope="module")
-def trainer(synchronizer: Synchronizer, make_agent: Callable[..., Any]) -> PretendTrainer:
+def trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> PretendTrainer:
     """A trainer of two ranks on this node."""
     return PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer)})
 

@@ -13,14 +13,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.sync.light import PretendNodeAgent
 from tests.weights.helpers import cut, local_elements
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.parts import part_name
 from trinity_sync.sync.synchronizer import Sealed, Synchronizer
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
@@ -52,14 +53,18 @@ def node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def remote_agent(synchronizer: Synchronizer, lead: Any, node: str | None, settings: dict[str, Any]) -> Any:
+def remote_agent(
+    synchronizer: Synchronizer, lead: AgentClient | None, node: str | None, settings: dict[str, Any]
+) -> AgentClient:
     """Start an agent on this node; with `node` it takes itself for one there."""
     config = AgentConfig(**{"slots": 2, "verify": "full", "nodes": 1, "threads": 1, **settings})
     here = NodeAffinitySchedulingStrategy(node_id(), soft=False)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here}
     if node is None:
-        return ray.remote(NodeAgent).options(**options).remote(config, synchronizer.actor, lead)
-    return ray.remote(PretendNodeAgent).options(**options).remote(config, synchronizer.actor, lead, node)
+        handle = ray.remote(NodeAgent).options(**options).remote(config, synchronizer.actor, lead)
+    else:
+        handle = ray.remote(PretendNodeAgent).options(**options).remote(config, synchronizer.actor, lead, node)
+    return AgentClient(handle, node or node_id())
 
 
 class PretendTrainer:
@@ -76,7 +81,7 @@ class PretendTrainer:
     def __init__(
         self,
         synchronizer: Synchronizer,
-        agents: Mapping[str, Any],
+        agents: Mapping[str, AgentClient],
         *,
         weights: Mapping[str, torch.Tensor] | None = None,
         ranks: int = 2,
@@ -93,8 +98,8 @@ class PretendTrainer:
         self._node_of = {part: next(nodes) for part in self.layouts}
         self.paths: dict[tuple[int, str], str] = {}
         for node, agent in self.agents.items():
-            mine = {part: self.layouts[part].to_json() for part in self.layouts if self._node_of[part] == node}
-            slots = ray.get(agent.register.remote(mine), timeout=LIMIT)["paths"]
+            mine = {part: self.layouts[part] for part in self.layouts if self._node_of[part] == node}
+            slots = agent.register(mine).result(LIMIT).paths
             self.paths |= {(slot, part): path for slot, parts in slots.items() for part, path in parts.items()}
 
     def open(self, timeout_s: float = LIMIT) -> tuple[Version, int]:
@@ -107,7 +112,7 @@ class PretendTrainer:
         """What one rank does."""
         layout = self.layouts[part]
         stage(layout, sources(layout, weights), self.segment(slot, part, writable=True))
-        ray.get(self.agents[self._node_of[part]].part_staged.remote(version, slot, part), timeout=LIMIT)
+        self.agents[self._node_of[part]].part_staged(version, slot, part).result(LIMIT)
 
     def seal(self, weights: Mapping[str, torch.Tensor]) -> Sealed:
         """Stage all parts of the next version."""

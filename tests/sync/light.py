@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 
 
 class Member:
@@ -50,7 +51,7 @@ class Stillborn:
 class PretendNodeAgent(NodeAgent):
     """An agent that takes itself for one on another node than it is on."""
 
-    def __init__(self, config: AgentConfig, synchronizer: Any, lead: Any, node: str) -> None:
+    def __init__(self, config: AgentConfig, synchronizer: Any, lead: AgentClient | None, node: str) -> None:
         super().__init__(config, synchronizer, lead)
         self._node = node
 

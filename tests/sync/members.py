@@ -1,4 +1,4 @@
-"""The members of a round, without engines. Apart from the tests, so that their processes start sooner."""
+"""The members of a broadcast, without engines. Apart from the tests, so that their processes start sooner."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, nccl
-from trinity_sync.sync.base import LoadReport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.nccl import NcclTransport
@@ -22,17 +24,17 @@ LIMIT = 60.0
 
 
 class Sender:
-    """A trainer rank's half of a round, as `TrinityWorker` has it."""
+    """A trainer rank's half of a broadcast, as `TrinityWorker` has it."""
 
-    def __init__(self, layout: dict[str, Any], paths: dict[int, str]) -> None:
-        self._layout = PartLayout.from_json(layout)
+    def __init__(self, layout: PartLayout, paths: dict[int, str]) -> None:
+        self._layout = layout
         self._segments = {slot: map_segment(path, self._layout.nbytes, writable=True) for slot, path in paths.items()}
 
     def pid(self) -> int:
         return os.getpid()
 
-    def send_round(self, invitation: nccl.Round) -> int:
-        return nccl.send(invitation, self._layout.part, self._layout, self._segments[invitation.slot])
+    def send(self, broadcast: Broadcast) -> int:
+        return nccl.send(broadcast, self._layout.part, self._layout, self._segments[broadcast.slot])
 
 
 class Misbehaving(NcclTransport):
@@ -55,7 +57,11 @@ class Receiver:
     """An explorer without an engine: it loads into `tensors`."""
 
     def __init__(
-        self, member: Member, synchronizer: Synchronizer, agents: dict[str, Any], tensors: dict[str, torch.Tensor]
+        self,
+        member: Member,
+        synchronizer: Synchronizer,
+        agents: dict[str, AgentClient],
+        tensors: dict[str, torch.Tensor],
     ) -> None:
         layouts = LayoutCache(agents, LIMIT)
         self._transport = Misbehaving(member.name, layouts)
@@ -70,8 +76,8 @@ class Receiver:
     def take_for_damaged(self) -> None:
         self._transport.damaged = True
 
-    def load(self, version: tuple[int, int], ticket: Any = None) -> LoadReport:
-        return self._loader.load(Version(*version), ticket)
+    def load(self, version: Version, broadcast: Broadcast | None = None) -> LoadReport:
+        return self._loader.load(version, broadcast)
 
     def held(self) -> Version | None:
         return self._loader.held

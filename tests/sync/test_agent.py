@@ -6,29 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.parts import PartInfo
-from trinity_sync.sync.remote import MemberDied, resolve_one
 from trinity_sync.weights.digests import bucket_digests
 from trinity_sync.weights.shard_file import open_shard_file
 
-MakeAgent = Callable[..., Any]
-
-
-def ask(agent: Any, method: str, *args: Any) -> Any:
-    return ray.get(getattr(agent, method).remote(*args), timeout=LIMIT)
+MakeAgent = Callable[..., AgentClient]
 
 
 # ---- a version put together
@@ -81,7 +77,7 @@ def test_a_part_reported_twice_does_not_stand_for_another_one(trainer: PretendTr
 def test_what_goes_wrong_in_the_agent_is_told_to_who_waits_for_the_version(trainer: PretendTrainer) -> None:
     version, _ = trainer.open()
     for part in trainer.layouts:
-        ask(trainer.agents[node_id()], "part_staged", version, 99, part)
+        trainer.agents[node_id()].part_staged(version, 99, part).result(LIMIT)
     with pytest.raises(RunError, match=rf"^version {version} could not be staged: .*99"):
         trainer.synchronizer.call("wait_sealed", version, LIMIT)
     assert trainer.publish(random_weights(4)).digest == reference_digest(random_weights(4), "BF16")
@@ -89,7 +85,7 @@ def test_what_goes_wrong_in_the_agent_is_told_to_who_waits_for_the_version(train
 
 def test_a_part_that_cannot_be_staged_fails_its_version_and_no_other(trainer: PretendTrainer) -> None:
     version, _ = trainer.open()
-    ask(trainer.agents[node_id()], "part_failed", version, "rank-00001", "StageError: weight (no source)")
+    trainer.agents[node_id()].part_failed(version, "rank-00001", "StageError: weight (no source)")
     with pytest.raises(RunError, match=rf"^version {version} could not be staged: rank-00001: StageError"):
         trainer.synchronizer.call("wait_sealed", version, LIMIT)
     assert trainer.publish(random_weights(4)).digest == reference_digest(random_weights(4), "BF16")
@@ -98,7 +94,7 @@ def test_a_part_that_cannot_be_staged_fails_its_version_and_no_other(trainer: Pr
 def test_the_trainer_stood_still_as_long_as_its_slowest_rank(trainer: PretendTrainer) -> None:
     version, slot = trainer.open()
     for blocked, part in enumerate(trainer.layouts, 1):
-        ask(trainer.agents[node_id()], "part_staged", version, slot, part, 0.25 * blocked)
+        trainer.agents[node_id()].part_staged(version, slot, part, 0.25 * blocked).result(LIMIT)
     sealed = trainer.synchronizer.call("wait_sealed", version, LIMIT)
     assert sealed.blocked_s == 0.25 * len(trainer.layouts)
     trainer.synchronizer.call("discard", version)
@@ -124,9 +120,10 @@ def test_an_explorer_of_another_node_gets_copies_that_the_agent_hands_out(two_no
     weights = random_weights(5)
     sealed = two_nodes.publish(weights)
     part = next(part for part, info in sealed.parts.items() if info.node == "far-away")
-    [shared] = ask(two_nodes.agents["far-away"], "share", sealed.version, sealed.slot, part)
+    agent = two_nodes.agents["far-away"]
+    [shared] = agent.share(sealed.version, sealed.slot, part).result(LIMIT)
     assert bytes(ray.get(shared, timeout=LIMIT)) == bytes(two_nodes.segment(sealed.slot, part))
-    assert ask(two_nodes.agents["far-away"], "share", sealed.version, sealed.slot, part) == [shared]
+    assert agent.share(sealed.version, sealed.slot, part).result(LIMIT) == [shared]
     report = make_loader(two_nodes, empty(weights)).load(None)
     assert report.digest == reference_digest(weights, "BF16")
     assert report.bytes_moved == sum(layout.nbytes for layout in two_nodes.layouts.values())
@@ -137,7 +134,8 @@ def test_an_explorer_of_another_node_gets_copies_that_the_agent_hands_out(two_no
 
 def test_a_slot_is_written_as_files_that_are_the_segments(trainer: PretendTrainer, folder: Path) -> None:
     sealed = trainer.seal(random_weights(6))
-    written = ask(trainer.agents[node_id()], "write", sealed.slot, str(folder), {"step": "6"}, False)
+    agent = trainer.agents[node_id()]
+    written = agent.write(sealed.version, sealed.slot, str(folder), {"step": "6"}, fsync=False).result(LIMIT)
     assert [path for path, _, _ in written] == [f"actor/weights_{part}.safetensors" for part in trainer.layouts]
     for path, nbytes, _ in written:
         layout, data = open_shard_file(folder / path)
@@ -153,8 +151,8 @@ def test_a_slot_is_written_as_files_that_are_the_segments(trainer: PretendTraine
 def test_a_layout_is_asked_for_once(trainer: PretendTrainer) -> None:
     asked = []
 
-    class Agents(dict[str, Any]):
-        def __getitem__(self, node: str) -> Any:
+    class Agents(dict[str, AgentClient]):
+        def __getitem__(self, node: str) -> AgentClient:
             asked.append(node)
             return super().__getitem__(node)
 
@@ -179,10 +177,10 @@ def files_in(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file()]
 
 
-def register(agent: Any, trainer: PretendTrainer) -> tuple[set[Path], list[str]]:
+def register(agent: AgentClient, trainer: PretendTrainer) -> tuple[set[Path], Sequence[str]]:
     """Have an agent make slots as `trainer`'s: their files, and its notes."""
-    answer = ask(agent, "register", {part: layout.to_json() for part, layout in trainer.layouts.items()})
-    return {Path(path) for parts in answer["paths"].values() for path in parts.values()}, answer["notes"]
+    slots = agent.register(trainer.layouts).result(LIMIT)
+    return {Path(path) for parts in slots.paths.values() for path in parts.values()}, slots.notes
 
 
 def test_it_gives_the_shared_memory_back_when_it_is_closed(
@@ -193,7 +191,7 @@ def test_it_gives_the_shared_memory_back_when_it_is_closed(
     assert files <= set(files_in(tmp_path))
     assert notes == []
     for _ in range(2):
-        ask(agent, "close")
+        agent.close().result(LIMIT)
         assert list(tmp_path.iterdir()) == []
 
 
@@ -205,10 +203,10 @@ def test_a_killed_agent_is_named_at_once_and_what_it_left_is_removed_by_the_next
     abandoned, _ = register(agent, trainer)
     version, parts = Version(0, 0), list(trainer.layouts)
     synchronizer.call("begin", version, parts, LIMIT)
-    sealed = synchronizer.actor.wait_sealed.remote(version, LIMIT * 10)
-    os.kill(ask(agent, "memory")["pid"], signal.SIGKILL)
+    waiting = synchronizer.actor.wait_sealed.remote(version, LIMIT * 10)
+    os.kill(agent.memory().result(LIMIT)["pid"], signal.SIGKILL)
     with pytest.raises(MemberDied, match=rf"^the agent of node {node_id()} died while it was to seal version 0$"):
-        resolve_one(sealed, "the synchronizer", "seal version 0", LIMIT)
+        Call(waiting, "the synchronizer", "seal version 0").result(LIMIT)
     with pytest.raises(MemberDied, match="died while it was to take version 1"):
         synchronizer.call("begin", Version(0, 1), parts, LIMIT)
 
@@ -228,6 +226,6 @@ def test_a_node_without_shared_memory_is_told_and_files_are_used(
 
 
 def test_it_loads_no_torch() -> None:
-    program = "import sys, trinity_sync.sync.agent; print(sorted({'torch', 'transformers', 'verl'} & set(sys.modules)))"
+    program = "import sys, trinity_sync.node.agent; print(sorted({'torch', 'transformers', 'verl'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

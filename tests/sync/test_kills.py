@@ -21,13 +21,15 @@ import ray
 
 from tests import local_ray
 from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, node_id, random_weights
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.calls import Call, MemberDied
+from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.memory import MemoryMode
-from trinity_sync.sync.remote import MemberDied, resolve_one
 
 SHAPES = {"embed.weight": (3000, 512), "layers.0.mlp.weight": (512, 512), "layers.0.norm.weight": (512,)}
 VERSIONS = 6
@@ -42,13 +44,13 @@ class Explorer:
     def __init__(self) -> None:
         self._tensors = empty(random_weights(0, SHAPES))
 
-    def attach(self, agents: dict[str, Any], synchronizer: Synchronizer, member: Member) -> int:
-        side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks={}, timeout_s=LIMIT)
+    def attach(self, agents: dict[str, AgentClient], synchronizer: Synchronizer, member: Member) -> int:
+        side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks=[], timeout_s=LIMIT)
         self._loader = make_loader(side, self._tensors, member=member)
         return os.getpid()
 
-    def load(self, version: Version) -> str | None:
-        return self._loader.load(Version(*version)).digest
+    def load(self, version: Version, broadcast: None = None) -> str | None:
+        return self._loader.load(version).digest
 
     def held(self) -> tuple[Version | None, str]:
         """What it says that it holds, and what it does hold."""
@@ -76,7 +78,7 @@ def seeds() -> list[Any]:
 @pytest.mark.parametrize("seed", seeds())
 def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
     make_synchronizer: Callable[..., Synchronizer],
-    make_agent: Callable[..., Any],
+    make_agent: Callable[..., AgentClient],
     explorers: dict[str, Any],
     tmp_path: Path,
     victim: str,
@@ -95,7 +97,7 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
     pid = {
         "explorer": pids["explorer-0"],
         "synchronizer": synchronizer.call("memory")["pid"],
-        "agent": ray.get(agent.memory.remote(), timeout=LIMIT)["pid"],
+        "agent": agent.memory().result(LIMIT)["pid"],
     }[victim]
     contents = [random_weights(100 + number, SHAPES) for number in range(VERSIONS)]
 
@@ -147,13 +149,16 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
         left = files(tmp_path)
         assert left
         following = make_agent(make_synchronizer(), run_key="next", root=str(tmp_path), fallback=str(tmp_path / "f"))
-        ray.get(following.register.remote({}), timeout=LIMIT)
+        following.register({}).result(LIMIT)
         assert not left & files(tmp_path)
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says_how_long(
-    make_synchronizer: Callable[..., Synchronizer], make_agent: Callable[..., Any], explorers: dict[str, Any], how: str
+    make_synchronizer: Callable[..., Synchronizer],
+    make_agent: Callable[..., AgentClient],
+    explorers: dict[str, Any],
+    how: str,
 ) -> None:
     synchronizer = make_synchronizer()
     trainer = PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer)}, weights=random_weights(0, SHAPES))
@@ -161,9 +166,10 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
     pid = synchronizer.call("memory")["pid"]
     limit = 1.0 if how == "hangs" else LIMIT
     impatient = Synchronizer(synchronizer.actor, limit)
+    clients = {name: ExplorerClient(explorer, name) for name, explorer in explorers.items()}
     for name, explorer in explorers.items():
         ray.get(explorer.attach.remote(trainer.agents, impatient, Member.new(name)), timeout=LIMIT)
-    mode = MemoryMode(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks={}, timeout_s=limit))
+    mode = MemoryMode(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks=[], timeout_s=limit))
     told, error = {
         "dies": ("died while it was to answer {}", MemberDied),
         "hangs": ("did not answer {} within 1 s", WaitTimeout),
@@ -176,12 +182,12 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
         with pytest.raises(error, match=f"^the synchronizer {told.format('commit')}$"):
             mode.publish(sealed)
         with pytest.raises(error, match=f"^the synchronizer {told.format('lease')}$"):  # not that explorers are late
-            mode.deliver(explorers, sealed.version)
+            mode.deliver(clients, sealed.version)
         if how == "hangs":  # while an explorer has its lease, whose own limit begins when it gives that back
             with pytest.raises(
                 WaitTimeout, match=r"^the synchronizer did not answer while explorer-7 was to load version"
             ):
-                mode.deliver({"explorer-7": ray.remote(Loading).remote()}, sealed.version)
+                mode.deliver({"explorer-7": ExplorerClient(ray.remote(Loading).remote(), "explorer-7")}, sealed.version)
     finally:
         if how == "hangs":
             os.kill(pid, signal.SIGCONT)
@@ -190,7 +196,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
 class Loading:
     """An explorer in the midst of a long load."""
 
-    def load(self, version: Version) -> None:
+    def load(self, version: Version, broadcast: None) -> None:
         threading.Event().wait()
 
 
@@ -210,15 +216,18 @@ def publish(
     sealed = trainer.seal(weights)
     published[sealed.version] = sealed.digest or ""
     trainer.synchronizer.call("commit", sealed.version)
-    calls = {name: explorer.load.remote(sealed.version) for name, explorer in explorers.items()}
+    what = f"load version {sealed.version}"
+    calls: list[Call[str | None]] = [
+        Call(explorer.load.remote(sealed.version), name, what) for name, explorer in explorers.items()
+    ]
     dead = []
-    for name, call in calls.items():
+    for call in calls:
         try:
-            assert resolve_one(call, name, f"load version {sealed.version}", NOTICED_S) == sealed.digest
+            assert call.result(NOTICED_S) == sealed.digest
         except MemberDied as death:
-            if death.who != name:
+            if death.who != call.who:
                 raise
-            dead.append(name)
+            dead.append(call.who)
             with contextlib.suppress(MemberDied):
-                trainer.synchronizer.call("drop_reader", members[name])
+                trainer.synchronizer.call("drop_reader", members[call.who])
     return dead

@@ -17,6 +17,8 @@ import torch
 from tests.checkpoint.helpers import unreadable
 from tests.sync.helpers import BUCKET_BYTES, LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
@@ -61,7 +63,7 @@ def store(tmp_path: Path) -> FolderStore:
 
 
 def side_of(trainer: PretendTrainer) -> TrainerSide:
-    return TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks={}, timeout_s=LIMIT)
+    return TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks=[], timeout_s=LIMIT)
 
 
 def assert_all_leases_have_ended(trainer: PretendTrainer) -> None:
@@ -77,9 +79,9 @@ class Altered:
         self._source = MemoryTransport(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
         self._times = times
 
-    def buckets(self, lease: Any, ticket: Any, find_room: FindRoom) -> Iterator[Bucket]:
+    def buckets(self, lease: Any, broadcast: Any, find_room: FindRoom) -> Iterator[Bucket]:
         self._times -= 1
-        for bucket in self._source.buckets(lease, ticket, find_room):
+        for bucket in self._source.buckets(lease, broadcast, find_room):
             copy = bytearray(bucket.data)
             if self._times >= 0 and bucket.layout.part == PART and bucket.number == BYTE // BUCKET_BYTES:
                 copy[BYTE % BUCKET_BYTES] ^= 0xFF
@@ -87,7 +89,7 @@ class Altered:
 
 
 @pytest.fixture(scope="module")
-def bucket_trainer(synchronizer: Synchronizer, make_agent: Callable[..., Any]) -> PretendTrainer:
+def bucket_trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> PretendTrainer:
     """One whose agent digests buckets, and not the version."""
     return PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer, verify="bucket")})
 
@@ -191,11 +193,11 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
     member = Member.new("explorer-0")
 
     class Slow(MemoryTransport):
-        def buckets(self, lease: Any, ticket: Any, find_room: FindRoom) -> Iterator[Bucket]:
+        def buckets(self, lease: Any, broadcast: Any, find_room: FindRoom) -> Iterator[Bucket]:
             trainer.synchronizer.call("drop_reader", member)
             for seed in (26, 27):
                 trainer.publish(random_weights(seed))
-            yield from super().buckets(lease, ticket, find_room)
+            yield from super().buckets(lease, broadcast, find_room)
 
     slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
     loader = make_loader(trainer, empty(weights), transport=slow, verify="off", member=member)
@@ -441,9 +443,9 @@ def test_a_version_whose_folder_was_deleted_is_not_loaded(
 
 
 def test_all_explorers_load_side_by_side_and_are_reported_in_order(trainer: PretendTrainer) -> None:
-    def explorer(name: str) -> Any:
-        load = SimpleNamespace(remote=lambda version: ray.put((name, version)))
-        return SimpleNamespace(load=load)
+    def explorer(name: str) -> ExplorerClient:
+        load = SimpleNamespace(remote=lambda version, broadcast: ray.put((name, version)))
+        return ExplorerClient(SimpleNamespace(load=load), name)
 
     explorers = {name: explorer(name) for name in ("explorer-1", "explorer-0")}
     delivery = MemoryMode(side_of(trainer)).deliver(explorers, Version(0, 5))

@@ -16,6 +16,8 @@ import torch
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, random_weights
 from tests.sync.members import Receiver, Sender
+from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.rank import RankClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.members import Member
 from trinity_sync.sync import nccl
@@ -27,37 +29,38 @@ from trinity_sync.weights.shards import whole
 MEMBERS = {name: Member.new(name) for name in ("explorer-0", "explorer-1")}
 
 
-def ask(actor: Any, method: str, *args: Any) -> Any:
-    return ray.get(getattr(actor, method).remote(*args), timeout=LIMIT)
+def ask(explorer: ExplorerClient, method: str, *args: Any) -> Any:
+    """Call what only these stand-ins have."""
+    return ray.get(getattr(explorer.handle, method).remote(*args), timeout=LIMIT)
 
 
 @pytest.fixture(scope="module")
-def ranks(trainer: PretendTrainer) -> dict[str, Any]:
-    """Two senders by name."""
+def ranks(trainer: PretendTrainer) -> list[RankClient]:
+    """Two senders."""
 
     def start(part: str, layout: PartLayout) -> Any:
         paths = {slot: path for (slot, name), path in trainer.paths.items() if name == part}
-        return ray.remote(Sender).options(num_cpus=0).remote(layout.to_json(), paths)
+        return ray.remote(Sender).options(num_cpus=0).remote(layout, paths)
 
-    return {f"trainer rank {rank}": start(part, layout) for rank, (part, layout) in enumerate(trainer.layouts.items())}
+    return [RankClient(start(part, layout), rank) for rank, (part, layout) in enumerate(trainer.layouts.items())]
 
 
 @pytest.fixture(scope="module")
-def explorers(trainer: PretendTrainer, ranks: dict[str, Any]) -> dict[str, Any]:
+def explorers(trainer: PretendTrainer, ranks: list[RankClient]) -> dict[str, ExplorerClient]:
     """Two: one casts what it receives, the other receives it where it belongs. The last test kills the second."""
 
-    def start(name: str, dtype: torch.dtype) -> Any:
+    def start(name: str, dtype: torch.dtype) -> ExplorerClient:
         tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in empty(random_weights(0)).items()}
         arguments = (MEMBERS[name], trainer.synchronizer, trainer.agents, tensors)
-        return ray.remote(Receiver).options(num_cpus=0).remote(*arguments)
+        return ExplorerClient(ray.remote(Receiver).options(num_cpus=0).remote(*arguments), name)
 
     found = {"explorer-0": start("explorer-0", torch.float32), "explorer-1": start("explorer-1", torch.bfloat16)}
-    ray.get([actor.pid.remote() for actor in (*ranks.values(), *found.values())], timeout=LIMIT)
+    ray.get([client.handle.pid.remote() for client in (*ranks, *found.values())], timeout=LIMIT)
     return found
 
 
 @pytest.fixture
-def stopped(explorers: dict[str, Any]) -> Iterator[int]:
+def stopped(explorers: dict[str, ExplorerClient]) -> Iterator[int]:
     """The process of explorer-1, which a test may stop; it goes on afterwards."""
     pid = ask(explorers["explorer-1"], "pid")
     yield pid
@@ -65,17 +68,17 @@ def stopped(explorers: dict[str, Any]) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def mode(trainer: PretendTrainer, ranks: dict[str, Any]) -> NcclMode:
+def mode(trainer: PretendTrainer, ranks: list[RankClient]) -> NcclMode:
     return mode_of(trainer, ranks)
 
 
-def mode_of(trainer: PretendTrainer, ranks: dict[str, Any], timeout_s: float = LIMIT) -> NcclMode:
+def mode_of(trainer: PretendTrainer, ranks: list[RankClient], timeout_s: float = LIMIT) -> NcclMode:
     side = TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks=ranks, timeout_s=timeout_s)
     return NcclMode(side, "gloo")
 
 
 def test_every_explorer_gets_every_ranks_part(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
 ) -> None:
     for seed in (1, 2):
         sealed = trainer.seal(random_weights(seed))
@@ -90,7 +93,7 @@ def test_every_explorer_gets_every_ranks_part(
 
 
 def test_who_comes_late_gets_a_round_of_its_own(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
 ) -> None:
     sealed = trainer.seal(random_weights(3))
     mode.publish(sealed)
@@ -102,13 +105,13 @@ def test_who_comes_late_gets_a_round_of_its_own(
 @pytest.mark.parametrize("when", ["before the round", "in the round"])
 def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the_limit(
     trainer: PretendTrainer,
-    ranks: dict[str, Any],
-    explorers: dict[str, Any],
+    ranks: list[RankClient],
+    explorers: dict[str, ExplorerClient],
     stopped: int,
     when: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trinity_sync.sync.remote._GRACE_S", 0.5)
+    monkeypatch.setattr("trinity_sync.actors.calls._GRACE_S", 0.5)
     mode = mode_of(trainer, ranks, timeout_s=2.0)
     sealed = trainer.seal(random_weights(7))
     mode.publish(sealed)
@@ -128,7 +131,7 @@ def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the
 
 
 def test_a_slot_that_was_damaged_is_told_and_the_next_version_arrives(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
 ) -> None:
     sealed = trainer.seal(random_weights(9))
     trainer.damage(sealed, "rank-00001", 300)
@@ -141,7 +144,7 @@ def test_a_slot_that_was_damaged_is_told_and_the_next_version_arrives(
 
 
 def test_an_explorer_that_gives_up_with_buckets_on_their_way_holds_nobody_up(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
 ) -> None:
     ask(explorers["explorer-1"], "take_for_damaged")
     mode.publish(sealed := trainer.seal(random_weights(17)))
@@ -154,7 +157,7 @@ def test_an_explorer_that_gives_up_with_buckets_on_their_way_holds_nobody_up(
 
 
 def test_a_round_is_led_for_the_version_that_the_ranks_have_staged_only(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
 ) -> None:
     older, newer = trainer.seal(random_weights(11)), None
     mode.publish(older)
@@ -164,14 +167,14 @@ def test_a_round_is_led_for_the_version_that_the_ranks_have_staged_only(
         mode.deliver(explorers, older.version)
 
 
-def test_a_load_without_an_invitation_is_refused(trainer: PretendTrainer, explorers: dict[str, Any]) -> None:
+def test_a_load_without_an_invitation_is_refused(trainer: PretendTrainer, explorers: dict[str, ExplorerClient]) -> None:
     version = trainer.publish(random_weights(13)).version
     with pytest.raises(RunError, match=rf"explorer-0 was to load version {version} without an invitation to a round$"):
-        ask(explorers["explorer-0"], "load", version)
+        explorers["explorer-0"].load(version).result(LIMIT)
 
 
 def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, Any]
+    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
 ) -> None:
     ask(explorers["explorer-1"], "signal_itself", signal.SIGKILL)
     sealed = trainer.seal(random_weights(14))
@@ -221,8 +224,8 @@ def arriving_on(device: Device, index: int, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     layout = PartLayout.build("rank-00000", [whole(name, "U8", (64,)) for name in "abcdef"], 64)
     place = SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=index))
-    ticket: Any = SimpleNamespace(transport="nccl", cut="tensor", timeout_s=5.0)
-    return nccl._Arriving(device, ticket, layout, lambda *_: place, [])
+    broadcast: Any = SimpleNamespace(transport="nccl", cut="tensor", timeout_s=5.0)
+    return nccl._Arriving(device, broadcast, layout, lambda *_: place, [])
 
 
 def test_between_gpus_a_piece_is_taken_for_received_when_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

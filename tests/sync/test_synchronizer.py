@@ -11,10 +11,10 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from trinity_sync.actors.calls import MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.remote import MemberDied
 from trinity_sync.sync.synchronizer import STATUSES, Synchronizer, SynchronizerActor, SynchronizerConfig
 
 PARTS = ["rank-00000"]

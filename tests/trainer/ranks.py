@@ -1,11 +1,24 @@
-"""A trainer rank without an engine, for the tests of the group. Apart from them, so that its process stays light."""
+"""A trainer rank without an engine, for the tests of the group, and one that is not even asked. Apart from them, so
+that their processes stay light.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from trinity_sync.trainer.spec import RankInfo
+from trinity_sync.actors.rank import RankClient, RankInfo
+
+
+class Asked(RankClient):
+    """Gives the name of the method that is asked for and its arguments, in place of a call."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+
+    def _call(self, what: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        assert not kwargs
+        return method, args
 
 
 class PretendWorker:

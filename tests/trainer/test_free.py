@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.trainer.ranks import Asked
+from trinity_sync.actors.rank import RankClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
@@ -50,7 +53,8 @@ class World:
         self.lines: list[dict[str, Any]] = []
 
     # the ranks
-    def call(self, method: str, *args: Any, what: str = "", timeout_s: float = 0.0) -> Any:
+    def all(self, ask: Callable[[RankClient], Any], timeout_s: float) -> Any:
+        method, args = ask(Asked())
         return getattr(self, f"do_{method}")(*args)
 
     def do_train_step(self, step: int, batch: Any, advantages: Any) -> list[dict[str, float]]:
@@ -61,12 +65,15 @@ class World:
             raise RunError("trainer rank 0 died")
         return [{"loss": self.losses.get(step, 0.5)}]
 
-    def do_stage(self, version: tuple[int, int], slot: int, lazily: bool) -> list[float]:
+    def do_stage(self, version: Version, slot: int, lazily: bool) -> list[float]:
         assert lazily
-        self.happened.append(("copy", version[1]))
+        self.happened.append(("copy", version.step))
         return [0.1]
 
     # the synchronizer
+    def call(self, method: str, *args: Any, timeout_s: float = 0.0) -> Any:
+        return getattr(self, f"do_{method}")(*args)
+
     def do_begin(self, version: Version, parts: list[str], limit: float) -> int:
         self.happened.append(("wait for a slot", version.step))
         return 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests import local_ray
 from tests.trainer.ranks import PretendWorker
-from trinity_sync.sync.remote import MemberDied
+from trinity_sync.actors.calls import Call, MemberDied
+from trinity_sync.actors.rank import RankClient
 from trinity_sync.trainer.group import TrainerGroup
 
 LIMIT = 60.0
@@ -34,26 +36,26 @@ def group(cluster: None) -> Iterator[TrainerGroup]:
         )
 
 
+def ask(rank: RankClient, method: str, *args: Any, what: str = "add") -> Call[Any]:
+    """Begin a call of what only these stand-ins have."""
+    return Call(getattr(rank.handle, method).remote(*args), rank.who, what)
+
+
 def test_results_come_in_rank_order(group: TrainerGroup) -> None:
     assert [(info.rank, info.part) for info in group.initialise()] == [(0, "spec-0"), (1, "spec-1")]
-    assert list(group.ranks) == ["trainer rank 0", "trainer rank 1"]
-    assert group.call("add", 1, 2, what="add", timeout_s=LIMIT) == [3, 3]
-    assert group.call_each("add", [(1, 2), (3, 4)], "add", LIMIT) == [3, 7]
+    assert [rank.who for rank in group.ranks] == ["trainer rank 0", "trainer rank 1"]
+    assert group.all(lambda rank: ask(rank, "add", 1, 2), LIMIT) == [3, 3]
+    assert group.all(lambda rank: ask(rank, "add", *[(1, 2), (3, 4)][rank.rank]), LIMIT) == [3, 7]
 
 
 def test_ranks_of_this_node_are_told_where_to_meet(group: TrainerGroup) -> None:
     names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    first, second = group.call("environment", *names, what="tell", timeout_s=LIMIT)
+    first, second = group.all(lambda rank: ask(rank, "environment", *names), LIMIT)
     assert first == second
     assert first[0] == "2"
-
-
-def test_arguments_for_each_rank_have_to_be_as_many_as_the_ranks(group: TrainerGroup) -> None:
-    with pytest.raises(ValueError, match="zip"):
-        group.call_each("add", [(1, 2)], "add", LIMIT)
 
 
 def test_a_rank_that_dies_is_named(group: TrainerGroup) -> None:
     os.kill(group.initialise()[1].pid, signal.SIGKILL)
     with pytest.raises(MemberDied, match=r"^trainer rank 1 died while it was to train step 3$"):
-        group.call("add", 1, 2, what="train step 3", timeout_s=LIMIT)
+        group.all(lambda rank: ask(rank, "add", 1, 2, what="train step 3"), LIMIT)

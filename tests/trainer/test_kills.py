@@ -61,7 +61,7 @@ def drive(saves: Saves, first: int = 1) -> list[int]:
     ranks = [Rank.remote(saves, part) for part in PARTS]
     started = ray.get([rank.pid.remote() for rank in ranks], timeout=START_LIMIT)
     pids = {"rank": started[0]}
-    pids["agent"] = ray.get(saves.agent.memory.remote(), timeout=LIMIT)["pid"]
+    pids["agent"] = saves.agent.memory().result(LIMIT)["pid"]
     pids["monitor"] = ray.get(saves.monitor.describe.remote(), timeout=LIMIT)["pid"]
     saves.ready(pids)
     committed = []

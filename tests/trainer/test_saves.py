@@ -16,6 +16,10 @@ import pytest
 import ray
 
 from tests import local_ray
+from tests.trainer.ranks import Asked
+from trinity_sync.actors.calls import Call
+from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
 from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.monitor import MonitorConfig
@@ -23,7 +27,6 @@ from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer import saves as module
 from trinity_sync.trainer.saves import FullSaves, SaveSettings, WeightSaves
 from trinity_sync.weights.layout import PartLayout
@@ -75,7 +78,8 @@ class PretendGroup:
         self.may_write = threading.Event()
         self.may_write.set()
 
-    def call(self, method: str, *args: Any, what: str, timeout_s: float) -> list[Any]:
+    def all(self, ask: Callable[[RankClient], Any], timeout_s: float) -> list[Any]:
+        method, args = ask(Asked())
         return getattr(self, method)(*args)
 
     def save(self, step: int, folder: str) -> list[float]:
@@ -117,8 +121,9 @@ class Run:
         self.root = root
         self.log = Log()
         self.group = PretendGroup(monitor)
-        self.saves = FullSaves(monitor, self.group, settings, self.log)  # type: ignore[arg-type]
-        self.weights = WeightSaves(monitor, settings, self.log, durable=False)
+        client = MonitorClient(monitor)
+        self.saves = FullSaves(client, self.group, settings, self.log)  # type: ignore[arg-type]
+        self.weights = WeightSaves(client, settings, self.log, durable=False)
 
     def wait_no_longer_than(self, timeout_s: float) -> None:
         """From now on."""
@@ -293,7 +298,7 @@ def test_a_part_that_never_comes_is_named(shared: tuple[Any, Path], step: int) -
 def test_a_monitor_that_hangs_ends_the_run_with_what_it_was_to_do_and_how_long_was_waited(
     start: Callable[..., tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ITS_WORD_S", 0.5)
+    monkeypatch.setattr(module, "ANSWER_S", 0.5)
     monitor, root = start()
     version, last, next_one, early = Version(0, 1), Run(monitor, root), Run(monitor, root), Run(monitor, root)
     pid = ray.get(monitor.describe.remote(), timeout=LIMIT)["pid"]
@@ -310,14 +315,14 @@ def test_a_monitor_that_hangs_ends_the_run_with_what_it_was_to_do_and_how_long_w
     try:
         for call, what in (
             (lambda: next_one.weights.begin(Version(0, 4), ["node-a"]), "begin step 4"),
-            (lambda: next_one.weights.part_written(version, "node-a", files), "take weights-node-a of version 1"),
-            (next_one.saves.poll, "take the driver's part of step 3"),
+            (lambda: next_one.weights.part_written(version, "node-a", files), "take part 'weights-node-a' of step 1"),
+            (next_one.saves.poll, "take part 'driver' of step 3"),
         ):
             with pytest.raises(WaitTimeout, match=f"^the checkpoint monitor did not {what} within 1 s$"):
                 call()
         with pytest.raises(RunError, match=r": the checkpoint monitor did not commit step 2 within 1\.5 s$"):
             last.saves.finish()
-        with pytest.raises(WaitTimeout, match=r"did not take the driver's part of step 5 within 0\.5 s$"):
+        with pytest.raises(WaitTimeout, match=r"did not take part 'driver' of step 5 within 0\.5 s$"):
             early.saves.settle(0.5)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -335,14 +340,16 @@ def test_a_run_that_ends_early_records_the_saves_that_still_made_it(run: Run, st
 def test_a_save_whose_wait_at_the_end_is_interrupted_still_has_its_chance(
     run: Run, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(call: Any, who: str, what: str, timeout_s: float) -> Any:
-        if what == f"commit step {step}":
+    result = Call.result
+
+    def interrupted(call: Call[Any], timeout_s: float) -> Any:
+        if call.what == f"commit step {step}":
             raise KeyboardInterrupt
-        return resolve_one(call, who, what, timeout_s)
+        return result(call, timeout_s)
 
     run.saves.begin(step, "d4", {})
     with monkeypatch.context() as patch:
-        patch.setattr(module, "resolve_one", interrupted)
+        patch.setattr(Call, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run.saves.finish()
     run.saves.settle(LIMIT)
@@ -352,15 +359,17 @@ def test_a_save_whose_wait_at_the_end_is_interrupted_still_has_its_chance(
 def test_where_the_newest_save_cannot_be_told_of_the_ones_before_are_recorded(
     run: Run, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def late(call: Any, who: str, what: str, timeout_s: float) -> Any:
-        if "driver's part" in what:
-            raise WaitTimeout(who, what, timeout_s)
-        return resolve_one(call, who, what, timeout_s)
+    result = Call.result
+
+    def late(call: Call[Any], timeout_s: float) -> Any:
+        if "part 'driver'" in call.what:
+            raise WaitTimeout(call.who, call.what, timeout_s)
+        return result(call, timeout_s)
 
     run.saves.begin(step, "d4", {})
     run.saves.begin(next(_steps), "d5", {})
-    monkeypatch.setattr(module, "resolve_one", late)
-    with pytest.raises(WaitTimeout, match="driver's part"):
+    monkeypatch.setattr(Call, "result", late)
+    with pytest.raises(WaitTimeout, match="part 'driver'"):
         run.saves.settle(2.0)
     assert step in [event["step"] for event in run.log.named("commit")]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.trainer.test_state_saver import LIMIT, PART, PretendBackend
+from trinity_sync.actors.agent import AgentClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.trainer import stager as stager_module
@@ -64,7 +65,7 @@ class Rank:
             self.engine,  # type: ignore[arg-type]
             layout,
             {0: self.segment},
-            self.agent,
+            AgentClient(self.agent, "here"),
             PART,
             timeout_s=timeout_s,
         )

@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from tests import local_ray
+from trinity_sync.actors.agent import AgentClient
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError
+from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.sync.agent import AgentConfig, NodeAgent
 from trinity_sync.trainer.state_saver import StateSaver
 
 LIMIT = 60.0
@@ -98,11 +99,10 @@ class Saves:
             nodes=1,
             threads=1,
         )
-        self.agent = (
-            ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=100).remote(settings, self.synchronizer.actor)
-        )
+        actor = ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=100)
+        self.agent = AgentClient(actor.remote(settings, self.synchronizer.actor), "here")
         make = partial(coordinator, self.monitor, job_id="node-agent", timeout_s=LIMIT, attempt=attempt)
-        ray.get(self.agent.register.remote({}, make), timeout=LIMIT)
+        self.agent.register({}, make).result(LIMIT)
 
     def __reduce__(self) -> Any:
         return _restored, ({name: value for name, value in vars(self).items() if name != "ready"},)
@@ -125,7 +125,7 @@ class Saves:
 
     def end(self) -> None:
         """Nobody writes any more."""
-        for actor in (self.agent, self.monitor, self.synchronizer.actor):
+        for actor in (self.agent.handle, self.monitor, self.synchronizer.actor):
             local_ray.kill(actor)
 
 
@@ -275,7 +275,7 @@ def test_an_agent_that_dies_while_it_writes_is_noticed(cluster: None, tmp_path: 
     saver = saves.saver(PretendBackend())
     saver.save(step, saves.begin(step))
     saver.finish()
-    os.kill(ray.get(saves.agent.memory.remote(), timeout=LIMIT)["pid"], signal.SIGKILL)
+    os.kill(saves.agent.memory().result(LIMIT)["pid"], signal.SIGKILL)
     with pytest.raises(RunError, match=f"part '{PART}' failed: the writer node-agent .* was lost"):
         ray.get(saves.monitor.wait_committed.remote(step, 0, LIMIT), timeout=LIMIT)
     assert not (saves.root / f"global_step_{step}").exists()

@@ -30,7 +30,6 @@ from trinity_sync.checkpoint import folders, replacement
 from trinity_sync.checkpoint.catalog import check_ours, committed_manifest, files_of, look_at
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
-    FileEntry,
     Manifest,
     abandoned_dir,
     digest_file,
@@ -44,6 +43,7 @@ from trinity_sync.checkpoint.layout import (
 from trinity_sync.checkpoint.tombstones import forget_deletion
 from trinity_sync.durable import sync_folder, sync_tree
 from trinity_sync.errors import RunError, take_back
+from trinity_sync.protocol.files import FileEntry
 
 #: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes
 #: a small common file (a config) again must not change the committed one under its readers.

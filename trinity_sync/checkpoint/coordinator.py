@@ -6,23 +6,24 @@ the save, digests and fsyncs what was written while it is in the page cache, and
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import os
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from trinity_sync.checkpoint.layout import FileEntry, digest_file, staging_dir, step_dir
+from trinity_sync.actors.calls import ANSWER_S, Call
+from trinity_sync.actors.monitor import Facts, MonitorClient
+from trinity_sync.checkpoint.layout import digest_file, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FileTuple
 
 #: Writes the part's files. Returns what it wrote, as entries (or the tuples of their fields) or as paths (absolute, or
@@ -30,7 +31,7 @@ from trinity_sync.protocol.parts import FileTuple
 #: the step's folder.
 SaveFn: TypeAlias = Callable[[], Iterable[str | os.PathLike[str] | FileEntry | FileTuple] | object]
 
-_WHO = "the checkpoint monitor"
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -81,14 +82,14 @@ class CheckpointCoordinator:
         root: str | os.PathLike[str] | None = None,
     ) -> None:
         context = ray.get_runtime_context()
-        self._monitor = checkpoint_monitor
+        self._monitor = MonitorClient(checkpoint_monitor)
         self._node_id = node_id or str(context.get_node_id())
         self._job_id = job_id or str(context.get_worker_id())
         self._life = _life()
         self._timeout_s = timeout_s
         self._attempt = attempt
         self._root = Path(root) if root is not None else None
-        self._facts: dict[str, Any] | None = None
+        self._facts: Facts | None = None
         self._watch: tuple[Any, Any] | None = None
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
@@ -208,18 +209,15 @@ class CheckpointCoordinator:
             state_dict_thread_count, checkpoint_thread_count: parts that only the caller knows of; 0 and 0 adds none.
         """
         if state_dict_thread_count or checkpoint_thread_count:
-            await self._answer(
-                self._monitor.register_thread_count.remote(
-                    global_step,
-                    state_dict_thread_count=state_dict_thread_count,
-                    checkpoint_thread_count=checkpoint_thread_count,
-                    attempt=self._attempt,
-                ),
-                f"register the parts of step {global_step}",
+            registered = self._monitor.register_thread_count(
+                global_step,
+                state_dict_thread_count=state_dict_thread_count,
+                checkpoint_thread_count=checkpoint_thread_count,
+                attempt=self._attempt,
             )
-        await self._answer(
-            self._monitor.monitor_step.remote(global_step, is_state_dict, attempt=self._attempt),
-            f"take step {global_step} as one to commit",
+            await registered.answer(self._timeout_s)
+        await self._monitor.monitor_step(global_step, weights=is_state_dict, attempt=self._attempt).answer(
+            self._timeout_s
         )
 
     def is_saved(self, part: str, global_step: int) -> bool:
@@ -227,8 +225,7 @@ class CheckpointCoordinator:
         with `queues` then write nothing. Saves with collective barriers agree on it first, and report the part all the
         same.
         """
-        what = f"say whether {part} of step {global_step} is committed"
-        return bool(self._ask("has_part", global_step, part, attempt=self._attempt, what=what))
+        return self._answered(self._monitor.has_part(global_step, part, attempt=self._attempt))
 
     def staged(self, local_path: str | os.PathLike[str], global_step: int) -> Path:
         """Where to write what is to be found at `local_path` after the commit.
@@ -276,9 +273,9 @@ class CheckpointCoordinator:
 
     # ---- one save
 
-    def _save(self, part: _Part, save_fn: SaveFn, turn: Any, *, queues: bool, reports: bool) -> None:
+    def _save(self, part: _Part, save_fn: SaveFn, turn: Call[None], *, queues: bool, reports: bool) -> None:
         try:
-            self._answered(turn, f"give a save of step {part.step} its turn")
+            self._answered(turn)
             written: object = ()
             if not (queues and part.name is not None and self.is_saved(part.name, part.step)):
                 written = save_fn()
@@ -288,23 +285,22 @@ class CheckpointCoordinator:
                 self._report_failed(part, _describe(error))
             raise
         if not reports:
-            self._ask("notify_handed_over", part.ticket, part.step, what=f"let a part of step {part.step} go")
+            self._answered(self._monitor.notify_handed_over(part.ticket, part.step))
             return
-        self._ask(
-            "notify_finished",
+        finished = self._monitor.notify_finished(
             part.step,
-            part.is_state_dict,
+            weights=part.is_state_dict,
             part=part.name,
             attempt=self._attempt,
             files=files,
             ticket=part.ticket,
-            what=f"take note of a finished part of step {part.step}",
         )
+        self._answered(finished)
 
-    def _ask_for_turn(self, part: _Part, collective: bool) -> Any:
+    def _ask_for_turn(self, part: _Part, collective: bool) -> Call[None]:
         """The call that returns when it has come."""
         self._let_watch()
-        return self._monitor.notify_started.remote(
+        return self._monitor.notify_started(
             self._node_id,
             self._job_id,
             step=part.step,
@@ -317,14 +313,8 @@ class CheckpointCoordinator:
         )
 
     def _report_failed(self, part: _Part, error: str) -> None:
-        self._ask(
-            "notify_failed",
-            part.step,
-            part.name,
-            error,
-            attempt=self._attempt,
-            ticket=part.ticket,
-            what=f"take note of a failed part of step {part.step}",
+        self._answered(
+            self._monitor.notify_failed(part.step, part.name, error, attempt=self._attempt, ticket=part.ticket)
         )
 
     def _entries(self, step: int, written: object) -> list[FileEntry] | None:
@@ -383,51 +373,23 @@ class CheckpointCoordinator:
         """Let the monitor notice this process's death: it holds a reference that only this process can keep alive."""
         with self._lock:
             if self._watch is None:
-                held = self._monitor.hold.remote(self._node_id, self._job_id, self._life)
-                watching = self._monitor.watch.remote(self._node_id, self._job_id, self._life, [held])
+                held = self._monitor.handle.hold.remote(self._node_id, self._job_id, self._life)
+                watching = self._monitor.handle.watch.remote(self._node_id, self._job_id, self._life, [held])
                 self._watch = (held, watching)
 
-    def _ask_facts(self) -> dict[str, Any]:
+    def _ask_facts(self) -> Facts:
         if self._facts is None:
-            self._facts = self._ask("describe", what="say where checkpoints go")
+            self._facts = self._answered(self._monitor.describe())
         return self._facts
 
-    def _ask(self, method: str, *args: Any, what: str, **kwargs: Any) -> Any:
-        return self._answered(getattr(self._monitor, method).remote(*args, **kwargs), what)
-
-    def _answered(self, call: Any, what: str) -> Any:
-        # The monitor ends its own waits after `timeout_s`, and its word says more than ours would.
-        limit = self._timeout_s + 5.0
-        try:
-            return ray.get(call, timeout=limit)
-        except GetTimeoutError:
-            raise WaitTimeout(_WHO, what, limit) from None
-        except RayError as error:
-            raise _plain(error, what) from None
-
-    async def _answer(self, call: Awaitable[Any], what: str) -> Any:
-        async def wait() -> Any:
-            return await call
-
-        try:
-            return await asyncio.wait_for(wait(), self._timeout_s)
-        except TimeoutError:
-            raise WaitTimeout(_WHO, what, self._timeout_s) from None
-        except RayError as error:
-            raise _plain(error, what) from None
+    def _answered(self, call: Call[T]) -> T:
+        return call.result(self._timeout_s + ANSWER_S)
 
 
 @functools.cache
 def _life() -> str:
     """This process. Two lives of a rank have one name, and the first one's death is noticed while the second writes."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _plain(error: RayError, what: str) -> BaseException:
-    """What the monitor raised, without Ray's wrapping; or a word that the monitor is gone."""
-    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
-        return error.cause
-    return RunError(f"the checkpoint monitor is gone, so it could not {what}: {_describe(error)}")
 
 
 def _describe(error: BaseException) -> str:

@@ -14,7 +14,6 @@ from typing import IO, Any
 from trinity_sync.checkpoint import catalog, commits, recovery, trash
 from trinity_sync.checkpoint.layout import (
     STAGING,
-    FileEntry,
     Manifest,
     NoManifestError,
     journal_path,
@@ -38,6 +37,7 @@ from trinity_sync.checkpoint.trackers import (
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Commit
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
 from trinity_sync.protocol.retention import Policy
 

@@ -24,17 +24,17 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
 from trinity_sync.durable import sync_folder
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import KINDS, FileTuple, Kind, covers
+from trinity_sync.protocol.files import MANIFEST, FileEntry
+from trinity_sync.protocol.parts import KINDS, Kind, covers
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 TRAINER_STATE = "trainer_state.json"
 STAGING = ".staging"
 PINS = ".pins"
@@ -93,40 +93,14 @@ def read_error(path: Path, error: OSError) -> ManifestError:
     return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class FileEntry:
-    """One file of a checkpoint.
+def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
+    """The entry of a file that was just written; see `digest_file`.
 
     Args:
-        path: relative to the checkpoint folder, with ``/``.
-        bytes: its size.
-        xxh3_128: hex digest of its contents.
+        folder: the checkpoint or staging folder.
+        path: the file, relative to it.
     """
-
-    path: str
-    bytes: int
-    xxh3_128: str
-
-    def __post_init__(self) -> None:
-        parts = PurePosixPath(self.path).parts
-        if not parts or self.path.startswith("/") or ".." in parts or self.path == MANIFEST:
-            raise ValueError(
-                f"{self.path!r} cannot be the path of a checkpoint's file: it has to lie inside its folder"
-            )
-
-    @classmethod
-    def of(cls, folder: Path, path: str, *, durable: bool = False) -> FileEntry:
-        """The entry of a file that was just written; see `digest_file`.
-
-        Args:
-            folder: the checkpoint or staging folder.
-            path: the file, relative to it.
-        """
-        return cls(path, *digest_file(folder / path, durable=durable))
-
-    def as_tuple(self) -> FileTuple:
-        """As the protocol carries it."""
-        return (self.path, self.bytes, self.xxh3_128)
+    return FileEntry(path, *digest_file(folder / path, durable=durable))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,6 @@ from trinity_sync.checkpoint.layout import (
     MANIFEST,
     STAGING,
     STEP_PREFIX,
-    FileEntry,
     Manifest,
     ManifestError,
     NewerFormatError,
@@ -43,6 +42,7 @@ from trinity_sync.checkpoint.layout import (
 from trinity_sync.checkpoint.storage import Storage
 from trinity_sync.checkpoint.trackers import TRACKERS
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
 
-import ray
-from ray.exceptions import RayError
-
+from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.errors import RunError
 
 _INTERVAL_S = 1.0
@@ -20,11 +17,11 @@ class EventRelay:
     """Fetches the monitor's events (faults, copies to the mirror, what was pruned late) about once a second.
 
     Args:
-        monitor: handle of the checkpoint monitor.
+        monitor: the checkpoint monitor.
         sink: gets each event: its name and its fields. Called in a thread of the relay's, and in that of `close`.
     """
 
-    def __init__(self, monitor: Any, sink: Callable[..., None]) -> None:
+    def __init__(self, monitor: MonitorClient, sink: Callable[..., None]) -> None:
         self._monitor, self._sink = monitor, sink
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
@@ -42,10 +39,9 @@ class EventRelay:
                 self._fetch()
 
     def _fetch(self) -> None:
-        call = self._monitor.drain_events.remote(untold=True)
         try:
-            events = ray.get(call, timeout=_CALL_S)
-        except RayError:
+            events = self._monitor.drain_events(untold=True).result(_CALL_S)
+        except RunError:
             return  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
         for event in events:
             fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}

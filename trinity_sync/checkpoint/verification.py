@@ -10,7 +10,6 @@ from pathlib import Path
 from trinity_sync.checkpoint import verls
 from trinity_sync.checkpoint.catalog import CheckpointInfo, files_of, scan
 from trinity_sync.checkpoint.layout import (
-    FileEntry,
     ManifestError,
     NewerFormatError,
     State,
@@ -19,6 +18,7 @@ from trinity_sync.checkpoint.layout import (
     read_error,
     read_manifest,
 )
+from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, Kind
 
 

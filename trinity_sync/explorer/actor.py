@@ -10,13 +10,15 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced
 from trinity_sync.config import build_task
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.spec import ExplorerSpec
@@ -24,7 +26,7 @@ from trinity_sync.process import own_log, peak_rss, without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
-from trinity_sync.sync.base import LoadReport, Transport
+from trinity_sync.sync.base import Transport
 from trinity_sync.sync.checkpoint import CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryTransport
@@ -33,18 +35,6 @@ from trinity_sync.sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from trinity_sync.sync.loading import WeightLoader
-
-
-class LoadFailed(RunError):  # noqa: N818 - it says what happened
-    """The explorer could not take the newest version, and holds none until a load succeeds."""
-
-
-@dataclass(frozen=True)
-class Produced:
-    """Samples of whole groups, all by one version, and the load that came before them where there was one."""
-
-    batch: SampleBatch
-    load: LoadReport | None
 
 
 class Explorer:
@@ -76,8 +66,8 @@ class Explorer:
         self._engine = HFEngine(**self._spec.engine)
         self._task = build_task(self._spec.task, self._spec.seed)
 
-    def attach(self, agents: dict[str, Any]) -> dict[str, Any]:
-        """Connect to the node agents (Ray node id -> handle), once they have their slots."""
+    def attach(self, agents: dict[str, AgentClient]) -> dict[str, Any]:
+        """Connect to the node agents (by Ray node id), once they have their slots."""
         spec = self._spec
         from trinity_sync.sync.loading import WeightLoader
 
@@ -93,15 +83,15 @@ class Explorer:
         )
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
-    def load(self, version: tuple[int, int] | None, ticket: Any = None) -> LoadReport:
+    def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Take a committed version, the newest for None.
 
         Args:
             version: which.
-            ticket: the invitation to a round, in nccl mode.
+            broadcast: in which it comes, in nccl mode.
         """
         assert self._loader is not None, "attach() comes first"
-        report = self._loader.load(None if version is None else Version(*version), ticket)
+        report = self._loader.load(version, broadcast)
         self._engine.after_load()
         return report
 
@@ -147,7 +137,7 @@ class Explorer:
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
 
 
-def _transport(spec: ExplorerSpec, agents: dict[str, Any], layouts: LayoutCache) -> Transport:
+def _transport(spec: ExplorerSpec, agents: dict[str, AgentClient], layouts: LayoutCache) -> Transport:
     if spec.mode == "memory":
         return MemoryTransport(agents, layouts, spec.timeout_s)
     if spec.mode == "checkpoint":

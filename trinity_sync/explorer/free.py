@@ -17,14 +17,13 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trinity_sync.actors.calls import MemberDied
+from trinity_sync.actors.explorer import ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.explorer.actor import LoadFailed, Produced
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
 from trinity_sync.samples.record import Prompt
-from trinity_sync.sync.base import LoadReport
-from trinity_sync.sync.remote import MemberDied
 
 LOAD_TRIES = 3
 """Loads in a row that may fail before an explorer is taken for lost."""
@@ -40,7 +39,7 @@ class Members(Protocol):
     """What is asked of the explorers; `ExplorerPool` is that."""
 
     @property
-    def handles(self) -> Mapping[str, Any]:
+    def clients(self) -> Mapping[str, ExplorerClient]:
         """Explorers by name."""
         ...
 
@@ -108,7 +107,7 @@ class FreeRollout:
         self._on_fault = on_fault
         self._queue: GroupQueue[_Piece] = GroupQueue(rules, first, time.monotonic, position)
         self._changed = threading.Condition()
-        self._alive = set(members.handles)
+        self._alive = set(members.clients)
         self._busy: set[str] = set()
         self._error: BaseException | None = None
         self._closed = False
@@ -117,7 +116,7 @@ class FreeRollout:
         self._told = (0, 0.0)
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._threads = [
-            threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in members.handles
+            threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in members.clients
         ]
 
     # -- the trainer's side

@@ -10,25 +10,26 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import ray
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.calls import Call, MemberDied, results
+from trinity_sync.actors.explorer import ExplorerClient, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.explorer.actor import Explorer, Produced
+from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
-from trinity_sync.sync.base import Delivery, LoadReport
-from trinity_sync.sync.remote import MemberDied, resolve, resolve_one
+from trinity_sync.sync.base import Delivery
 from trinity_sync.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
 
-Deliver = Callable[[dict[str, Any], Version], Delivery]
+Deliver = Callable[[dict[str, ExplorerClient], Version], Delivery]
 
 
 class ExplorerPool:
@@ -65,24 +66,26 @@ class ExplorerPool:
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._on_fault = on_fault
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, AgentClient] = {}
         self._held: Version | None = None
         self._members: dict[str, Member] = {}
-        self.handles: dict[str, Any] = {name: self._create(name) for name in (f"explorer-{i}" for i in range(replicas))}
-        self._starting: dict[str, Any] = {}
+        names = [f"explorer-{index}" for index in range(replicas)]
+        self.clients = {name: self._create(name) for name in names}
+        self._starting: dict[str, Call[None]] = {}
 
-    def _create(self, name: str) -> Any:
+    def _create(self, name: str) -> ExplorerClient:
         actor = ray.remote(Explorer).options(num_cpus=1, num_gpus=self._num_gpus)
         self._members[name] = Member.new(name)
         handle = actor.remote(replace(self._spec, member=self._members[name]), self._synchronizer)
-        handle.warm_up.remote()
-        return handle
+        client = ExplorerClient(handle, name)
+        client.warm_up()
+        return client
 
     def start(self) -> None:
         """Have all build their engines, once the model's folder is there. Does not wait; `attach` does."""
-        self._starting = {name: handle.start.remote() for name, handle in self.handles.items()}
+        self._starting = {name: client.start() for name, client in self.clients.items()}
 
-    def introduce(self, agents: dict[str, Any]) -> None:
+    def introduce(self, agents: dict[str, AgentClient]) -> None:
         """Say which node agents there are; `join` connects explorers to them one by one."""
         self._agents = agents
 
@@ -90,16 +93,15 @@ class ExplorerPool:
         """Connect one explorer to the node agents; waits until it is up. Any thread."""
         self._connect({name: self._starting.pop(name)})
 
-    def attach(self, agents: dict[str, Any]) -> None:
+    def attach(self, agents: dict[str, AgentClient]) -> None:
         """Connect all to the node agents; waits until every explorer is up."""
         self.introduce(agents)
         starting, self._starting = self._starting, {}
         self._connect(starting)
 
-    def _connect(self, starting: dict[str, Any]) -> None:
-        resolve(starting, "start", self._start_timeout_s)
-        calls = {name: self.handles[name].attach.remote(self._agents) for name in starting}
-        resolve(calls, "attach to the node agents", self._start_timeout_s)
+    def _connect(self, starting: dict[str, Call[None]]) -> None:
+        results(list(starting.values()), self._start_timeout_s)
+        results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:
         """Have all explorers load a version through the sync mode's `deliver`.
@@ -107,25 +109,25 @@ class ExplorerPool:
         Raises:
             RunError: an explorer died and no restart is left.
         """
-        reports = self._load(dict(self.handles), version, deliver)
+        reports = self._load(dict(self.clients), version, deliver)
         self._held = version
         return sorted(reports, key=lambda report: report.explorer)
 
-    def _load(self, missing: dict[str, Any], version: Version, deliver: Deliver) -> list[LoadReport]:
+    def _load(self, missing: dict[str, ExplorerClient], version: Version, deliver: Deliver) -> list[LoadReport]:
         reports: list[LoadReport] = []
         while missing:
             try:
                 delivery = deliver(missing, version)
             except MemberDied as death:
-                if death.who not in self.handles:
+                if death.who not in self.clients:
                     raise
                 self._replace(death)
-                missing = {name: self.handles[name] for name in missing}
+                missing = {name: self.clients[name] for name in missing}
                 continue
             reports += delivery.reports
             for lost in delivery.lost.values():
                 self._replace(lost)
-            missing = {name: self.handles[name] for name in delivery.lost}
+            missing = {name: self.clients[name] for name in delivery.lost}
         return reports
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, deliver: Deliver) -> SampleBatch:
@@ -134,22 +136,22 @@ class ExplorerPool:
         Raises:
             RunError: an explorer died and no restart is left, or did not finish in time.
         """
-        shares = dict(zip(self.handles, assign(len(prompts), len(self.handles)), strict=True))
+        shares = dict(zip(self.clients, assign(len(prompts), len(self.clients)), strict=True))
         while True:
-            calls = {
-                name: handle.generate.remote(step, [prompts[i] for i in shares[name]], samples_per_prompt)
-                for name, handle in self.handles.items()
+            calls = [
+                client.generate(step, [prompts[i] for i in shares[name]], samples_per_prompt)
+                for name, client in self.clients.items()
                 if len(shares[name])
-            }
+            ]
             try:
-                results = resolve(calls, f"generate for step {step}", self._timeout_s)
+                batches = results(calls, self._timeout_s)
             except MemberDied as death:
                 self._replace(death)
                 assert self._held is not None, "explorers load before they generate"
                 # The others hold it, and may be generating for longer than a load may take.
-                self._load({death.who: self.handles[death.who]}, self._held, deliver)
+                self._load({death.who: self.clients[death.who]}, self._held, deliver)
                 continue
-            return SampleBatch.concatenate(list(results.values())).sorted()
+            return SampleBatch.concatenate(batches).sorted()
 
     def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
         """Have one explorer take the newest version and make samples; see `Explorer.produce`. Any thread.
@@ -160,8 +162,7 @@ class ExplorerPool:
             WaitTimeout: it did not answer in time.
             RunError: the samples cannot be made.
         """
-        call = self.handles[name].produce.remote(work, samples_per_prompt)
-        return resolve_one(call, name, "generate", self._timeout_s)
+        return self.clients[name].produce(work, samples_per_prompt).result(self._timeout_s)
 
     def replace(self, name: str, why: Exception) -> bool:
         """Start an explorer again that is gone, hangs or loads nothing. Any thread; the others go on meanwhile.
@@ -185,11 +186,11 @@ class ExplorerPool:
         """Kill an explorer, whatever it does; from now on none is started again."""
         with self._lock:
             self._restarts_left = 0
-        ray.kill(self.handles[name])
+        ray.kill(self.clients[name].handle)
 
     def _forget(self, name: str) -> None:
         """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""
-        ray.kill(self.handles[name])
+        ray.kill(self.clients[name].handle)
         self._synchronizer.call("drop_reader", self._members[name])
 
     def _may_restart(self) -> bool:
@@ -198,8 +199,8 @@ class ExplorerPool:
             return self._restarts_left >= 0
 
     def _start_anew(self, name: str) -> None:
-        self.handles[name] = self._create(name)
-        self._connect({name: self.handles[name].start.remote()})
+        self.clients[name] = self._create(name)
+        self._connect({name: self.clients[name].start()})
 
     def _replace(self, death: Exception) -> None:
         assert isinstance(death, MemberDied)

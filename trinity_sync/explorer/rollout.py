@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.sync.base import LoadReport, SyncMode
+from trinity_sync.sync.base import SyncMode
 
 
 class RolloutData:

@@ -1,4 +1,4 @@
-"""From the trainer's snapshot to every explorer: the synchronizer, the node agent, and one file per sync mode.
+"""From the trainer's snapshot to every explorer: the synchronizer, and one file per sync mode.
 
 Importing this package loads neither torch nor verl.
 """

@@ -4,45 +4,26 @@ A version arrives *sealed* (all ranks staged, digests known). Then
 
 1. driver: `SyncMode.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
 2. driver: `SyncMode.deliver(explorers, version)` has the explorers load it and returns their reports;
-3. explorer: `Transport.buckets(lease, ticket, find_room)` yields the buckets of the parts, or other pieces, one after
-   another; `sync.loading` checks and applies them.
+3. explorer: `Transport.buckets(lease, broadcast, find_room)` yields the buckets of the parts, or other pieces, one
+   after another; `sync.loading` checks and applies them.
 
 Whatever fails raises; the version before stays in force.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.calls import ANSWER_S, results
+from trinity_sync.actors.explorer import ExplorerClient, LoadReport
+from trinity_sync.actors.rank import RankClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Sealed, Synchronizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What an explorer holds after a load.
-
-    Attributes:
-        explorer: its name.
-        version: the version it holds.
-        digest: version digest of its own tensors (``sync.verify=full``), else None.
-        bytes_moved: bytes that it took in.
-        total_s: seconds from the request to the last check.
-        paused_s: seconds in which it held no version and refused to generate.
-        peak_rss: peak resident bytes of its process.
-    """
-
-    explorer: str
-    version: Version
-    digest: str | None
-    bytes_moved: int
-    total_s: float
-    paused_s: float
-    peak_rss: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +32,14 @@ class TrainerSide:
 
     Attributes:
         synchronizer: the run's synchronizer.
-        agents: Ray node id -> node agent.
-        ranks: trainer rank name -> worker handle, in rank order.
+        agents: Ray node id -> agent.
+        ranks: of the trainer, in order.
         timeout_s: limit of each wait (`sync.timeout_s`).
     """
 
     synchronizer: Synchronizer
-    agents: Mapping[str, Any]
-    ranks: Mapping[str, Any]
+    agents: Mapping[str, AgentClient]
+    ranks: Sequence[RankClient]
     timeout_s: float
 
 
@@ -103,43 +84,36 @@ class SyncMode(Protocol):
         """Make the version available to explorers and commit it. Blocks until it is."""
         ...
 
-    def deliver(self, explorers: Mapping[str, Any], version: Version) -> Delivery:
-        """Have the explorers (name -> handle) load the version."""
+    def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
+        """Have the explorers (by name) load the version."""
         ...
 
 
 class Transport(Protocol):
     """The explorer's half of a sync mode: where the bytes of a leased version come from."""
 
-    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
         """Every piece of every part once. Once the generator is closed nothing is written any more."""
         ...
 
 
-# An explorer ends each of its waits after `TrainerSide.timeout_s`, and its word of who kept it waiting says more than
-# ours.
-_ITS_WORD_S = 5.0
-
-
-def deliver_each(side: TrainerSide, explorers: Mapping[str, Any], version: Version) -> Delivery:
+def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
     """Have all explorers load side by side, each at its own pace: for modes in which loads do not depend on each
     other.
     """
-    calls = {name: explorer.load.remote(version) for name, explorer in explorers.items()}
-    what = f"load version {version}"
+    calls = [explorer.load(version) for explorer in explorers.values()]
     try:
-        reports = resolve(calls, what, side.timeout_s + _ITS_WORD_S)
+        return Delivery(reports=results(calls, side.timeout_s + ANSWER_S))
     except WaitTimeout as late:
-        if late.what == what:  # an explorer's own word says more
+        if calls and late.what == calls[0].what:  # an explorer's own word says more
             _check_synchronizer(side.synchronizer, late)
         raise
-    return Delivery(reports=[reports[name] for name in explorers])
 
 
 def _check_synchronizer(synchronizer: Any, late: WaitTimeout) -> None:
     """Say so where it is the synchronizer for whom somebody who is late waits."""
     try:
-        synchronizer.call("newest", timeout_s=_ITS_WORD_S)
+        synchronizer.call("newest", timeout_s=ANSWER_S)
     except WaitTimeout:
         what = f"answer while {late.who} was to {late.what}"
         raise WaitTimeout("the synchronizer", what, late.seconds) from late

@@ -7,13 +7,15 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.calls import results
+from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
-from trinity_sync.sync.parts import PartInfo, shard_file
-from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Sealed
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFile
@@ -61,14 +63,11 @@ class CheckpointMode:
         folder = self._store.begin(version, nodes)
         try:
             metadata = {"attempt": str(version.attempt), "step": str(version.step)}
-            calls = {
-                f"the agent of node {node}": self._side.agents[node].write.remote(
-                    sealed.slot, str(folder), metadata, self._durable
-                )
+            calls = [
+                self._side.agents[node].write(version, sealed.slot, str(folder), metadata, fsync=self._durable)
                 for node in nodes
-            }
-            written = resolve(calls, f"write version {version}", self._side.timeout_s)
-            for node, files in zip(nodes, written.values(), strict=True):
+            ]
+            for node, files in zip(nodes, results(calls, self._side.timeout_s), strict=True):
                 self._store.part_written(version, node, files)
             location = self._store.commit(version, sealed.digest)
         except Exception as error:
@@ -76,7 +75,7 @@ class CheckpointMode:
             raise
         self._side.synchronizer.call("commit", version, str(location))
 
-    def deliver(self, explorers: Mapping[str, Any], version: Version) -> Delivery:
+    def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
 
 
@@ -98,7 +97,7 @@ class CheckpointTransport:
         self._hold = hold
         self._room = bytearray()
 
-    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
         if lease.location is None:
             raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
         folder = Path(lease.location)

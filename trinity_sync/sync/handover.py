@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from trinity_sync.actors.calls import this_process
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.handed import Handed, HandedVersions
 from trinity_sync.protocol.members import Member, Roll
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
 from trinity_sync.protocol.versions import Version, VersionError
-from trinity_sync.sync.remote import this_process
 from trinity_sync.sync.waits import Waits
 
 if TYPE_CHECKING:

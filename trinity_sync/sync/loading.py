@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.process import peak_rss
 from trinity_sync.protocol.members import Member
-from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.base import LoadReport, Transport
+from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.base import Transport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
@@ -64,7 +66,7 @@ class WeightLoader:
         self._wire_dtype = wire_dtype
         self.held: Version | None = None
 
-    def load(self, version: Version | None, ticket: Any = None) -> LoadReport:
+    def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Take a committed version (the newest for None).
 
         Raises:
@@ -76,7 +78,7 @@ class WeightLoader:
         try:
             self._check(lease)
             paused = time.perf_counter()
-            moved, digest = self._take(lease, ticket)
+            moved, digest = self._take(lease, broadcast)
         finally:
             in_time = self._synchronizer.call("release", lease.id)
         if not in_time and (digest is None or lease.digest is None):
@@ -96,12 +98,12 @@ class WeightLoader:
             peak_rss=peak_rss(),
         )
 
-    def _take(self, lease: Any, ticket: Any) -> tuple[int, str | None]:
+    def _take(self, lease: Lease, broadcast: Broadcast | None) -> tuple[int, str | None]:
         self.held = None
-        tries = 1 if ticket is not None else _TRIES
+        tries = 1 if broadcast is not None else _TRIES
         for attempt in range(1, tries + 1):
             try:
-                moved = self._apply(lease, ticket)
+                moved = self._apply(lease, broadcast)
                 digest = self._prove(lease) if self._verify == "full" else None
                 break
             except ChecksumError as error:
@@ -109,7 +111,7 @@ class WeightLoader:
                     raise RunError(f"{self._name} cannot load version {lease.version}: {error}") from error
         return moved, digest
 
-    def _check(self, lease: Any) -> None:
+    def _check(self, lease: Lease) -> None:
         """Names and shapes must fit before the first byte is applied. Done once per set of layouts."""
         digests = frozenset(info.layout for info in lease.parts.values())
         if digests == self._checked:
@@ -120,11 +122,11 @@ class WeightLoader:
             raise RunError(f"{self._name} cannot load version {lease.version}: {error}") from error
         self._checked = digests
 
-    def _apply(self, lease: Any, ticket: Any) -> int:
+    def _apply(self, lease: Lease, broadcast: Broadcast | None) -> int:
         moved = 0
         if self._verify == "full":
             self._receiver.begin()
-        with closing(self._transport.buckets(lease, ticket, self._receiver.room)) as buckets:
+        with closing(self._transport.buckets(lease, broadcast, self._receiver.room)) as buckets:
             for layout, number, data, digest, cut in buckets:
                 if data is None:
                     self._receiver.received(layout, number, cut)
@@ -134,7 +136,7 @@ class WeightLoader:
                 moved += stop - start
         return moved
 
-    def _prove(self, lease: Any) -> str:
+    def _prove(self, lease: Lease) -> str:
         """The digest of what is held now.
 
         Raises:
@@ -148,7 +150,7 @@ class WeightLoader:
             )
         return digest
 
-    def _damage(self, lease: Any, taken: Any) -> str:
+    def _damage(self, lease: Lease, taken: Any) -> str:
         try:
             published = self._layouts.tensor_digests(lease.version)
         except RunError as error:

@@ -7,11 +7,14 @@ from typing import Any
 
 import ray
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.calls import Call
+from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.parts import PartInfo
-from trinity_sync.sync.remote import resolve_one
 from trinity_sync.sync.synchronizer import Sealed
 from trinity_sync.weights.slots import MappedSegments
 
@@ -27,7 +30,7 @@ class MemoryMode:
     def publish(self, sealed: Sealed) -> None:
         self._side.synchronizer.call("commit", sealed.version)
 
-    def deliver(self, explorers: Mapping[str, Any], version: Version) -> Delivery:
+    def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
 
 
@@ -35,19 +38,19 @@ class MemoryTransport:
     """Reads slots: mapped once where they are on this node, fetched once per part and version where they are not.
 
     Args:
-        agents: Ray node id -> agent handle.
+        agents: Ray node id -> agent.
         layouts: layouts that were seen before.
         timeout_s: limit of a fetch, seconds.
     """
 
-    def __init__(self, agents: Mapping[str, Any], layouts: LayoutCache, timeout_s: float) -> None:
+    def __init__(self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float) -> None:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._segments = MappedSegments()
         self._node = ray.get_runtime_context().get_node_id()
 
-    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
         from trinity_sync.weights.apply import in_buckets
 
         for _, info in sorted(lease.parts.items()):
@@ -61,7 +64,6 @@ class MemoryTransport:
 
     def _fetch(self, lease: Lease, info: PartInfo) -> Any:
         """A part of another node; what another explorer of this node has fetched is there already."""
-        who = f"the agent of node {info.node}"
-        call = self._agents[info.node].share.remote(lease.version, lease.slot, info.part)
-        [shared] = resolve_one(call, who, f"hand out {info.part}", self._timeout_s)
-        return resolve_one(shared, who, f"send {info.part} of version {lease.version}", self._timeout_s)
+        agent = self._agents[info.node]
+        [shared] = agent.share(lease.version, lease.slot, info.part).result(self._timeout_s)
+        return Call(shared, agent.who, f"send {info.part} of version {lease.version}").result(self._timeout_s)

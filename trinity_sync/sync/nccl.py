@@ -14,20 +14,20 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.calls import Call, MemberDied, results
+from trinity_sync.actors.explorer import ExplorerClient, LoadReport
 from trinity_sync.errors import RunError
+from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.parts import part_name
-from trinity_sync.sync.remote import MemberDied, resolve
 from trinity_sync.sync.synchronizer import Sealed
-from trinity_sync.weights.layout import Cut
 
 if TYPE_CHECKING:
     import torch
@@ -37,38 +37,6 @@ _AHEAD = 4
 
 _ROOMS = 2
 """Of them in memory beside the model: one is applied while the next one comes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Round:
-    """An invitation that all members of a round hold.
-
-    Attributes:
-        id: unique in the run.
-        version: what is sent.
-        slot: where the senders have it.
-        host, port: the store at which the members meet, served by the driver.
-        senders: parts in sender order, one per rank that holds anything.
-        explorers: names in receiver order.
-        transport: ``gloo`` or ``nccl``.
-        cut: what pieces the parts travel in: buckets where each is checked before it is used, else tensors.
-        timeout_s: limit of every operation, seconds.
-    """
-
-    id: int
-    version: Version
-    slot: int
-    host: str
-    port: int
-    senders: list[str]
-    explorers: list[str]
-    transport: str
-    cut: Cut
-    timeout_s: float
-
-    def prefix(self, sender: int) -> str:
-        """Of the keys in the store by which one sender and the explorers meet."""
-        return f"round-{self.id}/sender-{sender}/"
 
 
 class NcclMode:
@@ -92,7 +60,7 @@ class NcclMode:
         self._side.synchronizer.call("commit", sealed.version)
         self._sealed = sealed
 
-    def deliver(self, explorers: Mapping[str, Any], version: Version) -> Delivery:
+    def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         if self._sealed is None or self._sealed.version != version:
             raise RunError(f"version {version} was not published last, so no rank has it staged for a round")
         delivery, alive = Delivery(), dict(explorers)
@@ -107,14 +75,13 @@ class NcclMode:
                 del alive[death.who]
         return delivery
 
-    def _lead_round(self, sealed: Sealed, explorers: Mapping[str, Any]) -> list[Any]:
+    def _lead_round(self, sealed: Sealed, explorers: Mapping[str, ExplorerClient]) -> list[LoadReport]:
         senders = sorted(sealed.parts)
-        by_part = {part_name(index): handle for index, handle in enumerate(self._side.ranks.values())}
-        names = dict(zip(by_part, self._side.ranks, strict=True))
-        round_id, limit = next(self._ids), self._side.timeout_s
+        ranks = {part_name(client.rank): client for client in self._side.ranks}
+        limit = self._side.timeout_s
         store = self._open_store(limit)
-        invitation = Round(
-            id=round_id,
+        broadcast = Broadcast(
+            id=next(self._ids),
             version=sealed.version,
             slot=sealed.slot,
             host=store.host,
@@ -125,15 +92,15 @@ class NcclMode:
             cut="tensor" if all(info.buckets is None for info in sealed.parts.values()) else "bucket",
             timeout_s=limit,
         )
-        calls = {names[part]: by_part[part].send_round.remote(invitation) for part in senders}
-        calls |= {name: explorer.load.remote(sealed.version, invitation) for name, explorer in explorers.items()}
+        sending: list[Call[Any]] = [ranks[part].send(broadcast) for part in senders]
+        loading = [explorer.load(sealed.version, broadcast) for explorer in explorers.values()]
         try:
-            results = resolve(calls, f"exchange version {sealed.version}", limit * 2)
+            answers = results([*sending, *loading], limit * 2, f"exchange version {sealed.version}")
         except BaseException:
-            _give_up(store, invitation)
+            _give_up(store, broadcast)
             raise
-        _forget(store, invitation)
-        return [results[name] for name in explorers]
+        _forget(store, broadcast)
+        return answers[len(sending) :]
 
     def _open_store(self, timeout_s: float) -> Any:
         """Where the members of all rounds meet. The driver serves it, as it never takes part in a round."""
@@ -147,16 +114,16 @@ class NcclMode:
         return self._store
 
 
-def _give_up(store: Any, invitation: Round) -> None:
+def _give_up(store: Any, broadcast: Broadcast) -> None:
     """Send home who still waits for the others, and who comes later. Who has met already finds connections closed."""
-    for sender in range(len(invitation.senders)):
-        store.compare_set(f"{invitation.prefix(sender)}decision", "", "over")
-    _forget(store, invitation, but="decision")
+    for sender in range(len(broadcast.senders)):
+        store.compare_set(f"{broadcast.prefix(sender)}decision", "", "over")
+    _forget(store, broadcast, but="decision")
 
 
-def _forget(store: Any, invitation: Round, but: str | None = None) -> None:
+def _forget(store: Any, broadcast: Broadcast, but: str | None = None) -> None:
     """Remove the keys of a round: what is not removed would grow with every version."""
-    prefixes = tuple(invitation.prefix(sender) for sender in range(len(invitation.senders)))
+    prefixes = tuple(broadcast.prefix(sender) for sender in range(len(broadcast.senders)))
     for key in store.list_keys():
         if key.startswith(prefixes) and key.rsplit("/", 1)[1] != but:
             store.delete_key(key)
@@ -172,7 +139,7 @@ def _connect(host: str, port: int, timeout_s: float) -> Any:
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _meet(invitation: Round, sender: int) -> Any:
+def _meet(broadcast: Broadcast, sender: int) -> Any:
     """Wait until the sender and all explorers are there; the store for their group.
 
     Raises:
@@ -181,45 +148,45 @@ def _meet(invitation: Round, sender: int) -> Any:
     """
     from torch.distributed import PrefixStore
 
-    store = _connect(invitation.host, invitation.port, invitation.timeout_s)
-    prefix = invitation.prefix(sender)
-    if store.add(f"{prefix}joined", 1) == 1 + len(invitation.explorers):
+    store = _connect(broadcast.host, broadcast.port, broadcast.timeout_s)
+    prefix = broadcast.prefix(sender)
+    if store.add(f"{prefix}joined", 1) == 1 + len(broadcast.explorers):
         store.compare_set(f"{prefix}decision", "", "go")
-    store.wait([f"{prefix}decision"], timedelta(seconds=invitation.timeout_s))
+    store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
     if store.get(f"{prefix}decision") != b"go":
-        raise RunError(f"the round for version {invitation.version} was given up")
+        raise RunError(f"the round for version {broadcast.version} was given up")
     return PrefixStore(f"{prefix}group", store)
 
 
-def _group(invitation: Round, sender: int, rank: int) -> Any:
+def _group(broadcast: Broadcast, sender: int, rank: int) -> Any:
     import torch.distributed as dist
 
-    limit = timedelta(seconds=invitation.timeout_s)
-    store = _meet(invitation, sender)
-    size = 1 + len(invitation.explorers)
-    if invitation.transport == "nccl":
+    limit = timedelta(seconds=broadcast.timeout_s)
+    store = _meet(broadcast, sender)
+    size = 1 + len(broadcast.explorers)
+    if broadcast.transport == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
         return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, limit)
 
 
-def _wait(work: Any, ticket: Round) -> None:
+def _wait(work: Any, broadcast: Broadcast) -> None:
     """Until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait; gloo
     keeps the group's limit, and closes its connections when a wait with another one ends.
     """
-    if ticket.transport == "nccl":
-        work.wait(timedelta(seconds=ticket.timeout_s))
+    if broadcast.transport == "nccl":
+        work.wait(timedelta(seconds=broadcast.timeout_s))
     else:
         work.wait()
 
 
-def _close(groups: list[Any], ticket: Round) -> None:
+def _close(groups: list[Any], broadcast: Broadcast) -> None:
     """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
     connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
     shutdown before.
     """
-    if ticket.transport == "gloo":
+    if broadcast.transport == "gloo":
         threading.Thread(target=groups.clear, name="close group", daemon=True).start()
         return
     with contextlib.suppress(RuntimeError):
@@ -227,7 +194,7 @@ def _close(groups: list[Any], ticket: Round) -> None:
     groups.clear()
 
 
-def _broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
+def _begin(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
     import torch.distributed as dist
 
     options = dist.BroadcastOptions()
@@ -235,11 +202,11 @@ def _broadcast(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
     return group.broadcast([tensor], options)
 
 
-def send(invitation: Round, part: str, layout: Any, segment: Any) -> int:
+def send(broadcast: Broadcast, part: str, layout: Any, segment: Any) -> int:
     """A trainer rank's share of a round: broadcast its staged part piece by piece.
 
     Args:
-        invitation: the round.
+        broadcast: the round.
         part: the part that this rank staged.
         layout: its `PartLayout`.
         segment: the slot's bytes, mapped.
@@ -247,30 +214,28 @@ def send(invitation: Round, part: str, layout: Any, segment: Any) -> int:
     Returns:
         Bytes sent.
     """
-    groups = [_group(invitation, invitation.senders.index(part), 0)]
+    groups = [_group(broadcast, broadcast.senders.index(part), 0)]
     try:
-        sent = _send(invitation, groups[0], layout, segment)
+        sent = _send(broadcast, groups[0], layout, segment)
     finally:
-        _close(groups, invitation)
+        _close(groups, broadcast)
     return sent
 
 
-def _send(invitation: Round, group: Any, layout: Any, segment: Any) -> int:
+def _send(broadcast: Broadcast, group: Any, layout: Any, segment: Any) -> int:
     import torch
 
     staged = torch.frombuffer(segment, dtype=torch.uint8)[: layout.nbytes]
     under_way: deque[Any] = deque()
     sent = 0
-    for start, stop in layout.pieces(invitation.cut):
+    for start, stop in layout.pieces(broadcast.cut):
         if len(under_way) == _AHEAD:
-            _wait(under_way.popleft(), invitation)
+            _wait(under_way.popleft(), broadcast)
         piece = staged[start:stop]
-        under_way.append(
-            _broadcast(group, piece.cuda() if invitation.transport == "nccl" else piece, invitation.timeout_s)
-        )
+        under_way.append(_begin(group, piece.cuda() if broadcast.transport == "nccl" else piece, broadcast.timeout_s))
         sent += stop - start
     for work in under_way:
-        _wait(work, invitation)
+        _wait(work, broadcast)
     return sent
 
 
@@ -288,18 +253,18 @@ class NcclTransport:
         self._layouts = layouts
         self._rooms: list[torch.Tensor] = []
 
-    def buckets(self, lease: Lease, ticket: Any, find_room: FindRoom) -> Generator[Bucket, None, None]:
-        if not isinstance(ticket, Round):
+    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
+        if broadcast is None:
             raise RunError(f"{self._name} was to load version {lease.version} without an invitation to a round")
-        rank = 1 + ticket.explorers.index(self._name)
-        for index, part in enumerate(ticket.senders):
+        rank = 1 + broadcast.explorers.index(self._name)
+        for index, part in enumerate(broadcast.senders):
             info = lease.parts[part]
             layout = self._layouts.get(info)
-            arriving = _Arriving(_group(ticket, index, rank), ticket, layout, find_room, self._make_rooms(layout))
+            arriving = _Arriving(_group(broadcast, index, rank), broadcast, layout, find_room, self._make_rooms(layout))
             try:
                 for number, data in arriving:
                     digest = None if info.buckets is None else info.buckets[number]
-                    yield Bucket(layout, number, self._arrived(data), digest, ticket.cut)
+                    yield Bucket(layout, number, self._arrived(data), digest, broadcast.cut)
             finally:
                 if not arriving.close():
                     self._rooms = []
@@ -321,19 +286,21 @@ class _Arriving:
 
     Args:
         group: of the sender and all explorers.
-        ticket: the round.
+        broadcast: the round.
         layout: `PartLayout` of the part.
         find_room: see `FindRoom`.
         rooms: memory for pieces that have no place of their own.
     """
 
-    def __init__(self, group: Any, ticket: Round, layout: Any, find_room: FindRoom, rooms: list[torch.Tensor]) -> None:
+    def __init__(
+        self, group: Any, broadcast: Broadcast, layout: Any, find_room: FindRoom, rooms: list[torch.Tensor]
+    ) -> None:
         self._group = group
-        self._ticket = ticket
+        self._broadcast = broadcast
         self._layout = layout
-        self._sizes = [stop - start for start, stop in layout.pieces(ticket.cut)]
+        self._sizes = [stop - start for start, stop in layout.pieces(broadcast.cut)]
         # What has to be checked before it is used cannot be received where it is used.
-        self._find_room = find_room if ticket.cut == "tensor" else _nowhere
+        self._find_room = find_room if broadcast.cut == "tensor" else _nowhere
         self._free = list(rooms)
         self._next = 0
         self._under_way: deque[_Receiving] = deque()
@@ -359,7 +326,7 @@ class _Arriving:
         """
         clean = not self._under_way
         try:
-            if not clean and self._ticket.transport == "nccl":
+            if not clean and self._broadcast.transport == "nccl":
                 with contextlib.suppress(RuntimeError):
                     self._group.abort()
             for receiving in self._under_way:
@@ -368,18 +335,18 @@ class _Arriving:
         finally:
             self._under_way.clear()
             groups, self._group = [self._group], None
-            _close(groups, self._ticket)
+            _close(groups, self._broadcast)
         return clean
 
     def _go_on(self) -> None:
         while self._next < len(self._sizes) and len(self._under_way) < _AHEAD:
-            place = self._find_room(self._layout, self._next, self._ticket.cut)
+            place = self._find_room(self._layout, self._next, self._broadcast.cut)
             if place is not None and not self._reaches(place):
                 place = None
             if place is None and not self._free:
                 return
             room = None if place is not None else self._free.pop()
-            self._under_way.append(_Receiving(self._group, place, room, self._sizes[self._next], self._ticket))
+            self._under_way.append(_Receiving(self._group, place, room, self._sizes[self._next], self._broadcast))
             self._next += 1
 
     def _reaches(self, place: Any) -> bool:
@@ -390,7 +357,7 @@ class _Arriving:
             return True
         import torch
 
-        return self._ticket.transport == "nccl" and place.device.index == torch.cuda.current_device()
+        return self._broadcast.transport == "nccl" and place.device.index == torch.cuda.current_device()
 
 
 class _Receiving:
@@ -401,25 +368,25 @@ class _Receiving:
         place: where it belongs, or None.
         room: for its bytes, in the CPU's memory, where there is no such place.
         nbytes: its length.
-        ticket: the round.
+        broadcast: the round.
     """
 
-    def __init__(self, group: Any, place: Any, room: Any, nbytes: int, ticket: Round) -> None:
+    def __init__(self, group: Any, place: Any, room: Any, nbytes: int, broadcast: Broadcast) -> None:
         import torch
 
         self.room = room
         self._bytes = None if room is None else room[:nbytes]
         target = place if self._bytes is None else self._bytes
         # NCCL knows no memory but the device's.
-        there = ticket.transport == "gloo" or target.is_cuda
+        there = broadcast.transport == "gloo" or target.is_cuda
         self._target = target if there else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         self._copy_to = None if there else target
-        self._ticket = ticket
-        self._work = _broadcast(group, self._target, ticket.timeout_s)
+        self._broadcast = broadcast
+        self._work = _begin(group, self._target, broadcast.timeout_s)
 
     def wait(self) -> None:
         """Until all of it is there."""
-        _wait(self._work, self._ticket)
+        _wait(self._work, self._broadcast)
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 

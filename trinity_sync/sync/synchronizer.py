@@ -26,12 +26,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
-from trinity_sync.sync.remote import MemberDied, resolve_one
 
 ACTOR_NAME = "synchronizer"
 
@@ -67,7 +67,7 @@ class Sealed:
         version: which.
         slot: where in every node's arena.
         digest: version digest, or None where `sync.verify` is not ``full``.
-        parts: part name -> `sync.parts.PartInfo`.
+        parts: part name -> `protocol.staged.PartInfo`.
     """
 
     version: Version
@@ -345,7 +345,7 @@ class Synchronizer(HandoverClient):
             timeout_s: limit for this wait in seconds; the configured one unless given.
         """
         limit = self._timeout_s if timeout_s is None else timeout_s
-        return resolve_one(getattr(self.actor, method).remote(*args), "the synchronizer", f"answer {method}", limit)
+        return Call(getattr(self.actor, method).remote(*args), "the synchronizer", f"answer {method}").result(limit)
 
     def get_latest_model_version(self) -> int:
         """The step of the newest committed version, -1 before the first."""

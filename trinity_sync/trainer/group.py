@@ -5,12 +5,16 @@ wait.
 from __future__ import annotations
 
 import socket
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import ray
 
-from trinity_sync.sync.remote import resolve
-from trinity_sync.trainer.spec import RankInfo, WorkerSpec
+from trinity_sync.actors.calls import Call, results
+from trinity_sync.actors.rank import RankClient, RankInfo
+from trinity_sync.trainer.spec import WorkerSpec
+
+T = TypeVar("T")
 
 
 class TrainerGroup:
@@ -47,34 +51,21 @@ class TrainerGroup:
         self._group = RayWorkerGroup(
             resource_pool=pool, ray_cls_with_init=ranks, device_name="cuda" if use_gpu else "cpu", **meeting_point
         )
-        self.ranks: dict[str, Any] = {
-            f"trainer rank {index}": handle for index, handle in enumerate(self._group.workers)
-        }
+        self.ranks = [RankClient(handle, rank) for rank, handle in enumerate(self._group.workers)]
         self._start_timeout_s = start_timeout_s
 
     def initialise(self) -> list[RankInfo]:
         """Build the engines; what each rank holds, in rank order."""
-        return self.call("initialise", what="build its engine", timeout_s=self._start_timeout_s)
+        return self.all(RankClient.initialise, self._start_timeout_s)
 
-    def call(self, method: str, *args: Any, what: str, timeout_s: float) -> list[Any]:
-        """Call a method on all ranks with the same arguments; results in rank order.
+    def all(self, ask: Callable[[RankClient], Call[T]], timeout_s: float) -> list[T]:
+        """Ask all ranks; answers in rank order.
 
         Args:
-            method: of `TrinityWorker`.
-            args: passed to every rank; large ones as an object reference.
-            what: for the error, such as ``"train step 12"``.
+            ask: begins the call to one.
             timeout_s: limit for all together, seconds.
         """
-        calls = {name: getattr(rank, method).remote(*args) for name, rank in self.ranks.items()}
-        return list(resolve(calls, what, timeout_s).values())
-
-    def call_each(self, method: str, arguments: list[tuple[Any, ...]], what: str, timeout_s: float) -> list[Any]:
-        """Call a method with arguments of each rank's own, in rank order."""
-        calls = {
-            name: getattr(rank, method).remote(*args)
-            for (name, rank), args in zip(self.ranks.items(), arguments, strict=True)
-        }
-        return list(resolve(calls, what, timeout_s).values())
+        return results([ask(rank) for rank in self.ranks], timeout_s)
 
 
 def _meeting_point() -> dict[str, str]:

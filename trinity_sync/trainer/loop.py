@@ -17,9 +17,10 @@ from typing import Protocol
 import numpy as np
 
 from trinity_sync import interrupts
+from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.sync.base import LoadReport, SyncMode
+from trinity_sync.sync.base import SyncMode
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.calls import results
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.remote import resolve
 from trinity_sync.sync.synchronizer import Synchronizer
 
 EXPLORER = "explorer"
@@ -32,7 +32,7 @@ class PublishedState:
         timeout_s: limit of each wait, seconds.
     """
 
-    def __init__(self, synchronizer: Synchronizer, agents: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(self, synchronizer: Synchronizer, agents: Mapping[str, AgentClient], timeout_s: float) -> None:
         self._synchronizer = synchronizer
         self._agents = agents
         self._timeout_s = timeout_s
@@ -51,16 +51,13 @@ class PublishedState:
         assert newest is not None, "explorers hold a version before the first step"
         for node, agent in self._agents.items():
             lease = self._synchronizer.call("lease", f"{_part(node)} of step {step}", newest)
-            agent.save_published.remote(step, str(folder), _part(node), lease)
+            agent.save_published(step, str(folder), _part(node), lease)
         return f"{EXPLORER}/{_FILE}", json.dumps({"step": newest.step}) + "\n"
 
     def restore(self, folder: Path, version: Version, slot: int) -> None:
         """Have the agents fill a slot with what `save` wrote below the checkpoint's `folder`, as the ranks would."""
-        calls = {
-            f"the agent of node {node}": agent.restore_published.remote(version, slot, str(folder / EXPLORER))
-            for node, agent in self._agents.items()
-        }
-        resolve(calls, f"restore version {version}", self._timeout_s)
+        calls = [agent.restore_published(version, slot, str(folder / EXPLORER)) for agent in self._agents.values()]
+        results(calls, self._timeout_s)
 
 
 def published_step(folder: Path, parts: Sequence[str]) -> int | None:

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
-
-from trinity_sync.checkpoint.layout import TRAINER_STATE, FileEntry
+from trinity_sync.actors.calls import ANSWER_S, Call, ended
+from trinity_sync.actors.monitor import Committed, MonitorClient
+from trinity_sync.actors.rank import RankClient
+from trinity_sync.checkpoint.layout import TRAINER_STATE, file_entry
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.protocol.files import FileEntry
+from trinity_sync.protocol.parts import Kind
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.remote import resolve_one
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.published import PublishedState
 
@@ -31,9 +33,6 @@ _DIGEST = "weights-digest"
 
 # The ranks are between two steps when they are asked, or gone.
 _ASK_S = 30.0
-
-# The monitor ends its own waits, and its word says more than ours: so much longer we wait for that.
-_ITS_WORD_S = 5.0
 
 # A rank waits for its earlier save, for the agent and for the other ranks, within the limit each, and tells itself what
 # did not come: then the save fails, and the run goes on.
@@ -79,7 +78,7 @@ class FullSaves:
     """Full checkpoints of a run.
 
     Args:
-        monitor: handle of the checkpoint monitor.
+        monitor: the checkpoint monitor.
         trainer: the group of ranks.
         settings: see `SaveSettings`.
         log: where to report.
@@ -88,7 +87,7 @@ class FullSaves:
 
     def __init__(
         self,
-        monitor: Any,
+        monitor: MonitorClient,
         trainer: TrainerGroup,
         settings: SaveSettings,
         log: SaveLog,
@@ -99,7 +98,7 @@ class FullSaves:
         self._trainer = trainer
         self._settings = settings
         self._log = log
-        self._pending: dict[Any, tuple[int, float]] = {}
+        self._pending: dict[Call[Committed], tuple[int, float]] = {}
         self._untold: tuple[int, list[FileEntry], str | None] | None = None
         self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
@@ -131,7 +130,7 @@ class FullSaves:
         try:
             self._begin(step, digest, metrics, published, data)
         except _SaveFailed as failure:
-            self._monitor.fail_step.remote(step, str(failure), attempt=self._settings.attempt)
+            self._monitor.fail_step(step, str(failure), attempt=self._settings.attempt)
             self._fail(step, self._first_failure(step) or failure)
 
     def _begin(
@@ -144,14 +143,9 @@ class FullSaves:
             folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
         except TrinityError as error:
             raise _SaveFailed(str(error)) from error
-        call = self._monitor.wait_committed.remote(step, settings.attempt, settings.timeout_s, kind="full")
-        blocked = self._trainer.call(
-            "save",
-            step,
-            str(folder),
-            what=f"copy the state of step {step}",
-            timeout_s=_WAITS_OF_A_RANK * settings.timeout_s + _ASK_S,
-        )
+        call = self._monitor.wait_committed(step, settings.attempt, settings.timeout_s, kind="full")
+        limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
+        blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
         self._pending[call] = (step, max(blocked))
         state: dict[str, Any] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
         state["next_data_step"] = step + 1
@@ -164,7 +158,7 @@ class FullSaves:
             for name, text in texts.items():
                 (folder / name).parent.mkdir(exist_ok=True)
                 (folder / name).write_text(text)
-            files = [FileEntry.of(folder, name) for name in texts]
+            files = [file_entry(folder, name) for name in texts]
         except OSError as error:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
         self._untold = (step, files, digest)
@@ -176,11 +170,10 @@ class FullSaves:
         if self._untold is None:
             return
         (step, files, digest), self._untold = self._untold, None
-        call = self._monitor.notify_finished.remote(
+        told = self._monitor.notify_finished(
             step, part="driver", attempt=self._settings.attempt, files=files, digest=digest
         )
-        limit = self._settings.timeout_s if timeout_s is None else timeout_s
-        resolve_one(call, "the checkpoint monitor", f"take the driver's part of step {step}", limit)
+        told.result(self._settings.timeout_s if timeout_s is None else timeout_s)
 
     def poll(self) -> None:
         """After each step, when it is on record: let the save that it began be committed, and record the saves that
@@ -188,10 +181,10 @@ class FullSaves:
         """
         self._tell()
         while self._pending:
-            done, _ = ray.wait(list(self._pending), num_returns=1, timeout=0)
-            if not done:
+            done = next(iter(ended(self._pending)), None)
+            if done is None:
                 return
-            self._collect(done[0])
+            self._collect(done)
 
     def finish(self) -> None:
         """Wait for all saves and for the background work of the ranks.
@@ -201,10 +194,10 @@ class FullSaves:
         """
         settings = self._settings
         self._tell()
-        for call, (step, _) in list(self._pending.items()):
-            self._collect(call, f"commit step {step}", settings.timeout_s + _ITS_WORD_S)
+        for call in list(self._pending):
+            self._collect(call, settings.timeout_s + ANSWER_S)
         self._raise_failure()
-        self._trainer.call("finish_saves", what="finish their background saves", timeout_s=settings.timeout_s)
+        self._trainer.all(RankClient.finish_saves, settings.timeout_s)
 
     def settle(self, seconds: float) -> None:
         """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
@@ -212,13 +205,13 @@ class FullSaves:
             self._tell(seconds)
         finally:
             if self._pending:
-                ray.wait(list(self._pending), num_returns=len(self._pending), timeout=seconds)
+                ended(self._pending, seconds)
             self.poll()
 
-    def _collect(self, call: Any, what: str = "commit a step", timeout_s: float = 1.0) -> None:
+    def _collect(self, call: Call[Committed], timeout_s: float = 1.0) -> None:
         step, blocked = self._pending[call]
         try:
-            result = resolve_one(call, "the checkpoint monitor", what, timeout_s)
+            result = call.result(timeout_s)
         except TrinityError as error:
             self._fail(step, error)
             del self._pending[call]
@@ -234,7 +227,7 @@ class FullSaves:
         for call, (pending, _) in self._pending.items():
             if pending == step:
                 try:
-                    resolve_one(call, "the checkpoint monitor", f"say why step {step} failed", _ASK_S)
+                    call.result(_ASK_S)
                 except TrinityError as error:
                     return None if isinstance(error, WaitTimeout) else error
         return None
@@ -248,7 +241,7 @@ class FullSaves:
     def _blocked(self, step: int, begun: float) -> float:
         """With what the optimizer's step waited after the save had begun, where the ranks can still say."""
         try:
-            waited = self._trainer.call("save_blocked", step, what="say how long they waited", timeout_s=_ASK_S)
+            waited = self._trainer.all(lambda rank: rank.save_blocked(step), _ASK_S)
             return max(*waited, begun)
         except TrinityError:
             return begun
@@ -277,13 +270,13 @@ class WeightSaves:
     """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`).
 
     Args:
-        monitor: handle of the checkpoint monitor.
+        monitor: the checkpoint monitor.
         settings: see `SaveSettings`.
         log: where to report.
         durable: make the commits survive a power cut (`sync.durable`).
     """
 
-    def __init__(self, monitor: Any, settings: SaveSettings, log: SaveLog, durable: bool) -> None:
+    def __init__(self, monitor: MonitorClient, settings: SaveSettings, log: SaveLog, durable: bool) -> None:
         self._monitor = monitor
         self._settings = settings
         self._log = log
@@ -300,22 +293,23 @@ class WeightSaves:
     def commit(self, version: Version, digest: str | None) -> Path:
         self._notify(version, _DIGEST, [], digest)
         limit = self._settings.timeout_s
-        call = self._monitor.wait_committed.remote(version.step, version.attempt, limit, kind="state_dict")
-        result = resolve_one(call, "the checkpoint monitor", f"commit version {version}", limit + _ITS_WORD_S)
+        call = self._monitor.wait_committed(version.step, version.attempt, limit, kind="state_dict")
+        result = call.result(limit + ANSWER_S)
         record_commit(self._log, result, 0.0)
+        assert result["path"] is not None, "a run has a checkpoint folder"
         return Path(result["path"])
 
     def fail(self, version: Version, error: str) -> None:
-        self._monitor.fail_step.remote(version.step, error, attempt=version.attempt)
+        self._monitor.fail_step(version.step, error, attempt=version.attempt)
 
     def _notify(self, version: Version, part: str, files: list[FileEntry], digest: str | None) -> None:
-        call = self._monitor.notify_finished.remote(
-            version.step, True, part=part, attempt=version.attempt, files=files, digest=digest
+        told = self._monitor.notify_finished(
+            version.step, weights=True, part=part, attempt=version.attempt, files=files, digest=digest
         )
-        resolve_one(call, "the checkpoint monitor", f"take {part} of version {version}", self._settings.timeout_s)
+        told.result(self._settings.timeout_s)
 
 
-def record_commit(log: SaveLog, result: dict[str, Any], blocked_s: float) -> None:
+def record_commit(log: SaveLog, result: Committed, blocked_s: float) -> None:
     """Write the events of a commit and of what retention removed after it. Weights that lie beside the step's folder
     are no checkpoint of the run.
     """
@@ -334,14 +328,14 @@ def record_commit(log: SaveLog, result: dict[str, Any], blocked_s: float) -> Non
 
 
 def _begin(
-    monitor: Any,
+    monitor: MonitorClient,
     version: Version,
-    kind: str,
+    kind: Kind,
     parts: list[str],
     settings: SaveSettings,
     metrics: dict[str, float],
     durable: bool | None = None,
 ) -> Path:
     meta = {**settings.meta, "metrics": metrics}
-    call = monitor.begin.remote(version.step, version.attempt, kind, parts, meta, durable=durable)
-    return Path(resolve_one(call, "the checkpoint monitor", f"begin step {version}", settings.timeout_s))
+    call = monitor.begin(version.step, version.attempt, kind, parts, meta, durable=durable)
+    return Path(call.result(settings.timeout_s))

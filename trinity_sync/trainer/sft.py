@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch
-from trinity_sync.sync.base import LoadReport
 
 
 class PairsData:

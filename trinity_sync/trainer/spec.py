@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from omegaconf import DictConfig
 
+from trinity_sync.actors.rank import RankInfo
 from trinity_sync.config import dtype_name, plain
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import CoverageError, check_complete
 
 
@@ -66,27 +66,6 @@ class WorkerSpec:
     log_dir: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankInfo:
-    """What a rank tells the driver once its engine is up.
-
-    Attributes:
-        rank: its number.
-        part: the name of what it stages.
-        layout: `PartLayout.to_json()`, or None for a rank that holds nothing of its own.
-        saved: rank 0: name -> (dtype, shape) of each tensor that a version has to hold; see `check_whole`.
-        node: Ray node id.
-        pid: process id, shown where the process dies.
-    """
-
-    rank: int
-    part: str
-    layout: dict[str, Any] | None
-    node: str
-    pid: int
-    saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
-
-
 def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
     """Check that the ranks together publish what `save_pretrained` of their model would write, all of it.
 
@@ -99,7 +78,7 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
     """
     saved = next((info.saved for info in infos if info.saved is not None), None)
     assert saved is not None, "rank 0 tells what is to be published"
-    layouts = [PartLayout.from_json(info.layout) for info in infos if info.layout is not None]
+    layouts = [info.layout for info in infos if info.layout is not None]
     try:
         check_complete([layout.shards for layout in layouts], saved)
     except CoverageError as error:

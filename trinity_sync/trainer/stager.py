@@ -11,10 +11,10 @@ import mmap
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from trinity_sync.actors.agent import AgentClient
 from trinity_sync.backends.base import Backend
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Version
@@ -29,7 +29,7 @@ class WeightStager:
         backend: of the engine.
         layout: of what this rank stages.
         segments: slot -> this rank's bytes in it; empty for a rank that holds nothing of its own.
-        agent: handle of this node's agent.
+        agent: of this node.
         part: name of the rank's part.
         timeout_s: limit of the wait for a copy, seconds.
     """
@@ -39,7 +39,7 @@ class WeightStager:
         backend: Backend,
         layout: PartLayout,
         segments: Mapping[int, mmap.mmap],
-        agent: Any,
+        agent: AgentClient,
         part: str,
         *,
         timeout_s: float,
@@ -77,7 +77,7 @@ class WeightStager:
         if not (lazily and self._may_be_lazy):
             stage(self._layout, sources, self._segments[slot])
             blocked = time.perf_counter() - started
-            self._agent.part_staged.remote(version, slot, self._part, blocked)
+            self._agent.part_staged(version, slot, self._part, blocked)
             return blocked
         self._copied.clear()
         begun = time.perf_counter() - started
@@ -110,6 +110,6 @@ class WeightStager:
             self._held_since = None
             self._copied.set()
         if error is None:
-            self._agent.part_staged.remote(version, slot, self._part, begun + held)
+            self._agent.part_staged(version, slot, self._part, begun + held)
         else:
-            self._agent.part_failed.remote(version, self._part, error)
+            self._agent.part_failed(version, self._part, error)

@@ -14,18 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.actors.agent import AgentClient, StatePart
+from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.backends.base import DISTRIBUTED, Backend, Format
 from trinity_sync.backends.meetings import Meeting, Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import TrinityError
-from trinity_sync.sync.remote import is_answered, resolve_one
-from trinity_sync.sync.state import StatePart
 from trinity_sync.trainer.saver import Saver
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.staging import pin_segment, unpin_segment
-
-_AGENT = "the node agent"
 
 
 class StateSaver(Saver):
@@ -33,7 +31,7 @@ class StateSaver(Saver):
 
     Args:
         backend: of the engine.
-        agent: handle of this node's agent.
+        agent: of this node.
         coordinator, meetings, part, lazy: see `Saver`.
         writes_metadata: this rank writes what all have in common (rank 0).
         form: format of the files.
@@ -42,7 +40,7 @@ class StateSaver(Saver):
     def __init__(
         self,
         backend: Backend,
-        agent: Any,
+        agent: AgentClient,
         coordinator: CheckpointCoordinator,
         meetings: Meetings,
         part: str,
@@ -57,8 +55,8 @@ class StateSaver(Saver):
         self._writes_metadata = writes_metadata
         self._format: Format = form
         self._reserved = -1
-        self._reserving: Any = None
-        self._written: Any = None
+        self._reserving: Call[tuple[str, list[str]]] | None = None
+        self._written: Call[None] | None = None
         self._segment: mmap.mmap | None = None
         if self._lazy:
             backend.before_change(self._hold)
@@ -72,7 +70,7 @@ class StateSaver(Saver):
 
     def _ready(self, step: int) -> None:
         super()._ready(step)
-        self._wait_written(step)
+        self._wait_written()
 
     def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
         planned = plan(self._backend.state(self._format))
@@ -88,15 +86,14 @@ class StateSaver(Saver):
         self._copying = snapshot
         snapshot.copy(in_background=self._lazy)  # last: what comes after it shares the processor with it
 
-    def _wait_written(self, step: int) -> None:
+    def _wait_written(self) -> None:
         """There is one segment: what was saved before has to be on the disk. The agent was asked in time (after the
         hand-over, behind the training thread), so that its answer is here already where there is nothing to wait for.
         """
         asked, self._written = self._written, None
-        if asked is not None and is_answered(asked):
+        if asked is not None and asked.is_answered():
             return
-        written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
-        resolve_one(written, _AGENT, f"write the state before step {step}", self._timeout_s + 5)
+        self._agent.wait_state_written(self._part, self._timeout_s).result(self._timeout_s + ANSWER_S)
 
     def _hand_over(self, snapshot: Snapshot, step: int, folder: Path, meeting: Meeting) -> None:
         names = snapshot.names
@@ -113,14 +110,12 @@ class StateSaver(Saver):
         if self._writes_metadata:
             files += [(str(path.relative_to(folder)), ()) for path in self._backend.write_metadata(target)]
         given = StatePart(part=self._part, step=step, folder=str(folder), files=files)
-        resolve_one(
-            self._agent.take_state.remote(given), _AGENT, f"take over the state of step {step}", self._timeout_s + 5
-        )
-        self._written = self._agent.wait_state_written.remote(self._part, self._timeout_s)
+        self._agent.take_state(given).result(self._timeout_s + ANSWER_S)
+        self._written = self._agent.wait_state_written(self._part, self._timeout_s)
 
     def _reserve(self, planned: StatePlan) -> None:
         self._reserved = planned.nbytes
-        self._reserving = self._agent.reserve_state.remote(self._part, planned.nbytes)
+        self._reserving = self._agent.reserve_state(self._part, planned.nbytes)
 
     def _segment_for(self, planned: StatePlan) -> mmap.mmap:
         if self._segment is not None and len(self._segment) >= planned.nbytes:
@@ -130,8 +125,9 @@ class StateSaver(Saver):
             self._segment = None
         if self._reserved < planned.nbytes:
             self._reserve(planned)
+        assert self._reserving is not None, "_reserve() asked"
         try:
-            path, notes = resolve_one(self._reserving, _AGENT, "make room for the training state", self._timeout_s)
+            path, notes = self._reserving.result(self._timeout_s)
         except TrinityError:
             self._reserved = 0  # there may be room for the next save
             raise

@@ -13,11 +13,11 @@ import numpy as np
 import ray
 
 from trinity_sync import interrupts
+from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.staleness import staleness
-from trinity_sync.sync.base import LoadReport
 from trinity_sync.sync.synchronizer import Sealed, Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 
@@ -125,13 +125,9 @@ class Steps:
             RunError: the loss is not finite.
         """
         interrupts.check()
-        results = self._trainer.call(
-            "train_step",
-            step,
-            ray.put(batch),
-            advantages,
-            what=f"train step {step}",
-            timeout_s=self._settings.step_timeout_s,
+        shared = ray.put(batch)
+        results = self._trainer.all(
+            lambda rank: rank.train_step(step, shared, advantages), self._settings.step_timeout_s
         )
         metrics = next(filter(None, results))  # with pipeline stages only ranks of the last one have some
         if not np.isfinite(metrics["loss"]):
@@ -177,8 +173,7 @@ class Steps:
             Seconds in which the trainer stood still; copying lazily, `Sealed.blocked_s` will say.
         """
         limit = self._settings.sync_timeout_s
-        what = f"stage version {version}"
-        return max(self._trainer.call("stage", tuple(version), slot, lazily, what=what, timeout_s=limit))
+        return max(self._trainer.all(lambda rank: rank.stage(version, slot, lazily=lazily), limit))
 
     def wait_sealed(self, version: Version) -> Sealed:
         """Wait until all of a version is in its slot and digested. Any thread."""

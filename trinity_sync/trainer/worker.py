@@ -35,19 +35,22 @@ from verl.workers.config import (
 from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import ppo_loss, sft_loss
 
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.calls import this_process
+from trinity_sync.actors.rank import RankInfo
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.process import own_log, peak_rss
+from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync import nccl
-from trinity_sync.sync.parts import part_name
-from trinity_sync.sync.remote import this_process
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.saver import Saver
-from trinity_sync.trainer.spec import RankInfo, WorkerSpec
+from trinity_sync.trainer.spec import WorkerSpec
 from trinity_sync.trainer.stager import WeightStager
 from trinity_sync.trainer.state_saver import StateSaver
 from trinity_sync.trainer.whole_saver import WholeSaver
@@ -94,19 +97,19 @@ class TrinityWorker(TrainingWorker):
         return RankInfo(
             rank=self.rank,
             part=self._part,
-            layout=self._layout.to_json() if shards else None,
+            layout=self._layout if shards else None,
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             saved={name: saved[:2] for name, saved in self._backend.saved().items()} if self.rank == 0 else None,
         )
 
     def attach(
-        self, agent: Any, paths: dict[int, str], synchronizer: Any, monitor: Any, attempt: int, timeout_s: float
+        self, agent: AgentClient, paths: dict[int, str], synchronizer: Any, monitor: Any, attempt: int, timeout_s: float
     ) -> None:
         """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
 
         Args:
-            agent: handle of this node's agent.
+            agent: of this node.
             paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
             synchronizer: handle of the synchronizer's actor.
             monitor: handle of the checkpoint monitor.
@@ -189,18 +192,18 @@ class TrinityWorker(TrainingWorker):
 
     # -- versions
 
-    def stage(self, version: tuple[int, int], slot: int, lazily: bool = False) -> float:
+    def stage(self, version: Version, slot: int, lazily: bool = False) -> float:
         """Copy this rank's shards into the slot and tell the agent; see `WeightStager.stage`. Collective where the
         engine offloads.
 
         Returns:
             Seconds in which the trainer was blocked so far.
         """
-        return self._stager.stage(Version(*version), slot, lazily=lazily)
+        return self._stager.stage(version, slot, lazily=lazily)
 
-    def send_round(self, invitation: nccl.Round) -> int:
-        """Send this rank's staged part to the explorers of a round; bytes sent."""
-        return nccl.send(invitation, self._part, self._layout, self._segments[invitation.slot])
+    def send(self, broadcast: Broadcast) -> int:
+        """Send this rank's staged part to the explorers of a broadcast; bytes sent."""
+        return nccl.send(broadcast, self._part, self._layout, self._segments[broadcast.slot])
 
     # -- checkpoints
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
+from trinity_sync.actors.calls import ANSWER_S
+from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.parts import Kind
-from trinity_sync.sync.remote import resolve_one
 
 
 class Commits:
     """Commits that one process waits for.
 
     Args:
-        monitor: handle of the checkpoint monitor.
+        monitor: the checkpoint monitor.
         attempt: of the run.
         timeout_s: limit of each wait, seconds.
     """
 
-    def __init__(self, monitor: Any, attempt: int, timeout_s: float) -> None:
+    def __init__(self, monitor: MonitorClient, attempt: int, timeout_s: float) -> None:
         self._monitor = monitor
         self._attempt = attempt
         self._timeout_s = timeout_s
@@ -88,7 +88,6 @@ class Commits:
         self._errors.clear()
 
     def _wait_for(self, step: int, kind: Kind) -> str | None:
-        call = self._monitor.wait_committed.remote(step, self._attempt, self._timeout_s, kind=kind)
+        call = self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=kind)
         # The monitor ends the wait itself, and names what is missing.
-        result = resolve_one(call, "the checkpoint monitor", f"commit step {step}", self._timeout_s + 5)
-        return result["path"]
+        return call.result(self._timeout_s + ANSWER_S)["path"]

@@ -27,6 +27,7 @@ from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager 
 from verl.utils.fs import is_non_local
 from verl.utils.fsdp_utils import fsdp_version
 
+from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
@@ -40,7 +41,6 @@ from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.state import StateCopy, sharded
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.remote import resolve_one
 
 #: What a save may consist of. The first two are weights, on all ranks and on rank 0.
 _MODEL, _METADATA, _OPTIMIZER, _EXTRA, _EXPORT = "model", "metadata", "optim", "extra_state", "hf_model"
@@ -80,7 +80,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         self.previous_saved_paths: list[str] = []
         namespace = ray_namespace or None
         try:
-            self._monitor = ray.get_actor(ACTOR_NAME, namespace=namespace)
+            handle = ray.get_actor(ACTOR_NAME, namespace=namespace)
         except ValueError:
             raise RunError(
                 f"there is no {ACTOR_NAME!r} in Ray namespace {ray_namespace!r}: let the driver start it with "
@@ -90,14 +90,15 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             self._synchronizer: Synchronizer | None = Synchronizer.get_actor(namespace=namespace)
         except RunError:
             self._synchronizer = None
+        self._monitor = MonitorClient(handle)
         self._timeout_s = timeout_s
-        facts = self._ask("describe", what="say where checkpoints go")
+        facts = self._monitor.describe().result(timeout_s)
         self._root = Path(facts["root"]) if facts["root"] is not None else None
         self._attempt: int = facts["attempt"]
         self._durable: bool = facts["fsync"]
         self._roles: list[str] = facts["roles"]
         self._coordinator = CheckpointCoordinator(
-            self._monitor, job_id=f"rank-{self.rank}", timeout_s=timeout_s, attempt=self._attempt
+            handle, job_id=f"rank-{self.rank}", timeout_s=timeout_s, attempt=self._attempt
         )
         self._commits = Commits(self._monitor, self._attempt, timeout_s)
         self._metadata: dict[str, bytes] | None = None
@@ -186,7 +187,8 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             together(f"begin to save step {step}", lambda: self._tell_parts(local_path, step, kind, {}))
         elif kind not in self._kinds and self.rank == 0:
             # All of it is written as weights; it is to count as a full checkpoint now.
-            self._ask("monitor_step", step, kind == STATE_DICT, attempt=self._attempt, what=f"commit step {step}")
+            commit = self._monitor.monitor_step(step, weights=kind == STATE_DICT, attempt=self._attempt)
+            commit.result(self._timeout_s)
         self._saved[place] = saved | set(todo)
         self._kinds.add(kind)
         self._commits.expect(step, kind)
@@ -198,7 +200,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             writers = self._snapshot(step, todo, begun[0])
         except Exception as error:
             if self.rank == 0 and begun:
-                self._ask("fail_step", step, str(error), self._attempt, what=f"give step {step} up")
+                self._monitor.fail_step(step, str(error), attempt=self._attempt).result(self._timeout_s)
             raise
         for name, write in writers.items():
             part = self._coordinator.part(local_path, step, self._part(name, self.rank))
@@ -244,19 +246,18 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         place = self._coordinator.place(local_path, step)
         if roles and place not in roles:
             raise ConfigError(f"{local_path} is saved, but the roles of this run are {', '.join(roles)} (open_run)")
-        self._ask(
-            "begin",
+        begun = self._monitor.begin(
             step,
             self._attempt,
             kind,
             [*parts, *(_announcement(role) for role in roles)],
             {"backend": "fsdp" if fsdp_version(self.model) == 1 else "fsdp2", "world_size": self.world_size},
             weights_parts=[part for part, name in parts.items() if name in _WEIGHTS],
-            what=f"begin step {step}",
         )
+        begun.result(self._timeout_s)
         if roles:
-            part = _announcement(place)
-            self._ask("notify_finished", step, part=part, attempt=self._attempt, files=[], what=f"announce {place}")
+            announced = self._monitor.notify_finished(step, part=_announcement(place), attempt=self._attempt, files=[])
+            announced.result(self._timeout_s)
 
     def _snapshot(self, step: int, todo: list[str], folder: Path) -> dict[str, SaveFn]:
         """Copy what this rank is to write; what writes it, by name. Collective."""
@@ -337,7 +338,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         try:
             self._coordinator.wait_all()
         except Exception as error:
-            first = self._ask("status", self._step, what=f"say how step {self._step} went")["error"]
+            first = None if self._step is None else self._monitor.status(self._step).result(self._timeout_s)["error"]
             if first is None:
                 raise
             raise RunError(f"the checkpoint of step {self._step} failed: {first}") from error
@@ -355,7 +356,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if new_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(new_path)
         if max_ckpt_to_keep and max_ckpt_to_keep > 0:
-            self._ask("retain", max_ckpt_to_keep, what=f"keep the newest {max_ckpt_to_keep} checkpoints")
+            self._monitor.retain(max_ckpt_to_keep).result(self._timeout_s)
         self.previous_saved_paths = [path for path in self.previous_saved_paths if Path(path).exists()]
 
     def _announce(self, step: int, location: str | None = None) -> None:
@@ -445,10 +446,6 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             if step is not None and folder == step_dir(self._root, step):
                 return step if folder.is_dir() else None
         return None
-
-    def _ask(self, method: str, *args: Any, what: str, **kwargs: Any) -> Any:
-        call = getattr(self._monitor, method).remote(*args, **kwargs)
-        return resolve_one(call, "the checkpoint monitor", what, self._timeout_s)
 
 
 def _announcement(role: str) -> str:

@@ -21,12 +21,13 @@ from typing import Any
 import numpy as np
 import ray
 
+from trinity_sync.actors.agent import AgentClient, Coordinator, Slots, StatePart
+from trinity_sync.actors.calls import this_process
 from trinity_sync.errors import RunError
+from trinity_sync.node.state import StateSlots
 from trinity_sync.process import own_log, peak_rss
+from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.parts import PartInfo, shard_file
-from trinity_sync.sync.remote import this_process
-from trinity_sync.sync.state import Coordinator, StatePart, StateSlots
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.row_process import RowProcesses
@@ -75,7 +76,7 @@ class NodeAgent:
         lead: the agent that puts the version digest together; None if this is the one.
     """
 
-    def __init__(self, config: AgentConfig, synchronizer: Any, lead: Any | None = None) -> None:
+    def __init__(self, config: AgentConfig, synchronizer: Any, lead: AgentClient | None = None) -> None:
         own_log(config.log_dir, "node-agent")
         self._config = config
         self._synchronizer = synchronizer
@@ -108,26 +109,22 @@ class NodeAgent:
         self._held: Any = None
 
     async def register(
-        self, layouts: dict[str, dict[str, Any]], make_coordinator: Callable[[], Coordinator] | None = None
-    ) -> dict[str, Any]:
+        self, layouts: dict[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
+    ) -> Slots:
         """Make the slots for this node's parts.
 
         Args:
-            layouts: part -> `PartLayout.to_json()`; none where the node's ranks hold replicas only.
+            layouts: part -> its layout; none where the node's ranks hold replicas only.
             make_coordinator: makes the `CheckpointCoordinator` through which this agent saves; None: it saves nothing.
-
-        Returns:
-            ``paths``: {slot: {part: file}}, and ``notes``: what the user should know (such as a fallback from shared
-            memory).
         """
-        self._layouts = {part: PartLayout.from_json(layout) for part, layout in layouts.items()}
+        self._layouts = dict(layouts)
         if make_coordinator is not None:
             self._coordinator = await self._run(make_coordinator)
         self._held = self._synchronizer.hold.remote()
         self._synchronizer.watch.remote(this_process(f"the agent of node {self._node}"), [self._held])
         return await self._run(self._create)
 
-    def _create(self) -> dict[str, Any]:
+    def _create(self) -> Slots:
         self._rows_plan = RowPlan(list(self._layouts.values())) if self._config.verify == "full" else None
         remove_stale(self._config.root)
         sizes = {part: layout.nbytes for part, layout in self._layouts.items()}
@@ -141,13 +138,12 @@ class NodeAgent:
         slots = range(self._config.slots)
         self._maps = {(slot, part): self._arena.map(slot, part) for slot in slots for part in sizes}
         paths = {slot: {part: str(self._arena.path(slot, part)) for part in sizes} for slot in slots}
-        return {"paths": paths, "notes": list(self._arena.notes)}
+        return Slots(paths=paths, notes=list(self._arena.notes))
 
     async def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> None:
         """A rank has filled its segment, for which it stood still so long. With the last one of this node the digests
         are computed and reported.
         """
-        version = Version(*version)
         staged = self._staged.setdefault(version, {})
         staged[part] = blocked_s
         if staged.keys() != self._layouts.keys():
@@ -162,7 +158,6 @@ class NodeAgent:
 
     async def part_failed(self, version: Version, part: str, error: str) -> None:
         """A rank could not fill its segment."""
-        version = Version(*version)
         self._staged.pop(version, None)
         await self._synchronizer.failed.remote(version, f"{part}: {error}")
 
@@ -190,7 +185,7 @@ class NodeAgent:
 
     async def _contribute(self, version: Version, rows: RowDigests | None) -> None:
         if self._lead is not None:
-            await self._lead.contribute.remote(version, self._node, rows)
+            await self._lead.contribute(version, self._node, rows).reference
         else:
             await self.contribute(version, self._node, rows)
 
@@ -198,7 +193,6 @@ class NodeAgent:
         """On the lead agent: row digests of a node (None where none are computed); with the last one the version has
         its digest.
         """
-        version = Version(*version)
         nodes = self._contributed.setdefault(version, set())
         if node in nodes:
             return
@@ -227,17 +221,16 @@ class NodeAgent:
         """On the lead agent: tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing. Readers
         ask for it to tell what of a version came damaged.
         """
-        return self._tensors.get(Version(*version), {})
+        return self._tensors.get(version, {})
 
-    async def layout(self, part: str) -> dict[str, Any]:
-        """The layout of a part, as `PartLayout.to_json()`."""
-        return self._layouts[part].to_json()
+    async def layout(self, part: str) -> PartLayout:
+        """How a part is laid out."""
+        return self._layouts[part]
 
     async def share(self, version: Version, slot: int, part: str) -> list[ray.ObjectRef]:
         """[reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a lease
         on the version. Made once per version, so each node fetches it once however many explorers it has.
         """
-        version = Version(*version)
         shared, copying = self._shared.get(part, (None, None))
         if shared != version or copying is None:
             copying = asyncio.ensure_future(self._run(self._put, slot, part))

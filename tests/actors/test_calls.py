@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
 
-from tests.sync.helpers import LIMIT
+from tests import local_ray
 from tests.sync.light import Member, Stillborn
+from trinity_sync.actors import calls as module
+from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
-from trinity_sync.sync import remote
-from trinity_sync.sync.remote import MemberDied, resolve, resolve_one
+
+LIMIT = 60.0
+
+cluster = local_ray.cluster
 
 
 def start() -> Any:
@@ -42,6 +47,11 @@ def hanging(member: Any) -> Iterator[Any]:
     ray.get(member.release.remote(), timeout=LIMIT)
 
 
+def named(references: Mapping[str, Any], what: str) -> list[Call[Any]]:
+    """Calls by who was asked, all to do the same."""
+    return [Call(reference, who, what) for who, reference in references.items()]
+
+
 def touch_when_done(reference: Any, path: Path) -> None:
     def wait() -> None:
         ray.wait([reference], timeout=LIMIT)
@@ -50,22 +60,25 @@ def touch_when_done(reference: Any, path: Path) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def test_results_come_by_name_in_the_order_of_the_calls(member: Any) -> None:
-    results = resolve({name: member.answer.remote(name.upper()) for name in ("b", "a", "c")}, "answer", LIMIT)
-    assert list(results.items()) == [("b", "B"), ("a", "A"), ("c", "C")]
-    assert resolve_one(member.answer.remote(None), "a", "answer", LIMIT) is None
+def test_results_come_in_the_order_of_the_calls(member: Any) -> None:
+    calls: list[Call[str]] = [Call(member.answer.remote(name.upper()), name, "answer") for name in ("b", "a", "c")]
+    assert results(calls, LIMIT) == ["B", "A", "C"]
+    assert Call(member.answer.remote(None), "a", "answer").result(LIMIT) is None
 
 
 def test_nobody_to_wait_for_is_no_wait(cluster: None) -> None:
-    assert resolve({}, "answer", 0.0) == {}
+    assert results([], 0.0) == []
+    assert ended([]) == []
 
 
 def test_a_timeout_names_those_who_are_late_what_they_were_to_do_and_the_limit(member: Any, hanging: Any) -> None:
     prompt = member.answer.remote(1)
     ray.wait([prompt], timeout=LIMIT)
-    calls = {"prompt": prompt, "late 2": hanging, "late 1": member.hang.remote()}
+    calls = named({"prompt": prompt, "late 2": hanging, "late 1": member.hang.remote()}, "load version 3")
     with pytest.raises(WaitTimeout, match=r"^late 1, late 2 did not load version 3 within 0.2 s$"):
-        resolve(calls, "load version 3", 0.2)
+        results(calls, 0.2)
+    with pytest.raises(WaitTimeout, match=r"^late 1, late 2 did not exchange version 3 within 0.2 s$"):
+        results(calls, 0.2, "exchange version 3")
 
 
 def test_a_death_is_told_with_name_and_task_whether_the_call_came_before_it_or_after(
@@ -74,7 +87,7 @@ def test_a_death_is_told_with_name_and_task_whether_the_call_came_before_it_or_a
     dying = mortal.die_when.remote(tmp_path)
     for call in (lambda: dying, lambda: mortal.answer.remote(1)):
         with pytest.raises(MemberDied, match=r"^explorer-1 died while it was to load version 3$") as caught:
-            resolve({"explorer-1": call()}, "load version 3", LIMIT)
+            Call(call(), "explorer-1", "load version 3").result(LIMIT)
         assert (caught.value.who, caught.value.what) == ("explorer-1", "load version 3")
 
 
@@ -83,23 +96,24 @@ def test_a_death_is_told_before_the_errors_that_peers_saw_of_it(member: Any, mor
     touch_when_done(error, tmp_path / "after the error")
     calls = {"rank 0": error, "rank 1": mortal.die_when.remote(tmp_path / "after the error")}
     with pytest.raises(MemberDied, match=r"^rank 1 died"):
-        resolve(calls, "train step 2", LIMIT)
+        results(named(calls, "train step 2"), LIMIT)
 
 
 def test_what_a_member_raised_is_told_with_its_name_and_the_task(member: Any) -> None:
-    call = member.fail.remote(ValueError("no such tensor"))
+    call: Call[None] = Call(member.fail.remote(ValueError("no such tensor")), "rank 0", "train step 2")
     with pytest.raises(RunError, match=r"^rank 0 could not train step 2: ValueError: no such tensor$") as caught:
-        resolve({"rank 0": call}, "train step 2", LIMIT)
+        call.result(LIMIT)
     assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_an_error_that_a_silent_peer_may_have_caused_names_that_peer_too(
     member: Any, hanging: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "_GRACE_S", 0.2)
+    monkeypatch.setattr(module, "_GRACE_S", 0.2)
     calls = {"rank 0": member.fail.remote(RuntimeError("timed out")), "explorer-1": hanging}
-    with pytest.raises(RunError, match=r"^rank 0 could not .*: RuntimeError: timed out \(no answer from explorer-1\)$"):
-        resolve(calls, "exchange version 3", LIMIT)
+    told = r"^rank 0 could not exchange .*: RuntimeError: timed out \(no answer from explorer-1\)$"
+    with pytest.raises(RunError, match=told):
+        results(named(calls, "load version 3"), LIMIT, "exchange version 3")
 
 
 @pytest.mark.parametrize(
@@ -114,11 +128,35 @@ def test_an_error_that_a_silent_peer_may_have_caused_names_that_peer_too(
 )
 def test_expected_errors_come_through_as_they_are(member: Any, hanging: Any, error: TrinityError) -> None:
     with pytest.raises(type(error)) as caught:
-        resolve({"a": member.fail.remote(error), "hangs": hanging}, "load", LIMIT)
+        results(named({"a": member.fail.remote(error), "hangs": hanging}, "load"), LIMIT)
     assert (type(caught.value), str(caught.value), vars(caught.value)) == (type(error), str(error), vars(error))
 
 
 def test_a_constructor_that_fails_is_told_with_what_it_raised(cluster: None) -> None:
     actor = ray.remote(Stillborn).options(num_cpus=0).remote(OSError("no space left"))
     with pytest.raises(RunError, match=r"^node agent could not start: .*OSError: no space left$"):
-        resolve({"node agent": actor.answer.remote()}, "make its slots", LIMIT)
+        Call(actor.answer.remote(), "node agent", "make its slots").result(LIMIT)
+
+
+def test_who_has_ended_is_told_well_or_not_and_only_who_ended_well_has_answered(member: Any, hanging: Any) -> None:
+    answered, failed = member.answer.remote(1), member.fail.remote(RuntimeError("no"))
+    calls = named({"answered": answered, "late": hanging, "failed": failed}, "load version 3")
+    ray.wait([answered, failed], num_returns=2, timeout=LIMIT)
+    assert {call.who for call in ended(calls)} == {"answered", "failed"}
+    assert [call.who for call in calls if call.is_answered()] == ["answered"]
+
+
+def test_on_an_event_loop_a_call_says_the_same(member: Any, hanging: Any, mortal: Any, tmp_path: Path) -> None:
+    def answer(reference: Any, limit: float = LIMIT) -> Any:
+        return asyncio.run(Call(reference, "rank 0", "train step 2").answer(limit))
+
+    assert answer(member.answer.remote(7)) == 7
+    with pytest.raises(WaitTimeout, match=r"^rank 0 did not train step 2 within 0.2 s$"):
+        answer(hanging, 0.2)
+    with pytest.raises(RunError, match=r"^rank 0 could not train step 2: ValueError: no such tensor$"):
+        answer(member.fail.remote(ValueError("no such tensor")))
+    with pytest.raises(ConfigError, match=r"^no such task$"):
+        answer(member.fail.remote(ConfigError("no such task")))
+    (tmp_path / "now").touch()
+    with pytest.raises(MemberDied, match=r"^rank 0 died while it was to train step 2$"):
+        answer(mortal.die_when.remote(tmp_path / "now"))

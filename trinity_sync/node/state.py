@@ -8,44 +8,14 @@ the agent answers for the part: it fills the holes, digests, fsyncs and reports,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
+from trinity_sync.actors.agent import Coordinator, StatePart
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.weights.image import Extent, fill
+from trinity_sync.protocol.parts import FileTuple
+from trinity_sync.weights.image import fill
 from trinity_sync.weights.slots import SlotArena
-
-FileTuple = tuple[str, int, str]
-
-
-class Coordinator(Protocol):
-    """The checkpoint room's side, passed in: `CheckpointCoordinator`."""
-
-    def save_sync(
-        self, save_fn: Callable[[], Any], global_step: int, *, part: str | None = None, queues: bool = False
-    ) -> None:
-        """Take a turn, run `save_fn`, report."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class StatePart:
-    """What a rank hands over.
-
-    Attributes:
-        part: its name, such as ``"rank-00000"``.
-        step: the checkpoint's.
-        folder: the step's staging folder.
-        files: (path below `folder`, where its holes are filled from); a file without holes is complete.
-    """
-
-    part: str
-    step: int
-    folder: str
-    files: Sequence[tuple[str, Sequence[Extent]]]
 
 
 class StateSlots:

@@ -1,0 +1,77 @@
+"""Each method of a client calls one that its actor has, with arguments that this takes. No type checker sees that."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.client import Client
+from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.actors.rank import RankClient
+from trinity_sync.checkpoint import CheckpointMonitor
+from trinity_sync.explorer.actor import Explorer
+from trinity_sync.node.agent import NodeAgent
+
+
+class Given(dict[str, Any]):
+    """An argument of any kind, by the name of its parameter."""
+
+    step = version = 0  # by which calls are named
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Handle:
+    """Takes down what is called, as an actor's handle would call it."""
+
+    def __init__(self) -> None:
+        self.called: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, method: str) -> Any:
+        class Method:
+            @staticmethod
+            def remote(*args: Any, **kwargs: Any) -> None:
+                self.called.append((method, args, kwargs))
+
+        return Method
+
+
+def rank_client(handle: Any) -> tuple[RankClient, type]:
+    from trinity_sync.trainer.worker import TrinityWorker
+
+    return RankClient(handle, 0), TrinityWorker
+
+
+MAKE: dict[str, Any] = {
+    "monitor": lambda handle: (MonitorClient(handle), CheckpointMonitor),
+    "agent": lambda handle: (AgentClient(handle, "here"), NodeAgent),
+    "explorer": lambda handle: (ExplorerClient(handle, "explorer-0"), Explorer),
+    "rank": rank_client,
+}
+
+
+@pytest.mark.parametrize("whose", MAKE)
+def test_what_a_client_asks_its_actor_can_answer(whose: str) -> None:
+    handle = Handle()
+    client, actor = MAKE[whose](handle)
+    assert isinstance(client, Client)
+    methods = [name for name in vars(type(client)) if not name.startswith("_")]
+    assert methods
+    for name in methods:
+        method = getattr(client, name)
+        parameters = inspect.signature(method).parameters.values()
+        for passed in (parameters, [one for one in parameters if one.default is one.empty]):
+            arguments = {one.name: Given(one.name) for one in passed}
+            method(**arguments)
+            called, args, kwargs = handle.called.pop()
+            assert called == name
+            bound = inspect.signature(getattr(actor, called)).bind(None, *args, **kwargs).arguments
+            for parameter, value in bound.items():
+                if isinstance(value, Given):
+                    assert {value.name, parameter} in ({parameter}, {"weights", "is_state_dict"})

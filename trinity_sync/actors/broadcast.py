@@ -1,0 +1,44 @@
+"""What all who take part in the broadcast of a version know of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trinity_sync.protocol.versions import Version
+
+if TYPE_CHECKING:
+    from trinity_sync.weights.layout import Cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broadcast:
+    """One version, sent by the trainer's ranks to explorers.
+
+    Attributes:
+        id: unique in the run.
+        version: what is sent.
+        slot: where the senders have it.
+        host, port: the store at which the members meet, served by the driver.
+        senders: parts in sender order, one per rank that holds anything.
+        explorers: names in receiver order.
+        transport: ``gloo`` or ``nccl``.
+        cut: what pieces the parts travel in: buckets where each is checked before it is used, else tensors.
+        timeout_s: limit of every operation, seconds.
+    """
+
+    id: int
+    version: Version
+    slot: int
+    host: str
+    port: int
+    senders: Sequence[str]
+    explorers: Sequence[str]
+    transport: str
+    cut: Cut
+    timeout_s: float
+
+    def prefix(self, sender: int) -> str:
+        """Of the keys in the store by which one sender and the explorers meet."""
+        return f"round-{self.id}/sender-{sender}/"

@@ -1,0 +1,193 @@
+"""Calls to actors: every wait has a name, a limit and a clear word for what went wrong.
+
+A dead actor is noticed at once, because a call to it that was under way fails when its process does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Collection, Iterable, Sequence
+from typing import Generic, TypeVar
+
+import ray
+from ray import ObjectRef
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.protocol.members import Member
+
+T = TypeVar("T")
+
+
+class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
+    """A process that was waited for is gone.
+
+    Args:
+        who: its name, such as ``"trainer rank 1"``.
+        what: what it was to do.
+    """
+
+    def __init__(self, who: str, what: str) -> None:
+        super().__init__(who, what)
+        self.who, self.what = who, what
+
+    def __str__(self) -> str:
+        return f"{self.who} died while it was to {self.what}"
+
+
+def this_process(name: str) -> Member:
+    """The calling process under a name; the same whenever it is asked for."""
+    return Member(name, _life(os.getpid()))
+
+
+@functools.cache
+def _life(pid: int) -> str:
+    """Of one process: what a fork inherits of it has another number."""
+    return Member.new(str(pid)).life
+
+
+# Who is asked ends its own waits at the limit that it is given, and its word of what it waited for says more than ours:
+# so much longer is waited for that.
+ANSWER_S = 5.0
+
+
+class Call(Generic[T]):
+    """A call to another process that is under way.
+
+    Args:
+        reference: Ray's, to the answer.
+        who: whom was asked, such as ``"trainer rank 1"``.
+        what: what it is to do, such as ``"train step 12"``.
+    """
+
+    def __init__(self, reference: ObjectRef[T], who: str, what: str) -> None:
+        self.reference, self.who, self.what = reference, who, what
+
+    def result(self, timeout_s: float) -> T:
+        """Wait for the answer; errors as for `results`."""
+        return results([self], timeout_s)[0]
+
+    async def answer(self, timeout_s: float) -> T:
+        """As `result`, on an event loop."""
+
+        async def wait() -> T:
+            return await self.reference
+
+        try:
+            return await asyncio.wait_for(wait(), timeout_s)
+        except TimeoutError:
+            raise WaitTimeout(self.who, self.what, timeout_s) from None
+        except RayError as error:
+            raise _cause(self, error, [], None) from None
+
+    def is_answered(self) -> bool:
+        """Whether it has ended well by now."""
+        try:
+            ray.get(self.reference, timeout=0)
+        except Exception:
+            return False
+        return True
+
+
+def ended(calls: Collection[Call[T]], timeout_s: float = 0.0) -> list[Call[T]]:
+    """Wait until all of the calls have ended, well or not, or the time is over; those that have.
+
+    Args:
+        timeout_s: seconds; 0 does not wait.
+    """
+    references = {call.reference: call for call in calls}
+    if not references:
+        return []
+    done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
+    return [references[reference] for reference in done]
+
+
+def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None) -> list[T]:
+    """Wait for the answers of calls that run side by side.
+
+    The first failure ends the wait, for the others may be waiting for the one that failed. A death, or an error
+    of ours, is reported before what a peer saw of it, and an error that nobody foresaw also names the members that are
+    still silent, so the message names the cause.
+
+    Args:
+        calls: at most one to each member.
+        timeout_s: limit for all of them together, seconds.
+        what: they do together, where that is not what each of them does.
+
+    Returns:
+        The answers, in the order of the calls.
+
+    Raises:
+        MemberDied: a member's process ended.
+        WaitTimeout: somebody was not done in time; names who.
+        TrinityError: what a member raised, with its name.
+    """
+    by_reference = {call.reference: call for call in calls}
+    pending = list(by_reference)
+    deadline = time.monotonic() + timeout_s
+    failed: tuple[Call[T], Exception] | None = None
+    while pending and failed is None:
+        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        if not done:
+            late = [by_reference[reference] for reference in pending]
+            raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
+        failed = _failure(by_reference[done[0]])
+    if failed is None:
+        return ray.get([call.reference for call in calls])
+    raise _cause(*failed, [by_reference[reference] for reference in pending], what)
+
+
+def _failure(call: Call[T]) -> tuple[Call[T], Exception] | None:
+    try:
+        ray.get(call.reference, timeout=0)
+    except GetTimeoutError:
+        return None
+    except Exception as error:
+        return call, error
+    return None
+
+
+# How long to look for what is behind an error that a peer reported, a death or an error of ours: the peer sees the
+# closed connection a moment before we are told.
+_GRACE_S = 3.0
+
+
+def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | None) -> Exception:
+    if not isinstance(error, RayActorError) and not _expected(error):
+        deadline = time.monotonic() + _GRACE_S
+        while pending and time.monotonic() < deadline:
+            left = max(0.0, deadline - time.monotonic())
+            done, _ = ray.wait([other.reference for other in pending], num_returns=1, timeout=left)
+            ended = [other for other in pending if other.reference in done]
+            pending = [other for other in pending if other.reference not in done]
+            found = _failure(ended[0]) if ended else None
+            if found is not None and (isinstance(found[1], RayActorError) or _expected(found[1])):
+                call, error = found
+                break
+    what = what or call.what
+    if isinstance(error, RayActorError):
+        if error.actor_init_failed:
+            # Ray flattens what the constructor raised into text whose last line is the exception.
+            return RunError(f"{call.who} could not start: {str(error).strip().splitlines()[-1]}")
+        return MemberDied(call.who, what)
+    expected = _expected(error)
+    if expected is not None:
+        return expected
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    # Who still says nothing may be what the error is about: a hung peer is seen as a timeout by those it keeps waiting.
+    note = f" (no answer from {_names(pending)})" if pending else ""
+    wrapped = RunError(f"{call.who} could not {what}: {type(cause).__name__}: {cause}{note}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _names(calls: Iterable[Call[T]]) -> str:
+    return ", ".join(sorted(call.who for call in calls))
+
+
+def _expected(error: Exception) -> TrinityError | None:
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return cause if isinstance(cause, TrinityError) else None

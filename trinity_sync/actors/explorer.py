@@ -1,0 +1,97 @@
+"""Client of an explorer, and what travels between it and its callers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.calls import Call
+from trinity_sync.actors.client import Client
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.versions import Version
+
+if TYPE_CHECKING:
+    from trinity_sync.samples.batch import SampleBatch
+    from trinity_sync.samples.record import Prompt
+
+
+class LoadFailed(RunError):  # noqa: N818 - it says what happened
+    """The explorer could not take the newest version, and holds none until a load succeeds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What an explorer tells of a load.
+
+    Attributes:
+        explorer: its name.
+        version: what it holds now.
+        digest: of what it holds, computed from that; None where `sync.verify` is not ``full``.
+        bytes_moved: payload that was applied.
+        total_s: seconds from the call to the last check.
+        paused_s: seconds in which it held no version and refused to generate.
+        peak_rss: peak resident bytes of its process.
+    """
+
+    explorer: str
+    version: Version
+    digest: str | None
+    bytes_moved: int
+    total_s: float
+    paused_s: float
+    peak_rss: int
+
+
+@dataclass(frozen=True)
+class Produced:
+    """Samples of whole groups, all by one version, and the load that came before them where there was one."""
+
+    batch: SampleBatch
+    load: LoadReport | None
+
+
+class ExplorerClient(Client):
+    """See `trinity_sync.explorer.actor.Explorer`, of which each method here has one.
+
+    Args:
+        handle: Ray's handle of the explorer.
+        name: of the explorer, such as ``"explorer-0"``.
+    """
+
+    def __init__(self, handle: Any, name: str) -> None:
+        super().__init__(handle, name)
+
+    def warm_up(self) -> None:
+        """Import what `start` needs."""
+        self._tell("warm_up")
+
+    def start(self) -> Call[None]:
+        """Build engine and task."""
+        return self._call("start", "start")
+
+    def attach(self, agents: Mapping[str, AgentClient]) -> Call[dict[str, Any]]:
+        """Connect to the node agents (by Ray node id); its pid and node."""
+        return self._call("attach to the node agents", "attach", dict(agents))
+
+    def load(self, version: Version, broadcast: Broadcast | None = None) -> Call[LoadReport]:
+        """Take a committed version.
+
+        Args:
+            broadcast: in which it comes, in nccl mode.
+        """
+        return self._call(f"load version {version}", "load", version, broadcast)
+
+    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> Call[SampleBatch]:
+        """Samples for the prompts of a step, scored, labelled with the version that produced them."""
+        return self._call(f"generate for step {step}", "generate", step, prompts, samples_per_prompt)
+
+    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Call[Produced]:
+        """Take the newest version, then make samples for (step, prompts of that step)."""
+        return self._call("generate", "produce", work, samples_per_prompt)
+
+    def memory(self) -> Call[dict[str, int]]:
+        """Peak resident bytes of its process."""
+        return self._call("tell its memory", "memory")

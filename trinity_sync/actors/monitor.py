@@ -1,0 +1,209 @@
+"""Client of the checkpoint monitor, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypedDict
+
+from trinity_sync.actors.calls import Call
+from trinity_sync.actors.client import Client
+from trinity_sync.protocol.files import FileEntry
+from trinity_sync.protocol.parts import Kind
+
+
+class PrunedStep(TypedDict):
+    """A checkpoint that retention removed."""
+
+    step: int
+    reason: str
+    freed_bytes: int
+
+
+class Committed(TypedDict):
+    """A commit.
+
+    `total_s` is counted from when the step was first heard of; `path` is that of the folder, None without a checkpoint
+    folder; `beside`: these weights lie beside the step's folder, whose place was taken; `pruned`: after it.
+    """
+
+    step: int
+    attempt: int
+    kind: Kind
+    digest: str | None
+    bytes: int
+    total_s: float
+    path: str | None
+    beside: bool
+    pruned: list[PrunedStep]
+
+
+class Facts(TypedDict):
+    """What the monitor was made with."""
+
+    root: str | None
+    attempt: int
+    fsync: bool
+    save_strategy: str
+    roles: list[str]
+    pid: int
+
+
+class StepStatus(TypedDict):
+    """Where a step stands."""
+
+    state: str
+    committed: Kind | None
+    error: str | None
+    missing: list[str]
+
+
+class MonitorClient(Client):
+    """See `trinity_sync.checkpoint.CheckpointMonitor`, of which each method here has one; `attempt` is the run's, None
+    stands for the monitor's.
+
+    Args:
+        handle: Ray's handle of the monitor.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        super().__init__(handle, "the checkpoint monitor")
+
+    # -- a checkpoint
+
+    def begin(
+        self,
+        step: int,
+        attempt: int | None,
+        kind: Kind,
+        parts: Sequence[str],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        weights_parts: Collection[str] = (),
+        durable: bool | None = None,
+    ) -> Call[str]:
+        """Announce a checkpoint; its staging folder, which exists."""
+        options = {"weights_parts": tuple(weights_parts), "durable": durable}
+        return self._call(f"begin step {step}", "begin", step, attempt, kind, list(parts), meta, **options)
+
+    def monitor_step(self, step: int, *, weights: bool, attempt: int | None) -> Call[None]:
+        """The step is to be committed, as weights only or in full, as soon as its parts are in."""
+        return self._call(f"take step {step} as one to commit", "monitor_step", step, weights, attempt=attempt)
+
+    def register_thread_count(
+        self, step: int, *, state_dict_thread_count: int, checkpoint_thread_count: int, attempt: int | None
+    ) -> Call[None]:
+        """Add to the numbers of parts that the step waits for."""
+        counts = {
+            "state_dict_thread_count": state_dict_thread_count,
+            "checkpoint_thread_count": checkpoint_thread_count,
+        }
+        return self._call(
+            f"register the parts of step {step}", "register_thread_count", step, attempt=attempt, **counts
+        )
+
+    def wait_committed(self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind) -> Call[Committed]:
+        """Answered when the step is committed, its trackers have moved and retention has run."""
+        return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
+
+    def fail_step(self, step: int, error: str, *, attempt: int | None) -> Call[None]:
+        """Give a step up, whatever its parts say."""
+        return self._call(f"give step {step} up", "fail_step", step, error, attempt)
+
+    def status(self, step: int) -> Call[StepStatus]:
+        """Where a step stands."""
+        return self._call(f"say how step {step} went", "status", step)
+
+    def has_part(self, step: int, part: str, *, attempt: int | None) -> Call[bool]:
+        """Whether a commit holds the part."""
+        what = f"say whether {part} of step {step} is committed"
+        return self._call(what, "has_part", step, part, attempt=attempt)
+
+    def retain(self, keep_last: int | None = None) -> Call[list[PrunedStep]]:
+        """Run retention now; what was deleted."""
+        return self._call("delete what is not kept", "retain", keep_last)
+
+    # -- a part
+
+    def notify_started(
+        self,
+        node_id: str,
+        job_id: str,
+        *,
+        step: int,
+        part: str | None,
+        attempt: int | None,
+        ticket: str,
+        life: str,
+        collective: bool,
+        timeout_s: float,
+    ) -> Call[None]:
+        """A save is about to write; answered when the save strategy lets it."""
+        return self._call(
+            f"give a save of step {step} its turn",
+            "notify_started",
+            node_id,
+            job_id,
+            step=step,
+            part=part,
+            attempt=attempt,
+            ticket=ticket,
+            life=life,
+            collective=collective,
+            timeout_s=timeout_s,
+        )
+
+    def notify_finished(
+        self,
+        step: int,
+        *,
+        weights: bool = False,
+        part: str | None,
+        attempt: int | None,
+        files: Sequence[FileEntry] | None,
+        digest: str | None = None,
+        ticket: str | None = None,
+    ) -> Call[None]:
+        """A part is written.
+
+        Args:
+            files: of the part; None: not said, the monitor takes what it finds.
+            digest: of the version, with the part that brings it.
+        """
+        return self._call(
+            f"take {'a part' if part is None else f'part {part!r}'} of step {step}",
+            "notify_finished",
+            step,
+            weights,
+            part=part,
+            attempt=attempt,
+            files=files,
+            digest=digest,
+            ticket=ticket,
+        )
+
+    def notify_failed(self, step: int, part: str | None, error: str, *, attempt: int | None, ticket: str) -> Call[None]:
+        """A part could not be written: nothing of the step is committed any more."""
+        what = f"take note of a failed part of step {step}"
+        return self._call(what, "notify_failed", step, part, error, attempt=attempt, ticket=ticket)
+
+    def notify_handed_over(self, ticket: str, step: int) -> Call[None]:
+        """Another writer answers for the part from now on."""
+        return self._call(f"let a part of step {step} go", "notify_handed_over", ticket, step)
+
+    # -- the run
+
+    def drain_events(self, *, untold: bool = False) -> Call[list[dict[str, Any]]]:
+        """The events since the last call; `untold`: without those that `wait_committed` tells."""
+        return self._call("tell its events", "drain_events", untold=untold)
+
+    def wait_mirrored(self, timeout_s: float) -> Call[dict[int, str]]:
+        """Answered when nothing is on its way to the mirror, or the time is over: what is not there, and why."""
+        return self._call("copy what is on its way to the mirror", "wait_mirrored", timeout_s)
+
+    def describe(self) -> Call[Facts]:
+        """What it was made with."""
+        return self._call("say where checkpoints go", "describe")
+
+    def memory(self) -> Call[dict[str, int]]:
+        """Peak resident bytes of its process."""
+        return self._call("tell its memory", "memory")
