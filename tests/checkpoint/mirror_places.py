@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint.mirror_process import MirrorSettings
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
 
 LIMIT_S = 60.0
 

@@ -10,12 +10,13 @@ has arrived is noted in ``.uploading.json`` together with the manifest's own dig
 the rest, and one of another attempt starts over. Size alone would not do: clients that write blocks side by side leave
 a torn file of full length.
 
-Blocking, one writer at a time; `trinity_sync.checkpoint.mirror_process` runs it in a process of its own.
+Blocking, one writer at a time.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -40,7 +41,7 @@ from trinity_sync.checkpoint.layout import (
     step_of,
     write_manifest,
 )
-from trinity_sync.checkpoint.storage import Storage
+from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.trackers import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
@@ -75,13 +76,25 @@ class Mirror:
 
     Args:
         open_storage: opens a connection to it; called once per thread that needs one.
+        say: called with a sentence for each copy that is passed over or fetched.
     """
 
-    def __init__(self, open_storage: Callable[[], Storage]) -> None:
+    def __init__(self, open_storage: Callable[[], Storage], say: Callable[[str], object] = lambda text: None) -> None:
         self._open = open_storage
         self._storage = open_storage()
+        self._say = say
 
     # ---- looking
+
+    def probe(self) -> list[int]:
+        """Find out whether the place can be written, read and listed; returns its `steps`."""
+        name = f".probe-{os.getpid()}"
+        self._storage.write(name, "probe")
+        read = self._storage.read(name)
+        self._storage.delete(name)
+        if read != "probe":
+            raise RunError("what is written there cannot be read back")
+        return self.steps()
 
     def steps(self) -> list[int]:
         """Steps of all folders there, whole or not, ascending."""
@@ -226,9 +239,7 @@ class Mirror:
 
     # ---- fetching
 
-    def download(
-        self, root: Path, *, newer_than: tuple[int, int] | None = None, say: Callable[[str], None] = lambda text: None
-    ) -> int | None:
+    def download(self, root: Path, *, newer_than: tuple[int, int] | None = None) -> int | None:
         """Bring the newest good full checkpoint into the local folder.
 
         It is put together in the staging folder, every file checked against its digest, and made visible with one
@@ -238,7 +249,6 @@ class Mirror:
         Args:
             root: the local checkpoint folder; nobody else may use it meanwhile.
             newer_than: (attempt, step) of the best one here; None: there is none.
-            say: called with a sentence for each copy that is passed over or fetched.
 
         Returns:
             Its step; None where nothing newer than `newer_than` is good.
@@ -246,17 +256,19 @@ class Mirror:
         Raises:
             NewerFormatError: a later version of this program has saved a newer one there.
         """
-        for manifest in self._candidates(newer_than, say):
-            say(f"fetching the checkpoint of step {manifest.step} ({manifest.bytes / 1e6:.1f} MB) from the mirror")
+        for manifest in self._candidates(newer_than):
+            self._say(
+                f"fetching the checkpoint of step {manifest.step} ({manifest.bytes / 1e6:.1f} MB) from the mirror"
+            )
             try:
                 self._fetch(root, manifest)
             except DamagedError as error:
-                say(f"the mirror's copy of step {manifest.step} is passed over: {error}")
+                self._say(f"the mirror's copy of step {manifest.step} is passed over: {error}")
                 continue
             return manifest.step
         return None
 
-    def _candidates(self, newer_than: tuple[int, int] | None, say: Callable[[str], None]) -> Iterator[Manifest]:
+    def _candidates(self, newer_than: tuple[int, int] | None) -> Iterator[Manifest]:
         """What is there, the newest of the latest attempt first. NewerFormatError where that is not all."""
         found: list[Manifest] = []
         unknown: dict[int, NewerFormatError] = {}
@@ -267,7 +279,7 @@ class Mirror:
                 unknown[step] = error
                 continue
             except ManifestError as error:
-                say(f"the mirror's copy of step {step} is passed over: {error}")
+                self._say(f"the mirror's copy of step {step} is passed over: {error}")
                 continue
             if manifest is not None and manifest.kind == FULL:
                 found.append(manifest)
