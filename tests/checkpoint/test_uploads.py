@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit
-from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, quick
+from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, loaded, quick
 from trinity_sync.checkpoint import store
 from trinity_sync.checkpoint.holds import leased
 from trinity_sync.checkpoint.layout import step_dir
@@ -151,6 +151,23 @@ def test_a_place_that_does_not_answer_is_broken_off(here: Path) -> None:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         with pytest.raises(MirrorError, match=r"nothing moved for 0\.5 s"):
             call(place, quick(timeout_s=0.5), Mirror.probe)
+
+
+def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "print('begun', flush=True)\n"
+        "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
+        "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
+        f"print(call({str(there)!r}, MirrorSettings(), Mirror.probe))\n"
+    )
+    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "begun\n[]\n", "")
+
+
+def test_the_process_of_a_copy_is_small(there: Path) -> None:
+    heavy = {"torch", "ray", "verl", "transformers", "pyarrow", "numpy", "hydra", "omegaconf"}
+    assert not heavy & call(str(there), quick(options={}), loaded)
 
 
 @pytest.mark.all
