@@ -116,8 +116,15 @@ class Mirror:
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
         """Those of these steps of the local folder that are not there as they are here, ascending."""
-        own = {step: manifest for step in sorted(steps) if (manifest := _own(root, step)) is not None}
-        return [step for step, manifest in own.items() if not self._holds(step, manifest)]
+        found = []
+        for step in sorted(steps):
+            there = None
+            with suppress(ManifestError):  # the upload says what is wrong
+                there = self.manifest(step)
+            with suppress(ManifestError):
+                if read_manifest(step_dir(root, step)) != there:
+                    found.append(step)
+        return found
 
     # ---- sending
 
@@ -225,7 +232,16 @@ class Mirror:
             except NewerFormatError:
                 continue
             if manifest is not None:
-                facts.append(_facts(manifest, pinned=(step, manifest.attempt) in pins))
+                facts.append(
+                    CheckpointFacts(
+                        step=step,
+                        kind=manifest.kind,
+                        created=manifest.created,
+                        bytes=manifest.bytes,
+                        metrics=manifest.metrics,
+                        pinned=(step, manifest.attempt) in pins,
+                    )
+                )
             elif step not in local and self._storage.read(f"{_folder(step)}/{ABANDONED}") is None:
                 gone.append(step)
         gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
@@ -343,12 +359,6 @@ class Mirror:
         except ManifestError:
             return None
 
-    def _holds(self, step: int, manifest: Manifest) -> bool:
-        try:
-            return self._sound(step) == manifest
-        except NewerFormatError:  # the upload says so
-            return False
-
 
 def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
     """Raise the error of the newest one after a step, if there is one."""
@@ -358,24 +368,6 @@ def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
 
 def _folder(step: int) -> str:
     return f"{STEP_PREFIX}{step}"
-
-
-def _own(root: Path, step: int) -> Manifest | None:
-    try:
-        return read_manifest(step_dir(root, step))
-    except ManifestError:
-        return None
-
-
-def _facts(manifest: Manifest, *, pinned: bool) -> CheckpointFacts:
-    return CheckpointFacts(
-        step=manifest.step,
-        kind=manifest.kind,
-        created=manifest.created,
-        bytes=manifest.bytes,
-        metrics=manifest.metrics,
-        pinned=pinned,
-    )
 
 
 def _problem(path: Path, entry: FileEntry, **options: Any) -> str | None:
