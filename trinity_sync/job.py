@@ -19,12 +19,11 @@ from trinity_sync import interrupts
 from trinity_sync.agents import close_agents, start_agents
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import rollback
-from trinity_sync.checkpoint.mirror_process import MirrorSettings
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.cluster import Cluster
 from trinity_sync.config import build_task, config_digest, retention_policies
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.mirroring import RunMirror
-from trinity_sync.starting import Start
+from trinity_sync.starting import Start, run_mirror
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -73,7 +72,7 @@ class Job:
         self._synchronizer: Any = None
         self._monitor: Any = None
         self._relay: Any = None
-        self._mirror = RunMirror.of(cfg)
+        self._mirror = run_mirror(cfg)
         self._agents: dict[str, AgentClient] = {}
         self._trainer: Any = None
         self._pool: Any = None

@@ -13,9 +13,12 @@ from omegaconf import DictConfig
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, verification, verls
 from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.mirror.run import RunMirror
+from trinity_sync.checkpoint.mirror.storage import absolute
 from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.config import plain
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.mirroring import RunMirror
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.resuming import Resume
 
@@ -71,7 +74,7 @@ class Start:
                 committed cannot be seen; or the mirror cannot be used for a new run.
             RunError: nothing here verifies, and the mirror cannot be reached.
         """
-        mirror = RunMirror.of(cfg, logs)
+        mirror = run_mirror(cfg, logs)
         if resume is not None:
             return cls._resumed(cfg, checkpoints, mirror, resume, committed)
         if catalog.scan(checkpoints):
@@ -125,6 +128,25 @@ def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
         run: its folder.
     """
     return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run / "checkpoints"
+
+
+def run_mirror(cfg: DictConfig, logs: Path | None = None) -> RunMirror | None:
+    """Where a run's committed checkpoints are copied to; None: nowhere.
+
+    Args:
+        logs: of the run.
+    """
+    node = cfg.checkpoint
+    if node.mirror is None:
+        return None
+    settings = MirrorSettings(
+        options=plain(node.mirror_options),
+        keep=node.mirror_keep,
+        tries=node.mirror_tries,
+        backoff_s=node.mirror_backoff_s,
+        timeout_s=node.mirror_timeout_s,
+    )
+    return RunMirror(absolute(node.mirror), settings, logs / "mirror.log" if logs is not None else None)
 
 
 def look_before_resume(cfg: DictConfig, checkpoints: Path, resume: Resume, committed: Collection[int]) -> None:

@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint.mirror_process import MirrorSettings
+from trinity_sync.checkpoint.mirror.copies import Mirror
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
 
 LIMIT_S = 60.0
 
@@ -19,6 +20,11 @@ SFTP_OPTIONS: dict[str, Any] = {"client_keys": [], "agent_path": None, "config":
 def quick(**changes: Any) -> MirrorSettings:
     """Settings that fail fast."""
     return MirrorSettings(**{"tries": 2, "backoff_s": 0.05, "timeout_s": 30.0, "options": SFTP_OPTIONS, **changes})
+
+
+def loaded(mirror: Mirror) -> set[str]:
+    """Work at a mirror that only says which modules its process has imported."""
+    return {name for name, module in sys.modules.items() if module is not None}
 
 
 class SftpServer:

@@ -14,8 +14,8 @@ from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint import catalog, rollback, verification
 from trinity_sync.checkpoint.holds import pin
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
-from trinity_sync.checkpoint.mirror import ABANDONED, UPLOADING, DamagedError, Mirror
-from trinity_sync.checkpoint.storage import Storage
+from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, Mirror
+from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.trackers import TRACKERS
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
@@ -249,7 +249,7 @@ def test_a_copy_that_is_damaged_is_passed_over_with_a_word(
 ) -> None:
     harm(Storage(filled))
     said: list[str] = []
-    assert mirror_at(filled).download(tmp_path / "back", say=said.append) == 20
+    assert Mirror(lambda: Storage(filled), said.append).download(tmp_path / "back") == 20
     assert [info.step for info in catalog.scan(tmp_path / "back")] == [20]
     assert verification.verify(step_dir(tmp_path / "back", 20)).ok
     assert any("the mirror's copy of step 30 is passed over" in text for text in said)

@@ -22,12 +22,12 @@ from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
 from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.lock import locked
-from trinity_sync.checkpoint.mirror_process import MirrorSettings
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.mirroring import RunMirror
 from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.starting import run_mirror
 
 LIMIT = 30.0
 
@@ -513,7 +513,7 @@ def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
     make_monitor: Callable[..., Any], root: Path, tmp_path: Path
 ) -> None:
     cfg = compose(["checkpoint.mirror_keep=all", f"checkpoint.mirror={tmp_path / 'far'}"])
-    mirror = RunMirror.of(cfg)
+    mirror = run_mirror(cfg)
     assert mirror is not None
     monitor = make_monitor(default_hdfs_dir=mirror.place, policies={"keep_last": {"n": 1}}, mirror=mirror.settings)
     for step in (10, 20):

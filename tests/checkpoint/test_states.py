@@ -13,9 +13,9 @@ import pytest
 from tests.checkpoint.helpers import commit, names, newer, stage, unreadable, verls
 from trinity_sync.checkpoint import catalog, commits, recovery, rollback, trash, verification
 from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, read_manifest, step_dir
-from trinity_sync.checkpoint.mirror import Mirror
+from trinity_sync.checkpoint.mirror.copies import Mirror
+from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.storage import Storage
 from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.parts import FULL, STATE_DICT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.checkpoint.storage import Storage, local_folder, place_problem, shown, without_secrets
+from trinity_sync.checkpoint.mirror.storage import Storage, local_folder, place_problem, shown, without_secrets
 
 
 @pytest.mark.parametrize("place", ["far", "/mnt/far", "file:///mnt/far", "sftp://user@host:22/far"])

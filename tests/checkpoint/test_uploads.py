@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit
-from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, quick
+from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, loaded, quick
 from trinity_sync.checkpoint import catalog, verification
-from trinity_sync.checkpoint.fetch import check_place, fetch_newer
 from trinity_sync.checkpoint.holds import leased
 from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.checkpoint.mirror_process import MirrorError, call_mirror
-from trinity_sync.checkpoint.uploads import Uploads
+from trinity_sync.checkpoint.mirror.copies import Mirror
+from trinity_sync.checkpoint.mirror.process import MirrorError, call
+from trinity_sync.checkpoint.mirror.run import RunMirror, Uploads
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.retention import KeepLast
 
@@ -150,7 +150,24 @@ def test_a_place_that_does_not_answer_is_broken_off(here: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         with pytest.raises(MirrorError, match=r"nothing moved for 0\.5 s"):
-            call_mirror(place, quick(timeout_s=0.5), {"do": "probe"})
+            call(place, quick(timeout_s=0.5), Mirror.probe)
+
+
+def test_the_program_that_asks_for_a_copy_is_not_run_once_more(there: Path, tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "print('begun', flush=True)\n"
+        "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
+        "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
+        f"print(call({str(there)!r}, MirrorSettings(), Mirror.probe))\n"
+    )
+    ran = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "begun\n[]\n", "")
+
+
+def test_the_process_of_a_copy_is_small(there: Path) -> None:
+    heavy = {"torch", "ray", "verl", "transformers", "pyarrow", "numpy", "hydra", "omegaconf"}
+    assert not heavy & call(str(there), quick(options={}), loaded)
 
 
 @pytest.mark.all
@@ -158,8 +175,9 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run"
         asking = (
-            "from trinity_sync.checkpoint.mirror_process import MirrorSettings, call_mirror\n"
-            f"call_mirror({place!r}, MirrorSettings(), {{'do': 'probe'}})"
+            "from trinity_sync.checkpoint.mirror.copies import Mirror\n"
+            "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
+            f"call({place!r}, MirrorSettings(), Mirror.probe)"
         )
         parent = subprocess.Popen([sys.executable, "-c", asking])
         silent.settimeout(LIMIT_S)
@@ -175,23 +193,23 @@ def test_a_copy_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_with_a_place_of_its_own_only(here: Path, there: Path) -> None:
-    check_place(str(there), quick(options={}), here)
+    RunMirror(str(there), quick(options={})).check(here)
     commit(there, 10)
     with pytest.raises(ConfigError, match=r"checkpoint\.mirror=.* holds checkpoints of another run"):
-        check_place(str(there), quick(options={}), here)
+        RunMirror(str(there), quick(options={})).check(here)
     with pytest.raises(ConfigError, match="is the checkpoint folder itself"):
-        check_place(str(there), quick(), there)
+        RunMirror(str(there), quick()).check(there)
 
 
 def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(here: Path, there: Path) -> None:
     there.write_text("a file where the folder should be")
     said: list[str] = []
-    settings = quick(tries=1, options={})
+    mirror = RunMirror(str(there / "run"), quick(tries=1, options={}), say=said.append)
     with pytest.raises(RunError, match=r"cannot be asked for one.*--from-scratch"):
-        fetch_newer(str(there / "run"), settings, here, None, say=said.append)
+        mirror.fetch_newer(here, None)
     commit(here, 10)
     best = verification.newest_good(here)
-    assert fetch_newer(str(there / "run"), settings, here, best, say=said.append) is None
+    assert mirror.fetch_newer(here, best) is None
     assert "going on from step 10, which is here" in said[-1]
 
 
@@ -215,7 +233,7 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     assert all(verification.verify(step_dir(server.folder / "run", step)).ok for step in (20, 30))
     (server.folder / "run/global_step_30/actor/model.pt").write_text("W" * 300_000)
     said: list[str] = []
-    assert fetch_newer(server.url, quick(), tmp_path / "back", None, say=said.append) == 20
+    assert RunMirror(server.url, quick(), say=said.append).fetch_newer(tmp_path / "back", None) == 20
     assert any("copy of step 30 is passed over" in text for text in said)
     assert verification.verify(step_dir(tmp_path / "back", 20)).ok
 
@@ -264,4 +282,4 @@ def test_a_server_that_is_gone_for_good_leaves_nothing_torn(
     assert list(queue.left()) == [20]
     assert steps(server.folder / "run") == [10]
     server.start()
-    assert fetch_newer(server.url, quick(), tmp_path / "back", None, say=lambda text: None) == 10
+    assert RunMirror(server.url, quick()).fetch_newer(tmp_path / "back", None) == 10

@@ -14,9 +14,9 @@ from typing import Any
 from trinity_sync.checkpoint.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
-from trinity_sync.checkpoint.mirror_process import MirrorSettings
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.mirror.run import Uploads
 from trinity_sync.checkpoint.prune import Pruned
-from trinity_sync.checkpoint.uploads import Uploads
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, Grant, MoveTracker

@@ -35,8 +35,8 @@ from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.lock import holder
-from trinity_sync.checkpoint.mirror_process import MirrorSettings
-from trinity_sync.checkpoint.storage import absolute
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.mirror.storage import absolute
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.process import own_log, peak_rss, small_actor
 from trinity_sync.protocol.commit import CommitBook

@@ -14,6 +14,8 @@ from typing import Any
 #: The extra of this package that brings what a protocol needs.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "sftp": "sftp", "ssh": "sftp", "gs": "gcs", "gcs": "gcs"}
 
+_USUAL = "file, s3, gs, az, sftp, hdfs"
+
 _SECRET_OPTION = re.compile(r"pass|secret|token|key", re.IGNORECASE)
 
 
@@ -40,7 +42,7 @@ def place_problem(place: str) -> str | None:
     if protocol in ("file", "local") and not rest.startswith("/"):
         return f"is {place}; a {protocol}:// URL needs an absolute path, such as {protocol}:///mnt/checkpoints"
     if protocol not in fsspec.available_protocols():
-        return f"is {shown(place)}, but fsspec knows no {protocol}://; it knows {', '.join(_usual())} and others"
+        return f"is {shown(place)}, but fsspec knows no {protocol}://; it knows {_USUAL} and others"
     try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
@@ -50,10 +52,6 @@ def place_problem(place: str) -> str | None:
             advice = str(known_implementations.get(protocol, {}).get("err") or error)
         return f"is {shown(place)}, but the package that speaks {protocol}:// is not installed; {advice}"
     return None
-
-
-def _usual() -> list[str]:
-    return ["file", "s3", "gs", "az", "sftp", "hdfs"]
 
 
 def absolute(place: str) -> str:

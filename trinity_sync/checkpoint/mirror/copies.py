@@ -10,12 +10,13 @@ has arrived is noted in ``.uploading.json`` together with the manifest's own dig
 the rest, and one of another attempt starts over. Size alone would not do: clients that write blocks side by side leave
 a torn file of full length.
 
-Blocking, one writer at a time; `trinity_sync.checkpoint.mirror_process` runs it in a process of its own.
+Blocking, one writer at a time.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -39,7 +40,7 @@ from trinity_sync.checkpoint.layout import (
     step_of,
     write_manifest,
 )
-from trinity_sync.checkpoint.storage import Storage
+from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.trackers import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.files import FileEntry
@@ -75,13 +76,25 @@ class Mirror:
 
     Args:
         open_storage: opens a connection to it; called once per thread that needs one.
+        say: called with a sentence for each copy that is passed over or fetched.
     """
 
-    def __init__(self, open_storage: Callable[[], Storage]) -> None:
+    def __init__(self, open_storage: Callable[[], Storage], say: Callable[[str], object] = lambda text: None) -> None:
         self._open = open_storage
         self._storage = open_storage()
+        self._say = say
 
     # ---- looking
+
+    def probe(self) -> list[int]:
+        """Find out whether the place can be written, read and listed; returns its `steps`."""
+        name = f".probe-{os.getpid()}"
+        self._storage.write(name, "probe")
+        read = self._storage.read(name)
+        self._storage.delete(name)
+        if read != "probe":
+            raise RunError("what is written there cannot be read back")
+        return self.steps()
 
     def steps(self) -> list[int]:
         """Steps of all folders there, whole or not, ascending."""
@@ -103,8 +116,15 @@ class Mirror:
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
         """Those of these steps of the local folder that are not there as they are here, ascending."""
-        own = {step: manifest for step in sorted(steps) if (manifest := _own(root, step)) is not None}
-        return [step for step, manifest in own.items() if not self._holds(step, manifest)]
+        found = []
+        for step in sorted(steps):
+            there = None
+            with suppress(ManifestError):  # the upload says what is wrong
+                there = self.manifest(step)
+            with suppress(ManifestError):
+                if read_manifest(step_dir(root, step)) != there:
+                    found.append(step)
+        return found
 
     # ---- sending
 
@@ -212,7 +232,16 @@ class Mirror:
             except NewerFormatError:
                 continue
             if manifest is not None:
-                facts.append(_facts(manifest, pinned=(step, manifest.attempt) in pins))
+                facts.append(
+                    CheckpointFacts(
+                        step=step,
+                        kind=manifest.kind,
+                        created=manifest.created,
+                        bytes=manifest.bytes,
+                        metrics=manifest.metrics,
+                        pinned=(step, manifest.attempt) in pins,
+                    )
+                )
             elif step not in local and self._storage.read(f"{_folder(step)}/{ABANDONED}") is None:
                 gone.append(step)
         gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
@@ -226,9 +255,7 @@ class Mirror:
 
     # ---- fetching
 
-    def download(
-        self, root: Path, *, newer_than: tuple[int, int] | None = None, say: Callable[[str], None] = lambda text: None
-    ) -> int | None:
+    def download(self, root: Path, *, newer_than: tuple[int, int] | None = None) -> int | None:
         """Bring the newest good full checkpoint into the local folder.
 
         It is put together in the staging folder, every file checked against its digest, and made visible with one
@@ -238,7 +265,6 @@ class Mirror:
         Args:
             root: the local checkpoint folder; nobody else may use it meanwhile.
             newer_than: (attempt, step) of the best one here; None: there is none.
-            say: called with a sentence for each copy that is passed over or fetched.
 
         Returns:
             Its step; None where nothing newer than `newer_than` is good.
@@ -246,17 +272,19 @@ class Mirror:
         Raises:
             NewerFormatError: a later version of this program has saved a newer one there.
         """
-        for manifest in self._candidates(newer_than, say):
-            say(f"fetching the checkpoint of step {manifest.step} ({manifest.bytes / 1e6:.1f} MB) from the mirror")
+        for manifest in self._candidates(newer_than):
+            self._say(
+                f"fetching the checkpoint of step {manifest.step} ({manifest.bytes / 1e6:.1f} MB) from the mirror"
+            )
             try:
                 self._fetch(root, manifest)
             except DamagedError as error:
-                say(f"the mirror's copy of step {manifest.step} is passed over: {error}")
+                self._say(f"the mirror's copy of step {manifest.step} is passed over: {error}")
                 continue
             return manifest.step
         return None
 
-    def _candidates(self, newer_than: tuple[int, int] | None, say: Callable[[str], None]) -> Iterator[Manifest]:
+    def _candidates(self, newer_than: tuple[int, int] | None) -> Iterator[Manifest]:
         """What is there, the newest of the latest attempt first. NewerFormatError where that is not all."""
         found: list[Manifest] = []
         unknown: dict[int, NewerFormatError] = {}
@@ -267,7 +295,7 @@ class Mirror:
                 unknown[step] = error
                 continue
             except ManifestError as error:
-                say(f"the mirror's copy of step {step} is passed over: {error}")
+                self._say(f"the mirror's copy of step {step} is passed over: {error}")
                 continue
             if manifest is not None and manifest.kind == FULL:
                 found.append(manifest)
@@ -331,12 +359,6 @@ class Mirror:
         except ManifestError:
             return None
 
-    def _holds(self, step: int, manifest: Manifest) -> bool:
-        try:
-            return self._sound(step) == manifest
-        except NewerFormatError:  # the upload says so
-            return False
-
 
 def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
     """Raise the error of the newest one after a step, if there is one."""
@@ -346,24 +368,6 @@ def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
 
 def _folder(step: int) -> str:
     return f"{STEP_PREFIX}{step}"
-
-
-def _own(root: Path, step: int) -> Manifest | None:
-    try:
-        return read_manifest(step_dir(root, step))
-    except ManifestError:
-        return None
-
-
-def _facts(manifest: Manifest, *, pinned: bool) -> CheckpointFacts:
-    return CheckpointFacts(
-        step=manifest.step,
-        kind=manifest.kind,
-        created=manifest.created,
-        bytes=manifest.bytes,
-        metrics=manifest.metrics,
-        pinned=pinned,
-    )
 
 
 def _problem(path: Path, entry: FileEntry, **options: Any) -> str | None:

@@ -1,0 +1,252 @@
+"""Work at the mirror in a process of its own, which says over a `Connection` what comes of it.
+
+One process per try, so that a client that hangs or a connection that is broken is gone with it, and nothing of the
+library that speaks to the place is felt by the monitor. It also says that bytes move, and ends when its parent does.
+It is no `multiprocessing.Process`: that would begin with the program of its parent, once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tenacity
+
+from trinity_sync.checkpoint.layout import ManifestError
+from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror
+from trinity_sync.checkpoint.mirror.storage import Storage, without_secrets
+from trinity_sync.errors import RunError
+
+T = TypeVar("T")
+
+#: How often the child says that bytes are moving, and what is more than its own small change.
+_BEAT_S = 1.0
+_BEAT_BYTES = 1 << 16
+#: For the rest of a message that has begun.
+_MESSAGE_S = 10
+_MAX_BACKOFF_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class MirrorSettings:
+    """How a mirror is kept (`checkpoint.mirror_*`).
+
+    Args:
+        options: for the fsspec class of the place.
+        keep: ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
+        tries: how often one piece of work is tried.
+        backoff_s: wait after the first failure; doubles with each one, up to a minute.
+        timeout_s: a try that moves no bytes for so long is broken off.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    keep: Literal["same", "all"] = "same"
+    tries: int = 8
+    backoff_s: float = 2.0
+    timeout_s: float = 300.0
+
+
+class MirrorError(RunError):
+    """A try failed.
+
+    Args:
+        final: another one would fail as well: what is to be copied is gone or damaged.
+    """
+
+    def __init__(self, text: str, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.final = final
+
+
+def call(
+    place: str,
+    settings: MirrorSettings,
+    work: Callable[[Mirror], T],
+    *,
+    say: Callable[[str], object] = lambda text: None,
+    tick: Callable[[], object] = lambda: None,
+    stop: threading.Event | None = None,
+    log: Path | None = None,
+) -> T:
+    """Have work done in a process of its own, once.
+
+    Args:
+        place: a path, or a URL that fsspec knows.
+        work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
+        say: gets what the mirror says on the way, see `Mirror`.
+        tick: called before all, and about once a second.
+        stop: set: the child is killed.
+        log: the child's own words are appended to it; None: they go to this process's standard error.
+
+    Returns:
+        What the work returned.
+
+    Raises:
+        MirrorError: it failed, moved nothing for `MirrorSettings.timeout_s`, or was stopped.
+    """
+    tick()
+    try:
+        child, connection = _start(log)
+    except OSError as error:
+        raise MirrorError(f"the copying process could not be started: {error}") from error
+    with connection, child:
+        try:
+            with contextlib.suppress(OSError):  # it died at once; its end is read below
+                connection.send((place, dict(settings.options), work))
+            heard = time.monotonic()
+            while stop is None or not stop.is_set():
+                tick()
+                if connection.poll(_BEAT_S):
+                    heard = time.monotonic()
+                    match _receive(connection, child):
+                        case "done", result:
+                            return result
+                        case "failed", text, final:
+                            raise MirrorError(without_secrets(text, place, settings.options), final=final)
+                        case "say", text:
+                            say(text)
+                elif time.monotonic() - heard > settings.timeout_s:
+                    raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
+            raise MirrorError("the run ended meanwhile", final=True)
+        finally:
+            child.kill()
+
+
+def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _MESSAGE_S, 0))
+    with ours, theirs, contextlib.ExitStack() as opened:
+        output: Any = 2
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = opened.enter_context(open(log, "ab"))
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            start_new_session=True,  # Ctrl-C is for the run, which lets a copy finish
+        )
+        return child, Connection(ours.detach())
+
+
+def _receive(connection: Connection, child: subprocess.Popen[bytes]) -> tuple[Any, ...]:
+    try:
+        return connection.recv()
+    except BlockingIOError:
+        raise MirrorError(f"the copying process has not ended a message within {_MESSAGE_S} s") from None
+    except (EOFError, OSError):
+        raise MirrorError(f"the copying process ended with {child.wait()}") from None
+
+
+def try_again(
+    settings: MirrorSettings,
+    work: Callable[[], T],
+    on_failure: Callable[[str], object],
+    stop: threading.Event | None = None,
+) -> T:
+    """Repeat work that fails with a `MirrorError` that is not final, waiting longer each time.
+
+    Args:
+        on_failure: called after each failure with a sentence.
+
+    Raises:
+        MirrorError: the last failure.
+    """
+
+    def told(state: tenacity.RetryCallState) -> None:
+        assert state.outcome is not None
+        assert state.next_action is not None
+        error, pause = state.outcome.exception(), state.next_action.sleep
+        on_failure(f"try {state.attempt_number} of {settings.tries} failed: {error}; the next is in {pause:g} s")
+
+    stop = stop or threading.Event()
+    retrying = tenacity.Retrying(
+        stop=tenacity.stop_after_attempt(settings.tries) | tenacity.stop_when_event_set(stop),
+        wait=tenacity.wait_exponential(multiplier=settings.backoff_s, max=max(_MAX_BACKOFF_S, settings.backoff_s)),
+        retry=tenacity.retry_if_exception(lambda error: isinstance(error, MirrorError) and not error.final),
+        sleep=tenacity.sleep_using_event(stop),
+        before_sleep=told,
+        reraise=True,
+    )
+    try:
+        return retrying(work)
+    except MirrorError as error:
+        tries = retrying.statistics["attempt_number"]
+        on_failure(f"given up{f' after {tries} tries' if tries > 1 else ''}: {error}")
+        raise
+
+
+# ---- the child
+
+
+def serve(descriptor: int) -> None:
+    """The program of the child: do what the parent asks for, and end with it.
+
+    Args:
+        descriptor: of the connection to it.
+    """
+    os.set_inheritable(descriptor, False)
+    connection, lock = Connection(descriptor), threading.Lock()
+
+    def send(*message: object) -> None:
+        with lock:
+            connection.send(message)
+
+    asked = connection.recv_bytes()
+    threading.Thread(target=_end_with_parent, args=[connection], daemon=True).start()
+    threading.Thread(target=_beat, args=[partial(send, "moving")], daemon=True).start()
+    try:
+        place, options, work = pickle.loads(asked)
+        send("done", work(Mirror(partial(Storage, place, options), partial(send, "say"))))
+    except Exception as error:
+        send("failed", described(error), isinstance(error, ImportError | ManifestError | DamagedError))
+    # Clients leave threads and connections behind, for which nobody has to wait.
+    os._exit(0)
+
+
+def described(error: Exception) -> str:
+    """An error of a client in one line, with its class, which often says more than its words."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, RunError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+
+
+def _end_with_parent(connection: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        connection.recv_bytes()
+    os._exit(1)
+
+
+def _beat(say_so: Callable[[], object]) -> None:
+    """Say so whenever bytes have moved: all of them are read from files here, or written to some."""
+    before = _moved()
+    while True:
+        time.sleep(_BEAT_S)
+        now = _moved()
+        if now is None or before is None or now - before > _BEAT_BYTES:
+            say_so()
+            before = now
+
+
+def _moved() -> int | None:
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return None
+    figures = dict(line.split(": ") for line in lines)
+    return int(figures["rchar"]) + int(figures["wchar"])

@@ -1,0 +1,339 @@
+"""The mirror of a run: the driver asks it before a run and before a resume, the monitor fills it in the background."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trinity_sync.checkpoint.catalog import CheckpointInfo
+from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
+from trinity_sync.checkpoint.layout import NewerFormatError, step_dir
+from trinity_sync.checkpoint.mirror.copies import Mirror
+from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
+from trinity_sync.checkpoint.mirror.storage import local_folder, shown, without_secrets
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.retention import Policy
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.monitor import MonitorClient
+
+T = TypeVar("T")
+
+#: A place that is asked for the first time has so long to answer.
+_PROBE_S = 60.0
+#: What the monitor may need beyond its own limit before it answers.
+_ANSWER_S = 20.0
+#: A lease is renewed while its copy goes on; of a monitor that was killed it ends by itself.
+_LEASE_S = 90.0
+_RENEW_S = 20.0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class RunMirror:
+    """Where committed checkpoints are copied to, as the driver sees it.
+
+    Args:
+        place: an absolute path, or a URL that fsspec knows.
+        settings: `checkpoint.mirror_*`.
+        log: gets the words of the copying processes that the driver starts; None: they go to standard error.
+        say: gets a sentence for all that the user should know.
+    """
+
+    place: str
+    settings: MirrorSettings
+    log: Path | None = None
+    say: Callable[[str], object] = _say
+
+    @property
+    def name(self) -> str:
+        """The place as it may be shown."""
+        return shown(self.place)
+
+    def check(self, root: Path) -> None:
+        """Find out before a run whether the place can be written, and is free.
+
+        Args:
+            root: the local checkpoint folder.
+
+        Raises:
+            ConfigError: it cannot be used, holds checkpoints of another run, or is the checkpoint folder itself.
+        """
+        self._check_apart(root)
+        brief = replace(self.settings, timeout_s=min(self.settings.timeout_s, _PROBE_S))
+        try:
+            steps = call(self.place, brief, Mirror.probe, log=self.log)
+        except MirrorError as error:
+            raise ConfigError(
+                f"checkpoint.mirror={self.name} cannot be used: {error}; name a place that can be written to, "
+                f"with checkpoint.mirror_options where it needs them, or null for none"
+            ) from error
+        if steps:
+            raise ConfigError(
+                f"checkpoint.mirror={self.name} holds checkpoints of another run already; "
+                f"name a place of this run's own"
+            )
+
+    def fetch_newer(self, root: Path, best: CheckpointInfo | None, least: int = 0) -> int | None:
+        """Bring the newest good checkpoint there into the local folder where it is newer than the best one here.
+
+        Args:
+            root: the local checkpoint folder, used by nobody else meanwhile.
+            best: the newest good one here; None: there is none.
+            least: nothing older than this step would do.
+
+        Returns:
+            The step that was fetched; None: the mirror has nothing that is newer and would do, or cannot be reached
+            and there is a `best`.
+
+        Raises:
+            ConfigError: the mirror is the checkpoint folder itself.
+            NewerFormatError: what is newer there was written by a later version of this program.
+            RunError: the mirror cannot be reached and there is nothing here.
+        """
+        self._check_apart(root)
+        here = best.step if best is not None else 0
+        known = ((best.attempt or 0) if best is not None else 0, max(here, least - 1))
+        work = partial(_fetch, root=root, newer_than=known)
+        try:
+            found = try_again(
+                self.settings,
+                partial(call, self.place, self.settings, work, say=self.say, log=self.log),
+                lambda text: self.say(f"the mirror {self.name}: {text}"),
+            )
+        except MirrorError as error:
+            if best is not None:
+                then = f"; going on from step {here}, which is here" if here >= least else ""
+                self.say(f"the mirror cannot be asked for a newer checkpoint{then}")
+                return None
+            raise RunError(
+                f"no checkpoint in {root} verifies, and the mirror {self.name} cannot be asked for one: {error}; "
+                f"try again when it can be reached, or begin again at step 1 with --from-scratch"
+            ) from error
+        if isinstance(found, NewerFormatError):
+            raise NewerFormatError(f"the mirror {self.name}: {found}")
+        return found
+
+    def finish(self, monitor: MonitorClient, limit_s: float, fault: Callable[[str, str], None]) -> None:
+        """Wait for the copies that are under way, and tell the user, also as a fault, what did not get there.
+
+        Args:
+            monitor: the checkpoint monitor.
+            limit_s: how long to wait, seconds.
+        """
+        try:
+            left = monitor.wait_mirrored(limit_s).result(limit_s + _ANSWER_S)
+            text = "; ".join(f"step {step} ({reason})" for step, reason in left.items())
+        except RunError as error:
+            text = f"not known: {error}"
+        if text:
+            self.say(f"not copied to {self.name} within {limit_s:g} s: {text}")
+            fault(f"mirror {self.name}", f"not copied at the end of the run: {text}")
+
+    def _check_apart(self, root: Path) -> None:
+        folder = local_folder(self.place)
+        if folder is not None and folder.resolve() == root.resolve():
+            raise ConfigError(f"checkpoint.mirror={self.place} is the checkpoint folder itself; name another place")
+
+
+class Uploads:
+    """Copies committed full checkpoints to a mirror, oldest first.
+
+    One that retention has deleted here before its turn came is skipped, with an event. One whose tries are used up is
+    put off until another has got through. While a step is being copied, between its tries too, it is leased.
+
+    Args:
+        root: the local checkpoint folder.
+        place: the mirror: a path, or a URL that fsspec knows.
+        policies: retention, for a mirror that keeps the same.
+        start: the step after which this attempt goes on; None: it is the first, or not known.
+        report: gets events, ``mirror`` and ``fault``, as name and fields. Called in the queue's thread.
+        on_idle: called there when there is nothing left to do.
+        clock: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        place: str,
+        settings: MirrorSettings,
+        *,
+        policies: Sequence[Policy],
+        start: int | None,
+        report: Callable[[str, dict[str, Any]], object],
+        on_idle: Callable[[], object] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._root, self._place, self._settings = root, place, settings
+        self._policies = tuple(policies) if settings.keep == "same" else None
+        self._start = start
+        self._report, self._on_idle, self._clock = report, on_idle, clock
+        self._changed = threading.Condition()
+        self._waiting: deque[int] = deque()
+        self._unsure: list[int] = []
+        self._given_up: dict[int, str] = {}
+        self._lost: dict[int, str] = {}
+        self._working = False
+        self._stop = threading.Event()
+        threading.Thread(target=self._run, name="mirror", daemon=True).start()
+
+    def add(self, step: int) -> None:
+        """A step was committed."""
+        with self._changed:
+            if step not in self._waiting:
+                self._waiting.append(step)
+            self._changed.notify()
+
+    def catch_up(self, steps: Collection[int]) -> None:
+        """These are here already; those of them that the mirror does not have are copied first."""
+        with self._changed:
+            self._unsure = sorted(steps)
+            self._changed.notify()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being copied or waits for it."""
+        with self._changed:
+            return bool(self._working or self._waiting or self._unsure)
+
+    def left(self) -> dict[int, str]:
+        """Steps that are not at the mirror, and why."""
+        with self._changed:
+            waiting = dict.fromkeys((*self._unsure, *self._waiting), "still waiting or under way")
+            return dict(sorted((self._lost | self._given_up | waiting).items()))
+
+    def stop(self) -> None:
+        """Break off what is under way."""
+        self._stop.set()
+        with self._changed:
+            self._changed.notify()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if self._working and not (self._waiting or self._unsure):
+                    self._on_idle()
+                self._working = False
+                while not (self._waiting or self._unsure or self._stop.is_set()):
+                    self._changed.wait()
+                self._working = True
+                unsure, first = list(self._unsure), self._waiting[0] if self._waiting else None
+            if self._stop.is_set():
+                return
+            try:
+                if unsure:
+                    self._find_missing(unsure)
+                elif first is not None:
+                    self._copy(first)
+            except Exception as error:  # such as a lease that a full disk does not take; it must not end the thread
+                self._fault(f"copies to {shown(self._place)}", f"{type(error).__name__}: {error}")
+                self._settle(first, str(error))
+                with self._changed:
+                    self._unsure = []
+
+    def _find_missing(self, steps: list[int]) -> None:
+        where = f"copies to {shown(self._place)}"
+        missing: Iterable[int] = ()
+        try:
+            missing = self._call(partial(Mirror.missing, root=self._root, steps=steps), where)
+        except MirrorError as error:
+            with self._changed:
+                self._given_up.update(dict.fromkeys(steps, str(error)))
+        with self._changed:
+            self._unsure = []
+            self._waiting.extendleft(reversed([step for step in missing if step not in self._waiting]))
+
+    def _copy(self, step: int) -> None:
+        where = f"copy of step {step} to {shown(self._place)}"
+        started = self._clock()
+        try:
+            lease = lease_checkpoint(self._root, step, holder="mirror", seconds=_LEASE_S, clock=self._clock)
+        except (RunError, OSError) as error:
+            if step_dir(self._root, step).exists():
+                self._fault(where, str(error))
+                self._settle(step, str(error), final=True)
+                return
+            reason = "retention deleted it here before its turn came"
+            self._settle(step)
+            self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
+            return
+        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies)
+        with lease:
+            try:
+                sent, problem = self._call(work, where, lease)
+            except MirrorError as error:
+                self._settle(step, str(error), final=error.final)
+                return
+        if problem is not None:
+            self._fault(where, without_secrets(problem, self._place, self._settings.options))
+        self._told(step, state="copied", bytes=sent, total_s=max(0.0, self._clock() - started))
+        with self._changed:
+            # The place answers again, so what was put off has another chance.
+            self._waiting.extend(other for other in self._given_up if other not in self._waiting)
+            self._given_up.clear()
+        self._settle(step)
+
+    def _call(self, work: Callable[[Mirror], T], where: str, lease: CheckpointLease | None = None) -> T:
+        """Have it done, in several tries; each one that fails is a fault, and the lease is renewed meanwhile."""
+        renewed = time.monotonic()
+
+        def tick() -> None:
+            nonlocal renewed
+            if lease is not None and time.monotonic() - renewed > _RENEW_S:
+                lease.renew(_LEASE_S)
+                renewed = time.monotonic()
+
+        once = partial(call, self._place, self._settings, work, tick=tick, stop=self._stop)
+        return try_again(self._settings, once, partial(self._fault, where), self._stop)
+
+    def _settle(self, step: int | None, problem: str | None = None, *, final: bool = False) -> None:
+        """A step's turn is over. What failed for good is not tried again, and stays among what is left."""
+        with self._changed:
+            if step is not None and step in self._waiting:
+                self._waiting.remove(step)
+            if step is not None and problem is not None:
+                (self._lost if final else self._given_up)[step] = problem
+
+    def _told(self, step: int, **fields: Any) -> None:
+        self._report("mirror", {"step": step, "url": shown(self._place), **fields})
+
+    def _fault(self, where: str, text: str) -> None:
+        self._report("fault", {"where": where, "error": text})
+
+
+# ---- done at the mirror, in a process of its own
+
+
+def _copy(
+    mirror: Mirror, root: Path, step: int, start: int | None, policies: Collection[Policy] | None
+) -> tuple[int, str | None]:
+    """Copy a checkpoint, then delete there what the policies give up; returns the bytes sent, and what hindered the
+    latter.
+    """
+    sent = mirror.upload(root, step, start=start).bytes
+    try:
+        if policies is not None:
+            mirror.retain(policies, root, now=time.time())
+    except Exception as error:
+        return sent, f"what retention gives up could not be deleted there: {described(error)}"
+    return sent, None
+
+
+def _fetch(mirror: Mirror, root: Path, newer_than: tuple[int, int]) -> int | NewerFormatError | None:
+    """`Mirror.download`, which is not tried again where a newer version of this program is needed."""
+    try:
+        return mirror.download(root, newer_than=newer_than)
+    except NewerFormatError as error:
+        return error
