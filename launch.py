@@ -10,7 +10,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from trinity_sync import app
+from trinity_sync.launch import app
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -31,13 +31,13 @@ import numpy as np
 import ray
 import torch
 
-from trinity_sync import launcher
 from trinity_sync.actors.calls import Call, ended, results
 from trinity_sync.actors.rank import RankClient, RankInfo
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.config import compose
-from trinity_sync.job import Job
-from trinity_sync.process import peak_rss
+from trinity_sync.host.memory import peak_rss
+from trinity_sync.launch import launcher
+from trinity_sync.launch.job import Job
 from trinity_sync.samples.batch import PairBatch
 from trinity_sync.weights.snapshot import plan
 

@@ -42,7 +42,7 @@ from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.cluster import start_ray
+from trinity_sync.launch.cluster import start_ray
 from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.staged import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
@@ -495,8 +495,8 @@ def measure_control(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_engine(backend: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A real run for each mode, as a user would start it: what its own events say."""
-    from trinity_sync import launcher
     from trinity_sync.config import compose
+    from trinity_sync.launch import launcher
 
     found: dict[str, Any] = {}
     modes = [mode for mode in ("memory", "checkpoint", "nccl") if mode in options.modes]

@@ -10,7 +10,7 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from trinity_sync.cluster import start_ray
+from trinity_sync.launch.cluster import start_ray
 
 
 @contextmanager

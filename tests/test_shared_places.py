@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit
-from trinity_sync import cluster
 from trinity_sync.checkpoint import holds, lock
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, step_dir
+from trinity_sync.launch import cluster
 from trinity_sync.protocol.parts import STATE_DICT
 from trinity_sync.tracking.run_folder import RunFolder, lock_holder
 from trinity_sync.weights import slots

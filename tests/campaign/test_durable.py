@@ -10,7 +10,7 @@ from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
 from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint.holds import pin, pinned
-from trinity_sync.durable import make_folder
+from trinity_sync.host.durable import make_folder
 
 
 @pytest.mark.parametrize("there", ["", "run", "run/checkpoints"])

@@ -15,7 +15,7 @@ from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
 from trinity_sync.checkpoint import folders
 from trinity_sync.checkpoint.layout import write_atomic
-from trinity_sync.durable import sync_folder
+from trinity_sync.host.durable import sync_folder
 
 
 def write(path: Path, text: str, *, durable: bool) -> None:

@@ -16,7 +16,6 @@ import pytest
 import ray
 
 from tests.checkpoint.helpers import commit, names
-from trinity_sync import job
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
 from trinity_sync.checkpoint.holds import lease_checkpoint
@@ -26,8 +25,9 @@ from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.launch import job
+from trinity_sync.launch.start import run_mirror
 from trinity_sync.protocol.parts import FULL, STATE_DICT
-from trinity_sync.starting import run_mirror
 
 LIMIT = 30.0
 

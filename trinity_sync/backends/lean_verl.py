@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trinity_sync.process import without_collections
+from trinity_sync.host.process import without_collections
 
 _LEFT_OUT = ("verl.workers.engine.megatron", "verl.workers.engine.mindspeed")
 _DATA_SETS = "verl.utils.dataset"

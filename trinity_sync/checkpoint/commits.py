@@ -41,8 +41,8 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.tombstones import forget_deletion
-from trinity_sync.durable import sync_folder, sync_tree
 from trinity_sync.errors import RunError, take_back
+from trinity_sync.host.durable import sync_folder, sync_tree
 from trinity_sync.protocol.files import FileEntry
 
 #: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes

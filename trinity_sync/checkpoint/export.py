@@ -22,8 +22,8 @@ from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX
-from trinity_sync.durable import sync_folder
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.durable import sync_folder
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.dtypes import is_floating
 from trinity_sync.weights.tensors import digest_entry, to_torch, wire_name

@@ -38,8 +38,8 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     write_atomic,
 )
-from trinity_sync.durable import make_folder
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import make_folder
 
 #: Who takes a checkpoint away is done in milliseconds. After so many seconds it is taken for dead.
 _CLAIM_S = 30.0

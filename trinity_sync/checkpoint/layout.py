@@ -29,8 +29,8 @@ from typing import Any, Literal
 
 import xxhash
 
-from trinity_sync.durable import sync_folder
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import sync_folder
 from trinity_sync.protocol.files import MANIFEST, FileEntry
 from trinity_sync.protocol.parts import KINDS, Kind, covers
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import IO
 
 from trinity_sync.checkpoint.holds import make_leases_folder
-from trinity_sync.durable import make_folder
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.locks import open_lock, try_lock, wait_for_lock
+from trinity_sync.host.durable import make_folder
+from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 
 _LOCK = ".lock"
 _MONITOR = ".monitor.lock"

@@ -36,9 +36,10 @@ from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.lock import holder
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.checkpoint.mirror.storage import absolute
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.process import own_log, peak_rss, small_actor
+from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.process import own_log, small_actor
+from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind

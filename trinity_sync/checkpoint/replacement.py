@@ -34,8 +34,8 @@ from trinity_sync.checkpoint.layout import (
     step_of,
 )
 from trinity_sync.checkpoint.trash import delete_folder, move_to_trash, purge_one
-from trinity_sync.durable import sync_folder
 from trinity_sync.errors import RunError, take_back
+from trinity_sync.host.durable import sync_folder
 from trinity_sync.protocol.parts import FULL, covers
 
 

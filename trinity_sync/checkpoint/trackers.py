@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import write_atomic
-from trinity_sync.durable import sync_folder
+from trinity_sync.host.durable import sync_folder
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 TRACKERS: dict[Kind, str] = {

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import TRASH_PREFIX
-from trinity_sync.durable import sync_folder
+from trinity_sync.host.durable import sync_folder
 
 
 def delete_folder(root: Path, path: Path) -> None:

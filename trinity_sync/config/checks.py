@@ -361,7 +361,7 @@ def _check_mirror(get: Get) -> Iterator[Problem]:
     if mirror is None:
         return
     # fsspec, and the client of the place, are imported only where there is a mirror
-    from trinity_sync.checkpoint.mirror.storage import place_problem
+    from trinity_sync.host.urls import place_problem
 
     if problem := place_problem(mirror):
         yield Problem("checkpoint.mirror", problem)

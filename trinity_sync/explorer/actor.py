@@ -22,7 +22,8 @@ from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced
 from trinity_sync.config import build_task
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.spec import ExplorerSpec
-from trinity_sync.process import own_log, peak_rss, without_collections
+from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.process import own_log, without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt

@@ -24,8 +24,9 @@ import ray
 from trinity_sync.actors.agent import AgentClient, Coordinator, Slots, StatePart
 from trinity_sync.actors.calls import this_process
 from trinity_sync.errors import RunError
+from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.process import own_log
 from trinity_sync.node.state import StateSlots
-from trinity_sync.process import own_log, peak_rss
 from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests

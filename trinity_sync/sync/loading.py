@@ -18,7 +18,7 @@ import torch
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.errors import RunError
-from trinity_sync.process import peak_rss
+from trinity_sync.host.memory import peak_rss
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Transport

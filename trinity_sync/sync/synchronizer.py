@@ -28,7 +28,8 @@ from ray.exceptions import RayError
 
 from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.process import own_log, peak_rss, small_actor
+from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.process import own_log, small_actor
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient

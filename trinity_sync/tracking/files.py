@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.durable import sync_folder
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import sync_folder
 
 
 def write_atomic(path: Path, data: bytes) -> None:

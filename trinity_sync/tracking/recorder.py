@@ -17,9 +17,9 @@ from typing import Any
 from rich.console import Console
 
 from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.host.memory import peak_rss
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.live import LiveView, Mode
-from trinity_sync.tracking.memory import peak_rss
 from trinity_sync.tracking.record import RunRecord, Status
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.tracking.summary import render_summary, summarise, wall_seconds, write_summary

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from trinity_sync.durable import make_folder
 from trinity_sync.errors import ConfigError
-from trinity_sync.locks import open_lock, try_lock
+from trinity_sync.host.durable import make_folder
+from trinity_sync.host.locks import open_lock, try_lock
 
 _PROBE_BYTES = 64 * 1024
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trinity_sync import interrupts
+from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import SyncMode

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from trinity_sync import interrupts
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync.base import SyncMode

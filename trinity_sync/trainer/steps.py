@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
-from trinity_sync import interrupts
 from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.errors import RunError
+from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.staleness import staleness

@@ -42,7 +42,8 @@ from trinity_sync.actors.rank import RankInfo
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.process import own_log, peak_rss
+from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.process import own_log
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.locks import NotOursError, open_lock, open_own_folder, own_name, try_lock, wait_for_lock
+from trinity_sync.host.locks import NotOursError, open_lock, open_own_folder, own_name, try_lock, wait_for_lock
 
 DEFAULT_ROOT = "/dev/shm"
 _HOME = "trinity-sync"

@@ -27,8 +27,9 @@ import tenacity
 
 from trinity_sync.checkpoint.layout import ManifestError
 from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror
-from trinity_sync.checkpoint.mirror.storage import Storage, without_secrets
+from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.errors import RunError
+from trinity_sync.host.urls import without_secrets
 
 T = TypeVar("T")
 

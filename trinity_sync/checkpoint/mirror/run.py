@@ -17,8 +17,8 @@ from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.layout import NewerFormatError, step_dir
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
-from trinity_sync.checkpoint.mirror.storage import local_folder, shown, without_secrets
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.urls import local_folder, shown, without_secrets
 from trinity_sync.protocol.retention import Policy
 
 if TYPE_CHECKING:

@@ -1,85 +1,13 @@
 """Where a mirror is kept: files below a folder that fsspec reaches, behind put, get, files and delete.
 
-The only module that knows fsspec, which is imported when a place is first opened: neither the monitor nor a check of a
-configuration without a mirror pays for it.
+fsspec is imported when a place is first opened: the monitor does not pay for it.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-#: The extra of this package that brings what a protocol needs.
-_EXTRAS = {"s3": "s3", "s3a": "s3", "sftp": "sftp", "ssh": "sftp", "gs": "gcs", "gcs": "gcs"}
-
-_USUAL = "file, s3, gs, az, sftp, hdfs"
-
-_SECRET_OPTION = re.compile(r"pass|secret|token|key", re.IGNORECASE)
-
-
-def place_problem(place: str) -> str | None:
-    """What is wrong with the name of a place, for the user; None: nothing that can be seen without going there.
-
-    Args:
-        place: a path, or a URL.
-    """
-    import fsspec
-    from fsspec.registry import known_implementations
-
-    if not place.strip():
-        return "is empty; name a folder or a URL, or null for none"
-    if place.startswith("~"):
-        return f"is {place}, but '~' stands for nothing here; write the whole path"
-    if "::" in place:
-        return f"is {shown(place)}, a chain of file systems; name the one that keeps the files"
-    protocol, separator, rest = place.partition("://")
-    if not separator:
-        return None
-    if protocol == "memory":
-        return f"is {place}, which ends with the process that writes it; name a place that stays"
-    if protocol in ("file", "local") and not rest.startswith("/"):
-        return f"is {place}; a {protocol}:// URL needs an absolute path, such as {protocol}:///mnt/checkpoints"
-    if protocol not in fsspec.available_protocols():
-        return f"is {shown(place)}, but fsspec knows no {protocol}://; it knows {_USUAL} and others"
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        if protocol in _EXTRAS:
-            advice = f"install it with: pip install 'trinity-sync[{_EXTRAS[protocol]}]'"
-        else:
-            advice = str(known_implementations.get(protocol, {}).get("err") or error)
-        return f"is {shown(place)}, but the package that speaks {protocol}:// is not installed; {advice}"
-    return None
-
-
-def absolute(place: str) -> str:
-    """A path as seen from everywhere on the machine; a URL as it is."""
-    return place if "://" in place else str(Path(place).absolute())
-
-
-def local_folder(place: str) -> Path | None:
-    """The folder that a place is on this machine; None where it is elsewhere."""
-    protocol, separator, rest = place.partition("://")
-    if not separator:
-        return Path(place)
-    return Path(rest) if protocol in ("file", "local") else None
-
-
-def shown(place: str) -> str:
-    """A place as it may be written into logs: without the password."""
-    return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", place)
-
-
-def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
-    """A text, such as a store's error, without what the place and its options keep secret."""
-    found = re.search(r"://[^/@:]*:([^/@]+)@", place)
-    secrets = [found.group(1)] if found else []
-    secrets += [value for name, value in options.items() if isinstance(value, str) and _SECRET_OPTION.search(name)]
-    for secret in sorted((value for value in secrets if len(value) > 3), key=len, reverse=True):
-        text = text.replace(secret, "***")
-    return text
 
 
 class Storage:

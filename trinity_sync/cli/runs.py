@@ -1,8 +1,4 @@
-"""The command `trinity-sync`: run, resume, report and the tools for checkpoints. Each command imports what it needs.
-
-`main` is the entry point of the installed script. It returns the exit code and prints an error as one paragraph on
-stderr.
-"""
+"""Commands for runs: run, resume and report."""
 
 from __future__ import annotations
 
@@ -12,80 +8,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity_sync import __version__
-from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from trinity_sync.resuming import Resume
-
-_DESCRIPTION = """\
-Trains with reinforcement learning, saves checkpoints without stopping the trainer, and carries each new
-version of the weights to the explorers."""
-
-_EXIT_CODES = """\
-exit codes: 0 done; 1 the run or the check failed; 2 the configuration or the command line is wrong; 130 interrupted"""
+    from trinity_sync.launch.resume import Resume
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        arguments: the command line without the program; None for `sys.argv`.
-
-    Returns:
-        The exit code: 0 done, 1 the run or the check failed, 2 something the user gave is wrong, 130 interrupted.
-    """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["run"]:
-        # Hydra has options and a help of its own
-        return _hydra(arguments[1:])
-    try:
-        options = _parse(arguments)
-    except SystemExit as end:
-        return int(end.code or 0)
-    try:
-        return options.command(options)
-    except TrinityError as error:
-        return _refuse(error)
-    except BrokenPipeError:
-        from trinity_sync.app import reader_gone
-
-        return reader_gone()
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
-
-
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = _parser(arguments[0] if arguments else None)
-    options, rest = parser.parse_known_args(arguments)
-    # argparse takes positional arguments in one go, and so leaves overrides that stand after an option.
-    if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest
-    return options
-
-
-def _refuse(error: TrinityError) -> int:
-    from trinity_sync.app import print_error
-
-    print_error(str(error))
-    return error.exit_code
-
-
-def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="trinity-sync",
-        description=_DESCRIPTION,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"trinity-sync {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add them to the parser of `trinity-sync`."""
     run = commands.add_parser("run", help="run with a configuration, or a sweep; see `trinity-sync run --help`")
     run.add_argument("overrides", nargs="*", help="group=option and key=value")
 
@@ -115,31 +47,20 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     report.add_argument("folder", type=Path, metavar="DIR", help="folder of the run or of the sweep")
     report.set_defaults(command=_report)
 
-    ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
-    if chosen == "ckpt":
-        # what its commands need is imported only where one is asked for
-        from trinity_sync import cli_ckpt, cli_weights
 
-        cli_weights.add_commands(cli_ckpt.add_commands(ckpt))
-    return parser
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# run and resume
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _hydra(arguments: Sequence[str], *, resume: Resume | None = None) -> int:
+def start(arguments: Sequence[str], *, resume: Resume | None = None) -> int:
+    """Hand a command line, without the program and `run`, to Hydra; returns the exit code."""
     import hydra
 
-    from trinity_sync import app, config
+    from trinity_sync import config
+    from trinity_sync.launch import app
 
     entry = hydra.main(version_base="1.3", config_path=str(config.conf_dir()), config_name="config")(_job)
     return app.run_main(entry, arguments, resume=resume)
 
 
 def _job(cfg: DictConfig) -> float:
-    from trinity_sync import app
+    from trinity_sync.launch import app
 
     return app.job(cfg)
 
@@ -154,9 +75,10 @@ def _resume(options: argparse.Namespace) -> int:
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from trinity_sync import app, config
-    from trinity_sync.resuming import Resume, committed_steps
-    from trinity_sync.starting import checkpoint_folder, look_before_resume
+    from trinity_sync import config
+    from trinity_sync.launch import app
+    from trinity_sync.launch.resume import Resume, committed_steps
+    from trinity_sync.launch.start import checkpoint_folder, look_before_resume
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_holder
 
     folder = options.run.absolute()
@@ -192,7 +114,7 @@ def _resume(options: argparse.Namespace) -> int:
     for difference in config.config_diff(before, cfg):
         print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
     arguments = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={config_name}"]
-    return _hydra([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
+    return start([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
 
 
 def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
@@ -265,7 +187,7 @@ def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import OverrideParseException
 
-    from trinity_sync.app import explain
+    from trinity_sync.launch.app import explain
 
     try:
         parsed = OverridesParser.create().parse_overrides([*old, *new])
@@ -280,11 +202,6 @@ def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
     return list(kept.values())
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# report
-# --------------------------------------------------------------------------------------------------------------------
-
-
 def _report(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder} is no folder; name the folder of a run or of a sweep")
@@ -294,7 +211,3 @@ def _report(options: argparse.Namespace) -> int:
     print(render_table(options.folder))
     print(page)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

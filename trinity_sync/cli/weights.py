@@ -1,6 +1,6 @@
 """`trinity-sync ckpt export` and `ckpt diff`: the commands that read weights. torch is imported when one of them runs.
 
-The command line's side of `trinity_sync.checkpoint.export` and `.difference`, called by `trinity_sync.cli`.
+The command line's side of `trinity_sync.checkpoint.export` and `.difference`, called by `cli.main`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.catalog import scan
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
-from trinity_sync.cli_ckpt import PATH_HELP, find, newest, of_step, print_json, print_table
+from trinity_sync.cli.checkpoints import PATH_HELP, find, newest, of_step, print_json, print_table
 from trinity_sync.tracking import units
 from trinity_sync.tracking.progress import progress_bar
 

@@ -15,12 +15,12 @@ from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, v
 from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.mirror.storage import absolute
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.config import plain
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.urls import absolute
+from trinity_sync.launch.resume import Resume
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.resuming import Resume
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.checkpoint.helpers import newer, refuse, unreadable, verls
-from trinity_sync import cli, cli_ckpt, config
+from trinity_sync import config
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest, step_dir
 from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.cli import checkpoints
+from trinity_sync.cli import main as cli
 from trinity_sync.report.data import load_run
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
@@ -158,7 +160,7 @@ def test_a_bar_shows_how_far_verify_is_but_never_with_json(
         seen.append(shown)
         yield lambda done, total: seen.append((done, total))
 
-    monkeypatch.setattr(cli_ckpt, "progress_bar", bar)
+    monkeypatch.setattr(checkpoints, "progress_bar", bar)
     assert cli.main(["ckpt", "verify", str(run), *more]) == 0
     assert seen == [shown, (100, 300), (200, 300), (300, 300)]
 
@@ -336,7 +338,7 @@ def test_a_wrong_command_line_ends_with_2(arguments: list[str], capsys: Capture)
 
 def test_the_commands_load_neither_torch_nor_ray(run: Path) -> None:
     program = (
-        "import sys; from trinity_sync import cli; code = cli.main(['ckpt', 'verify', sys.argv[1]]); "
+        "import sys; from trinity_sync.cli import main as cli; code = cli.main(['ckpt', 'verify', sys.argv[1]]); "
         "sys.exit(code or ('torch' in sys.modules or 'ray' in sys.modules))"
     )
     root = config.conf_dir().parent

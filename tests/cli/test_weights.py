@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint import written
 from tests.checkpoint.helpers import newer, unreadable
-from trinity_sync import cli, config
+from trinity_sync import config
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.cli import main as cli
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 
 Capture = pytest.CaptureFixture[str]
@@ -264,7 +265,7 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_1(run: Path, tmp_path: Pa
 
 def test_help_and_mistakes_need_no_torch(run: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from trinity_sync import cli; cli.main(['ckpt', 'diff', '--help']); "
+        "import sys; from trinity_sync.cli import main as cli; cli.main(['ckpt', 'diff', '--help']); "
         "code = cli.main(['ckpt', 'export', sys.argv[1], '--output', sys.argv[1]]); "
         "sys.exit(code != 2 or 'torch' in sys.modules)"
     )

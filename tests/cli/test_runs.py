@@ -21,9 +21,12 @@ from omegaconf import OmegaConf
 
 import launch
 import trinity_sync
-from trinity_sync import __version__, app, cli, config
+from trinity_sync import __version__, config
+from trinity_sync.cli import main as cli
+from trinity_sync.cli import runs
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.resuming import Resume
+from trinity_sync.launch import app
+from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
 ROOT = Path(launch.__file__).parent
@@ -31,7 +34,7 @@ ROOT = Path(launch.__file__).parent
 
 @dataclass
 class StandIn:
-    """Takes the place of `trinity_sync.launcher`: notes its calls and leaves the files that others look for."""
+    """Takes the place of `trinity_sync.launch.launcher`: notes its calls and leaves the files that others look for."""
 
     calls: list[SimpleNamespace] = field(default_factory=list)
     behave: Callable[[Any], int] = lambda cfg: 0
@@ -48,7 +51,7 @@ class StandIn:
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
     monkeypatch.setattr(trinity_sync, "launcher", stand_in, raising=False)
-    monkeypatch.setitem(sys.modules, "trinity_sync.launcher", stand_in)
+    monkeypatch.setitem(sys.modules, "trinity_sync.launch.launcher", stand_in)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
     handlers, level = list(logging.root.handlers), logging.root.level
@@ -579,14 +582,14 @@ def test_what_is_no_run_cannot_be_resumed(
 def test_a_new_override_takes_the_place_of_the_one_it_replaces(
     old: list[str], new: list[str], merged: list[str]
 ) -> None:
-    assert cli.merge_overrides(old, new) == merged
+    assert runs.merge_overrides(old, new) == merged
 
 
 def test_keys_that_only_the_option_before_had_go_with_it() -> None:
     old = ["backend=megatron", "backend.tp=2", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
-    kept = cli.without_foreign_keys(old, ["backend=fsdp2", "trainer.steps=9"], lambda choice: config.compose([choice]))
+    kept = runs.without_foreign_keys(old, ["backend=fsdp2", "trainer.steps=9"], lambda choice: config.compose([choice]))
     assert kept == ["backend=megatron", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
-    assert cli.without_foreign_keys(old, ["trainer.steps=9"], lambda choice: config.compose([choice])) == old
+    assert runs.without_foreign_keys(old, ["trainer.steps=9"], lambda choice: config.compose([choice])) == old
 
 
 # the command line

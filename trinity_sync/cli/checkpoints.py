@@ -1,6 +1,6 @@
 """`trinity-sync ckpt`: look at checkpoints, check them, delete what retention gives up, pin what is to stay.
 
-The command line's side of `trinity_sync.checkpoint`, called by `trinity_sync.cli`. Needs neither torch nor Ray, so it
+The command line's side of `trinity_sync.checkpoint`, called by `cli.main`. Needs neither torch nor Ray, so it
 works beside a run that is going on. Each command prints text, or one JSON document with `--json`.
 """
 
@@ -334,7 +334,8 @@ def _policies(keep: Sequence[str] | None, path: Path, root: Path) -> tuple[Polic
     if keep:
         from hydra.errors import HydraException
 
-        from trinity_sync import app, config
+        from trinity_sync import config
+        from trinity_sync.launch import app
 
         names = list(dict.fromkeys(item.partition(".")[0] for item in keep))
         fields = [f"retention.policies.{item}" for item in keep if "=" in item]

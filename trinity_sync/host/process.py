@@ -1,11 +1,10 @@
-"""What every process of a run does for itself: its own log file, its peak memory. Imports nothing heavy."""
+"""What every process of a run does for itself: its own log file, its size. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import faulthandler
 import gc
 import os
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,11 +35,6 @@ def own_log(folder: str | Path | None, name: str) -> None:
             stream.reconfigure(line_buffering=True)
     # A native crash (a NCCL abort, an out-of-memory kill's SIGTERM) leaves its stack in the log instead of nothing.
     faulthandler.enable(file=sys.stderr)
-
-
-def peak_rss() -> int:
-    """Peak resident bytes of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 @contextmanager

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trinity_sync import interrupts
-from trinity_sync.agents import close_agents, start_agents
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.cluster import Cluster
 from trinity_sync.config import build_task, config_digest, retention_policies
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.starting import Start, run_mirror
+from trinity_sync.host import interrupts
+from trinity_sync.launch.agents import close_agents, start_agents
+from trinity_sync.launch.cluster import Cluster
+from trinity_sync.launch.start import Start, run_mirror
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 

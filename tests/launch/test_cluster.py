@@ -24,10 +24,10 @@ import psutil
 import pytest
 import ray
 
-from trinity_sync import cluster as module
-from trinity_sync import node_watch
-from trinity_sync.cluster import Cluster, cluster
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.launch import cluster as module
+from trinity_sync.launch import node_watch
+from trinity_sync.launch.cluster import Cluster, cluster
 
 MARK = "TRINITY_TEST_MARK"
 KILLED, LIVING = (f"trinity-ray-{os.geteuid()}-{state}" for state in ("killed", "living"))
@@ -135,7 +135,7 @@ def join(address: str) -> str:
     program = f"""
 from types import SimpleNamespace
 import ray
-from trinity_sync.cluster import cluster
+from trinity_sync.launch.cluster import cluster
 with cluster(SimpleNamespace(address={address!r}), namespace="run-2", cpus=1, env={{"{MARK}": "joined"}}) as joined:
     task = ray.remote(num_cpus=0)(lambda: __import__("os").environ["{MARK}"])
     print(joined.namespace, ray.get(task.remote(), timeout=60), ray.get_runtime_context().gcs_address)
@@ -236,7 +236,8 @@ def struck(root: Path, blow: str, work: str) -> subprocess.CompletedProcess[str]
 import signal
 from types import SimpleNamespace
 import psutil, ray
-from trinity_sync import cluster as module, node_watch
+from trinity_sync.launch import cluster as module
+from trinity_sync.launch import node_watch
 module._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
 settings = SimpleNamespace(
     address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
@@ -297,7 +298,7 @@ def test_a_raylet_that_dies_while_ray_starts_is_named(root: Path) -> None:
 import threading, time
 from types import SimpleNamespace
 import psutil
-from trinity_sync import cluster as module
+from trinity_sync.launch import cluster as module
 
 def kill():
     while True:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
-from trinity_sync import launcher
 from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import hold_as_writer, holder, locked
@@ -23,9 +22,10 @@ from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.trackers import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.launch import launcher
+from trinity_sync.launch.resume import Resume, committed_steps
+from trinity_sync.launch.start import Start, look_before_resume
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.resuming import Resume, committed_steps
-from trinity_sync.starting import Start, look_before_resume
 
 
 def config(*overrides: str) -> Any:

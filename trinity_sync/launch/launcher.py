@@ -22,13 +22,13 @@ from omegaconf import DictConfig
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
-from trinity_sync.cluster import check_reachable, cluster
 from trinity_sync.config import config_digest, plain
 from trinity_sync.errors import RunError, TrinityError
-from trinity_sync.interrupts import interruptible
-from trinity_sync.job import Job
-from trinity_sync.resuming import Resume, committed_steps
-from trinity_sync.starting import Start, checkpoint_folder, look_before_resume
+from trinity_sync.host.interrupts import interruptible
+from trinity_sync.launch.cluster import check_reachable, cluster
+from trinity_sync.launch.job import Job
+from trinity_sync.launch.resume import Resume, committed_steps
+from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.weights.slots import remove_stale

@@ -1,7 +1,7 @@
 """The Hydra application around a run: exit codes, one-paragraph errors, and sweeps that outlive a failing job.
 
 `launch.py` and `trinity-sync run` and `resume` put their Hydra entry through `run_main`, and Hydra calls `job` with
-each composed configuration. Only when that has passed all checks is `trinity_sync.launcher` imported.
+each composed configuration. Only when that has passed all checks is `trinity_sync.launch.launcher` imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.errors import TrinityError
-from trinity_sync.resuming import Resume
+from trinity_sync.launch.resume import Resume
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
@@ -128,7 +128,7 @@ def job(cfg: DictConfig) -> float:
 def _launch(cfg: DictConfig, run_dir: Path) -> int:
     config.check(cfg)
     config.check_inputs(cfg)
-    from trinity_sync import launcher
+    from trinity_sync.launch import launcher
 
     return launcher.run(cfg, run_dir, resume=_session.resume)
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from trinity_sync import launcher
 from trinity_sync.config import compose
 from trinity_sync.errors import RunError
+from trinity_sync.launch import launcher
 from trinity_sync.tracking.record import read_record
 
 

@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.locks import is_own_folder, open_lock, own_name, try_lock
-from trinity_sync.node_watch import ended_with_its_node, raylet_watched, starting_raylets_watched
+from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
+from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched, starting_raylets_watched
 
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"

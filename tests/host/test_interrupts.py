@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from trinity_sync import interrupts
-from trinity_sync.interrupts import finishing_steps, interruptible
+from trinity_sync.host import interrupts
+from trinity_sync.host.interrupts import finishing_steps, interruptible
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

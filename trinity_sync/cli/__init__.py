@@ -1,0 +1,1 @@
+"""The command `trinity-sync`, with a module for each group of commands."""
