@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 import launch
-import trinity_sync
+import trinity_sync.launch
 from trinity_sync import __version__, config
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import runs
@@ -50,7 +50,7 @@ class StandIn:
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
     stand_in = StandIn()
-    monkeypatch.setattr(trinity_sync, "launcher", stand_in, raising=False)
+    monkeypatch.setattr(trinity_sync.launch, "launcher", stand_in, raising=False)
     monkeypatch.setitem(sys.modules, "trinity_sync.launch.launcher", stand_in)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
