@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trinity_sync.actors.calls import Call, results
@@ -93,6 +93,8 @@ def _rooms(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -> 
     for group, ranks in zip(groups, process_on_nodes, strict=True):
         if not group.wait(timeout_s):
             each = "a processor and a GPU" if use_gpu else "a processor"
+            for unused in groups:
+                remove_placement_group(unused)
             what = f"find a node with {each} for each of {ranks} trainer ranks (cluster.start_timeout_s)"
             raise WaitTimeout("Ray", what, timeout_s)
     addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
