@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
@@ -12,7 +12,9 @@ from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.protocol.versions import Lease, Version
 
 if TYPE_CHECKING:
+    import numpy as np
     from ray import ObjectRef
+    from ray.actor import ActorHandle
 
     from trinity_sync.weights.digests import RowDigests
     from trinity_sync.weights.image import Extent
@@ -23,7 +25,7 @@ class Coordinator(Protocol):
     """Through whom an agent saves: `CheckpointCoordinator`."""
 
     def save_sync(
-        self, save_fn: Callable[[], Any], global_step: int, *, part: str | None = None, queues: bool = False
+        self, save_fn: Callable[[], object], global_step: int, *, part: str | None = None, queues: bool = False
     ) -> None:
         """Take a turn, run `save_fn`, report."""
         ...
@@ -67,7 +69,7 @@ class AgentClient(Client):
         node: Ray's id of its node.
     """
 
-    def __init__(self, handle: Any, node: str) -> None:
+    def __init__(self, handle: ActorHandle, node: str) -> None:
         super().__init__(handle, f"the agent of node {node}")
         self.node = node
 
@@ -101,7 +103,7 @@ class AgentClient(Client):
         """How a part is laid out."""
         return self._call(f"describe {part}", "layout", part)
 
-    def share(self, version: Version, slot: int, part: str) -> Call[list[ObjectRef[Any]]]:
+    def share(self, version: Version, slot: int, part: str) -> Call[list[ObjectRef[np.ndarray]]]:
         """[reference to a copy of a staged part in Ray's object store], for readers on other nodes."""
         return self._call(f"hand out {part}", "share", version, slot, part)
 

@@ -20,6 +20,7 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.protocol.members import Member
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
@@ -54,7 +55,7 @@ def _life(pid: int) -> str:
 ANSWER_S = 5.0
 
 
-class Call(Generic[T]):
+class Call(Generic[T_co]):
     """A call to another process that is under way.
 
     Args:
@@ -63,18 +64,19 @@ class Call(Generic[T]):
         what: what it is to do, such as ``"train step 12"``.
     """
 
-    def __init__(self, reference: ObjectRef[T], who: str, what: str) -> None:
+    def __init__(self, reference: ObjectRef[T_co], who: str, what: str) -> None:
         self.reference, self.who, self.what = reference, who, what
 
-    def result(self, timeout_s: float) -> T:
+    def result(self, timeout_s: float) -> T_co:
         """Wait for the answer; errors as for `results`."""
         return results([self], timeout_s)[0]
 
-    async def answer(self, timeout_s: float) -> T:
+    async def answer(self, timeout_s: float) -> T_co:
         """As `result`, on an event loop."""
 
-        async def wait() -> T:
-            return await self.reference
+        async def wait() -> T_co:
+            answer: T_co = await self.reference
+            return answer
 
         try:
             return await asyncio.wait_for(wait(), timeout_s)
@@ -136,7 +138,8 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
             raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
         failed = _failure(by_reference[done[0]])
     if failed is None:
-        return ray.get([call.reference for call in calls])
+        answers: list[T] = ray.get([call.reference for call in calls])
+        return answers
     raise _cause(*failed, [by_reference[reference] for reference in pending], what)
 
 

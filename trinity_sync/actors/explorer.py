@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -14,6 +14,8 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from trinity_sync.samples.batch import SampleBatch
     from trinity_sync.samples.record import Prompt
 
@@ -53,15 +55,22 @@ class Produced:
     load: LoadReport | None
 
 
+class Whereabouts(TypedDict):
+    """Which process an explorer is: its pid, and Ray's id of its node."""
+
+    pid: int
+    node: str
+
+
 class ExplorerClient(Client):
     """See `trinity_sync.explorer.actor.Explorer`, of which each method here has one.
 
     Args:
         handle: Ray's handle of the explorer.
-        name: of the explorer, such as ``"explorer-0"``.
+        name: what the explorer is called, such as ``"explorer-0"``.
     """
 
-    def __init__(self, handle: Any, name: str) -> None:
+    def __init__(self, handle: ActorHandle, name: str) -> None:
         super().__init__(handle, name)
 
     def warm_up(self) -> None:
@@ -72,8 +81,8 @@ class ExplorerClient(Client):
         """Build engine and task."""
         return self._call("start", "start")
 
-    def attach(self, agents: Mapping[str, AgentClient]) -> Call[dict[str, Any]]:
-        """Connect to the node agents (by Ray node id); its pid and node."""
+    def attach(self, agents: Mapping[str, AgentClient]) -> Call[Whereabouts]:
+        """Connect to the node agents (by Ray node id); where it runs."""
         return self._call("attach to the node agents", "attach", dict(agents))
 
     def load(self, version: Version, broadcast: Broadcast | None = None) -> Call[LoadReport]:

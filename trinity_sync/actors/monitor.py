@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import Kind
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+Event = dict[str, object]
+"""Something that happened, as ``events.jsonl`` has it: `event`, `time`, `attempt`, and the fields of its kind."""
 
 
 class PrunedStep(TypedDict):
@@ -65,7 +72,7 @@ class MonitorClient(Client):
         handle: Ray's handle of the monitor.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: ActorHandle) -> None:
         super().__init__(handle, "the checkpoint monitor")
 
     # -- a checkpoint
@@ -76,14 +83,23 @@ class MonitorClient(Client):
         attempt: int | None,
         kind: Kind,
         parts: Sequence[str],
-        meta: Mapping[str, Any] | None = None,
+        meta: Mapping[str, object] | None = None,
         *,
         weights_parts: Collection[str] = (),
         durable: bool | None = None,
     ) -> Call[str]:
         """Announce a checkpoint; its staging folder, which exists."""
-        options = {"weights_parts": tuple(weights_parts), "durable": durable}
-        return self._call(f"begin step {step}", "begin", step, attempt, kind, list(parts), meta, **options)
+        return self._call(
+            f"begin step {step}",
+            "begin",
+            step,
+            attempt,
+            kind,
+            list(parts),
+            meta,
+            weights_parts=tuple(weights_parts),
+            durable=durable,
+        )
 
     def monitor_step(self, step: int, *, weights: bool, attempt: int | None) -> Call[None]:
         """The step is to be committed, as weights only or in full, as soon as its parts are in."""
@@ -190,9 +206,19 @@ class MonitorClient(Client):
         """Another writer answers for the part from now on."""
         return self._call(f"let a part of step {step} go", "notify_handed_over", ticket, step)
 
+    # -- a writer
+
+    def hold(self, node_id: str, job_id: str, life: str) -> Call[None]:
+        """Not answered while the writer lives; see `watch`."""
+        return self._call(f"let the writer {job_id} be watched", "hold", node_id, job_id, life)
+
+    def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[ObjectRef[None]]) -> Call[None]:
+        """Have the writer's death noticed: `owned` holds the reference to its call of `hold`."""
+        return self._call(f"watch the writer {job_id}", "watch", node_id, job_id, life, list(owned))
+
     # -- the run
 
-    def drain_events(self, *, untold: bool = False) -> Call[list[dict[str, Any]]]:
+    def drain_events(self, *, untold: bool = False) -> Call[list[Event]]:
         """The events since the last call; `untold`: without those that `wait_committed` tells."""
         return self._call("tell its events", "drain_events", untold=untold)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
     import numpy as np
     from ray import ObjectRef
+    from ray.actor import ActorHandle
 
     from trinity_sync.samples.batch import PairBatch, SampleBatch
     from trinity_sync.weights.layout import PartLayout
@@ -50,7 +52,7 @@ class RankClient(Client):
         rank: its number.
     """
 
-    def __init__(self, handle: Any, rank: int) -> None:
+    def __init__(self, handle: ActorHandle, rank: int) -> None:
         super().__init__(handle, f"trainer rank {rank}")
         self.rank = rank
 
@@ -62,8 +64,8 @@ class RankClient(Client):
         self,
         agent: AgentClient,
         paths: Mapping[int, str],
-        synchronizer: Any,
-        monitor: Any,
+        synchronizer: SynchronizerClient,
+        monitor: ActorHandle,
         attempt: int,
         timeout_s: float,
     ) -> Call[None]:

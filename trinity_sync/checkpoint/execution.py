@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from trinity_sync.checkpoint.changes import Changes
+from trinity_sync.actors.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.mirror.process import MirrorSettings

@@ -30,7 +30,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.checkpoint.changes import Changes
+from trinity_sync.actors.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution

@@ -22,7 +22,8 @@ import numpy as np
 import ray
 
 from trinity_sync.actors.agent import AgentClient, Coordinator, Slots, StatePart
-from trinity_sync.actors.calls import this_process
+from trinity_sync.actors.calls import Call, this_process
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log
@@ -73,11 +74,11 @@ class NodeAgent:
 
     Args:
         config: see `AgentConfig`.
-        synchronizer: actor handle to report to.
+        synchronizer: the run's synchronizer, to which it reports.
         lead: the agent that puts the version digest together; None if this is the one.
     """
 
-    def __init__(self, config: AgentConfig, synchronizer: Any, lead: AgentClient | None = None) -> None:
+    def __init__(self, config: AgentConfig, synchronizer: SynchronizerClient, lead: AgentClient | None = None) -> None:
         own_log(config.log_dir, "node-agent")
         self._config = config
         self._synchronizer = synchronizer
@@ -107,7 +108,7 @@ class NodeAgent:
         )
         self._coordinator: Coordinator | None = None
         # While this process lives, so does the call; the synchronizer watches it.
-        self._held: Any = None
+        self._held: Call[None] | None = None
 
     async def register(
         self, layouts: dict[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
@@ -121,8 +122,8 @@ class NodeAgent:
         self._layouts = dict(layouts)
         if make_coordinator is not None:
             self._coordinator = await self._run(make_coordinator)
-        self._held = self._synchronizer.hold.remote()
-        self._synchronizer.watch.remote(this_process(f"the agent of node {self._node}"), [self._held])
+        self._held = self._synchronizer.hold()
+        self._synchronizer.watch(this_process(f"the agent of node {self._node}"), [self._held.reference])
         return await self._run(self._create)
 
     def _create(self) -> Slots:
@@ -152,15 +153,15 @@ class NodeAgent:
         del self._staged[version]
         try:
             parts, rows = await self._run(self._digest, slot, staged)
-            await self._synchronizer.staged.remote(version, parts)
+            await self._synchronizer.staged(version, parts).reference
             await self._contribute(version, rows)
         except Exception as error:
-            await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+            await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     async def part_failed(self, version: Version, part: str, error: str) -> None:
         """A rank could not fill its segment."""
         self._staged.pop(version, None)
-        await self._synchronizer.failed.remote(version, f"{part}: {error}")
+        await self._synchronizer.failed(version, f"{part}: {error}").reference
 
     def _digest(self, slot: int, blocked: dict[str, float]) -> tuple[dict[str, PartInfo], RowDigests | None]:
         assert self._arena is not None
@@ -206,9 +207,9 @@ class NodeAgent:
         collected = self._rows.pop(version, [])
         try:
             digest = await self._run(self._version_digest, version, collected) if collected else None
-            await self._synchronizer.digested.remote(version, digest)
+            await self._synchronizer.digested(version, digest).reference
         except Exception as error:
-            await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+            await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     def _version_digest(self, version: Version, collected: list[RowDigests]) -> str:
         first, *others = collected
@@ -290,7 +291,7 @@ class NodeAgent:
             await self._release(lease)
 
     async def _release(self, lease: Lease) -> bool:
-        return bool(await self._synchronizer.release.remote(lease.id))
+        return await self._synchronizer.release(lease.id).reference
 
     async def restore_published(self, version: Version, slot: int, folder: str) -> None:
         """Fill a slot with what `save_published` wrote, and report its parts as if their ranks had staged them."""

@@ -12,11 +12,11 @@ from typing import Protocol
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
-from trinity_sync.sync.synchronizer import Sealed
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFile
 
@@ -73,7 +73,8 @@ class CheckpointMode:
         except Exception as error:
             self._store.fail(version, str(error))
             raise
-        self._side.synchronizer.call("commit", version, str(location))
+        synchronizer = self._side.synchronizer
+        synchronizer.commit(version, str(location)).result(synchronizer.timeout_s)
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)

@@ -9,26 +9,33 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import this_process
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.actors.calls import ANSWER_S, Call, this_process
+from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.synchronizer import Described, Manifest, SynchronizerClient
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.handed import Handed, HandedVersions
 from trinity_sync.protocol.members import Member, Roll
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
 from trinity_sync.protocol.versions import Version, VersionError
-from trinity_sync.sync.waits import Waits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
     import torch
+    from ray import ObjectRef
 
     from trinity_sync.sync.state_dicts import Tensors
 
+T = TypeVar("T")
 
-class Handover(Waits):
+
+class Handover:
     """The actor's half.
 
     Args:
@@ -36,7 +43,7 @@ class Handover(Waits):
     """
 
     def __init__(self, checkpoint_dir: str | None) -> None:
-        super().__init__()
+        self._changes = Changes()
         self._checkpoint_dir = checkpoint_dir
         self._handed = HandedVersions()
         self._roll = Roll()
@@ -46,7 +53,7 @@ class Handover(Waits):
 
     # -- state dicts
 
-    async def put_state(self, version: Version, manifest: Any, references: list[Any]) -> None:
+    async def put_state(self, version: Version, manifest: Manifest, references: list[ObjectRef[np.ndarray]]) -> None:
         """A state dict is in the object store.
 
         Args:
@@ -57,7 +64,7 @@ class Handover(Waits):
             self._handed.publish(Version(*version), (manifest, references))
         except VersionError as error:
             raise RunError(str(error)) from None
-        await self._notify()
+        self._changes.announce()
 
     async def announce(self, version: Version, location: str | None) -> None:
         """A version is on disk, at `location` or, where the actor knows the checkpoint folder, at its place there."""
@@ -69,7 +76,7 @@ class Handover(Waits):
             elif version.step > 0:
                 raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint")
         self._handed.announce(version, location)
-        await self._notify()
+        self._changes.announce()
 
     async def get_state(self) -> Handed | None:
         """The newest version with what is needed to have its tensors; None before the first."""
@@ -82,14 +89,14 @@ class Handover(Waits):
     # -- broadcasts
 
     async def open_group(
-        self, trainer: Member, address: str, port: int, meta: list[Any] | None, explorers: int
+        self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
         """The trainer set up where a group for broadcasts meets."""
         try:
             group = self._rounds.open(trainer, address, port, meta, explorers)
         except RoundError as error:
             raise RunError(str(error)) from None
-        await self._notify()
+        self._changes.announce()
         return group
 
     async def join_group(self, explorer: Member, after: int, timeout_s: float) -> WeightSyncGroup:
@@ -97,16 +104,16 @@ class Handover(Waits):
         rounds = self._rounds
         deadline, what = time.monotonic() + timeout_s, f"set up a weight sync group for {explorer}"
         while True:
-            await self._wait_for(lambda: rounds.joinable(after), "the trainer", what, timeout_s, deadline)
+            await self._changes.wait(lambda: rounds.joinable(after), lambda: ("the trainer", what), timeout_s, deadline)
             try:
                 return rounds.join(explorer)
             except RoundError as error:
                 if rounds.joinable(after):
                     raise RunError(str(error)) from None
                 # The group was over with that: it had the process before this one. There will be another one.
-                await self._notify()
+                self._changes.announce()
 
-    async def group_meta(self) -> list[Any] | None:
+    async def group_meta(self) -> list[Described] | None:
         """What is sent over the group: (name, dtype, shape) in order."""
         return self._rounds.group.meta if self._rounds.group is not None else None
 
@@ -117,12 +124,13 @@ class Handover(Waits):
         except RoundError as error:
             raise RunError(str(error)) from None
         finally:
-            await self._notify()
+            self._changes.announce()
         try:
-            await self._wait_for(lambda: meeting.ended, "they", "be ready", timeout_s)
-        except WaitTimeout:
-            missing = self._rounds.missing()
-            raise WaitTimeout(missing, f"come to the broadcast that {member} is ready for", timeout_s) from None
+            await self._changes.wait(
+                lambda: meeting.ended,
+                lambda: (self._rounds.missing(), f"come to the broadcast that {member} is ready for"),
+                timeout_s,
+            )
         finally:
             if not meeting.ended:
                 self._rounds.withdraw(meeting, member)
@@ -137,11 +145,11 @@ class Handover(Waits):
             raise RunError(f"version {version} was sent by a {trainer} of an earlier weight sync group")
         if self._sent is None or version > self._sent:
             self._sent = version
-        await self._notify()
+        self._changes.announce()
 
     # -- whom the actor serves
 
-    async def attach(self, member: Member, owned: list[Any]) -> None:
+    async def attach(self, member: Member, owned: list[ObjectRef[None]]) -> None:
         """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
         the last one is gone, so is the actor.
         """
@@ -151,7 +159,7 @@ class Handover(Waits):
             await owned[0]
         self._served.discard(member)
         self._gone(member)
-        await self._notify()
+        self._changes.announce()
         if not self._served:
             # Not `exit_actor`, which waits for the calls that are under way, and some never return.
             ray.kill(ray.get_runtime_context().current_actor)
@@ -162,26 +170,26 @@ class Handover(Waits):
 
 
 #: The calls by which actors watch this process; while it lives, so do they.
-_attached: dict[tuple[str, Member], tuple[Any, Any]] = {}
+_attached: dict[tuple[str, Member], tuple[Call[None], Call[None]]] = {}
 
 
 class HandoverClient:
     """The client's half."""
 
-    actor: Any
-    _timeout_s: float
+    def __init__(self, client: SynchronizerClient) -> None:
+        self.client = client
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the actor and wait for its answer."""
-        raise NotImplementedError
+    def _answer(self, call: Call[T]) -> T:
+        """Wait for the answer of a call that has no limit of its own."""
+        return call.result(self.client.timeout_s)
 
     def _attach(self, name: str) -> Member:
         """This process under a name; the actor notices its end from now on."""
         member = this_process(name)
-        key = (self.actor._actor_id.hex(), member)
+        key = (self.client.handle._actor_id.hex(), member)
         if key not in _attached:
-            held = self.actor.hold.remote()
-            _attached[key] = (held, self.actor.attach.remote(member, [held]))
+            held = self.client.hold()
+            _attached[key] = (held, self.client.attach(member, [held.reference]))
         return member
 
     # -- whole state dicts
@@ -212,12 +220,12 @@ class HandoverClient:
         """
         version = Version(attempt, trainer_step)
         if model_state_dict is None:
-            self.call("announce", version, location)
+            self._answer(self.client.announce(version, location))
             return
         from trinity_sync.sync import state_dicts
 
         manifest, references = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
-        self.call("put_state", version, manifest, references)
+        self._answer(self.client.put_state(version, manifest, references))
 
     def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | None, int]:
         """The newest version: its tensors, every byte checked, and its step; both of one version.
@@ -233,7 +241,7 @@ class HandoverClient:
             RunError: the tensors are lost with the process that published them, or damaged. The newest checkpoint,
                 where one is known, serves from then on.
         """
-        handed, newest = self.call("get_state"), self.call("newest")
+        handed, newest = self._answer(self.client.get_state()), self._answer(self.client.newest())
         if newest is None:
             return None, -1
         if handed is None or handed.state is None or handed.version < newest:
@@ -241,9 +249,9 @@ class HandoverClient:
         from trinity_sync.sync import state_dicts
 
         try:
-            tensors = state_dicts.get(handed.version, handed.state, self._timeout_s)
+            tensors = state_dicts.get(handed, self.client.timeout_s)
         except state_dicts.StateLostError as error:
-            serves = self.call("state_lost", handed.version)
+            serves = self._answer(self.client.state_lost(handed.version))
             instead = (
                 "no checkpoint is known that could serve"
                 if serves is None or serves.location is None
@@ -261,12 +269,12 @@ class HandoverClient:
         Raises:
             RunError: neither is known.
         """
-        handed = self.call("get_state")
+        handed = self._answer(self.client.get_state())
         if handed is not None and handed.state is not None:
             from trinity_sync.sync import state_dicts
 
-            return state_dicts.described(handed.state[0])
-        meta = self.call("group_meta")
+            return state_dicts.described(handed)
+        meta = self._answer(self.client.group_meta())
         if meta is None:
             raise RunError("nothing is known of the tensors: no state dict and no weight sync group was set up")
         return [(name, dtype, tuple(shape)) for name, dtype, shape in meta]
@@ -274,7 +282,12 @@ class HandoverClient:
     # -- broadcasts over a group of the program's own
 
     def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: list[Any] | None = None, *, explorers: int = 1
+        self,
+        master_address: str,
+        master_port: int,
+        state_dict_meta: Sequence[Described] | None = None,
+        *,
+        explorers: int = 1,
     ) -> WeightSyncGroup:
         """Rank 0 of the trainer: tell the explorers where to meet for broadcasts.
 
@@ -287,7 +300,7 @@ class HandoverClient:
         meta = (
             None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
         )
-        return self.call("open_group", trainer, master_address, int(master_port), meta, explorers)
+        return self._answer(self.client.open_group(trainer, master_address, int(master_port), meta, explorers))
 
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> WeightSyncGroup:
         """An explorer: wait for a group, and its place in it.
@@ -301,7 +314,8 @@ class HandoverClient:
             WaitTimeout: the trainer set up none.
         """
         member = self._attach(explorer)
-        return self.call("join_group", member, after, self._timeout_s, timeout_s=self._timeout_s + 5)
+        limit = self.client.timeout_s
+        return self.client.join_group(member, after, limit).result(limit + ANSWER_S)
 
     def ready_to_nccl_sync(
         self, module: str, trainer_step: int | None = None, *, timeout_s: float | None = None
@@ -322,9 +336,9 @@ class HandoverClient:
             WaitTimeout: names who did not come. Whoever waited is not counted as ready any more.
         """
         member = self._attach(module)
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        return self.call("ready", member, trainer_step, limit, timeout_s=limit + 5)
+        limit = self.client.timeout_s if timeout_s is None else timeout_s
+        return self.client.ready(member, trainer_step, limit).result(limit + ANSWER_S)
 
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> None:
         """The trainer: the version was sent to all explorers of the group."""
-        self.call("sent", this_process(TRAINER), Version(attempt, trainer_step))
+        self._answer(self.client.sent(this_process(TRAINER), Version(attempt, trainer_step)))

@@ -12,13 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 import ray
 
+from trinity_sync.actors.calls import ANSWER_S
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.staleness import staleness
-from trinity_sync.sync.synchronizer import Sealed, Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 
 
@@ -106,7 +107,7 @@ class Steps:
         settings: LoopSettings,
         *,
         trainer: TrainerGroup,
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         parts: list[str],
         mode: str,
         log: Log,
@@ -154,12 +155,12 @@ class Steps:
     def begin(self, version: Version) -> int:
         """A slot for a version; waits for one."""
         limit = self._settings.sync_timeout_s
-        return self._synchronizer.call("begin", version, self._parts, limit, timeout_s=limit + 5)
+        return self._synchronizer.begin(version, self._parts, limit).result(limit + ANSWER_S)
 
     def begin_if_free(self, version: Version) -> int | None:
         """A slot for a version, None where none is free now."""
         limit = self._settings.sync_timeout_s
-        return self._synchronizer.call("begin_if_free", version, self._parts, timeout_s=limit)
+        return self._synchronizer.begin_if_free(version, self._parts).result(limit)
 
     def copy(self, version: Version, slot: int, *, lazily: bool = False) -> float:
         """Have all ranks copy their weights into a slot.
@@ -178,7 +179,7 @@ class Steps:
     def wait_sealed(self, version: Version) -> Sealed:
         """Wait until all of a version is in its slot and digested. Any thread."""
         limit = self._settings.sync_timeout_s
-        return self._synchronizer.call("wait_sealed", version, limit, timeout_s=limit + 5)
+        return self._synchronizer.wait_sealed(version, limit).result(limit + ANSWER_S)
 
     def stage(self, version: Version) -> Staged:
         """`begin`, `copy` and `wait_sealed`."""
@@ -188,11 +189,11 @@ class Steps:
 
     def give_up(self, version: Version, error: str) -> None:
         """The version will not be complete: whoever waits for it is told. Any thread."""
-        self._synchronizer.call("failed", version, error)
+        self._synchronizer.failed(version, error).result(self._synchronizer.timeout_s)
 
     def discard(self, version: Version) -> None:
         """Give back the slot of a version that is not to be published."""
-        self._synchronizer.call("discard", version)
+        self._synchronizer.discard(version).result(self._synchronizer.timeout_s)
 
     def record_publish(self, staged: Staged) -> None:
         """Write down that a version is available. Any thread."""
