@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import ray
 
@@ -25,6 +25,9 @@ from trinity_sync.checkpoint.layout import digest_file, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FileTuple
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 #: Writes the part's files. Returns what it wrote, as entries (or the tuples of their fields) or as paths (absolute, or
 #: relative to the staging folder). None or anything that is no list: not said, the monitor then takes what it finds in
@@ -73,7 +76,7 @@ class CheckpointCoordinator:
 
     def __init__(
         self,
-        checkpoint_monitor: Any,
+        checkpoint_monitor: ActorHandle,
         *,
         node_id: str | None = None,
         job_id: str | None = None,
@@ -90,7 +93,7 @@ class CheckpointCoordinator:
         self._attempt = attempt
         self._root = Path(root) if root is not None else None
         self._facts: Facts | None = None
-        self._watch: tuple[Any, Any] | None = None
+        self._watch: tuple[Call[None], Call[None]] | None = None
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
         self._untold: list[BaseException] = []
@@ -373,8 +376,8 @@ class CheckpointCoordinator:
         """Let the monitor notice this process's death: it holds a reference that only this process can keep alive."""
         with self._lock:
             if self._watch is None:
-                held = self._monitor.handle.hold.remote(self._node_id, self._job_id, self._life)
-                watching = self._monitor.handle.watch.remote(self._node_id, self._job_id, self._life, [held])
+                held = self._monitor.hold(self._node_id, self._job_id, self._life)
+                watching = self._monitor.watch(self._node_id, self._job_id, self._life, [held.reference])
                 self._watch = (held, watching)
 
     def _ask_facts(self) -> Facts:

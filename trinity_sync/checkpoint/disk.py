@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint import catalog, commits, recovery, trash
 from trinity_sync.checkpoint.layout import (
     STAGING,
@@ -107,7 +108,7 @@ class CheckpointDisk:
 
     def describe(
         self, manifest: Manifest, total_s: float, pruned: Iterable[Pruned], *, beside: bool = False
-    ) -> dict[str, Any]:
+    ) -> Committed:
         """A commit as `CheckpointMonitor.wait_committed` returns it."""
         place = self._beside if beside else self.root
         return {
@@ -122,7 +123,7 @@ class CheckpointDisk:
             "pruned": [{"step": p.step, "reason": p.reason, "freed_bytes": p.freed_bytes} for p in pruned],
         }
 
-    def describe_committed(self, step: int, kind: Kind | None = None) -> dict[str, Any]:
+    def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:
         """Of a commit that an earlier life of the monitor, or an earlier attempt, made.
 
         Args:
@@ -144,7 +145,7 @@ class CheckpointDisk:
             return deleted
         return self.describe(manifest, 0.0, (), beside=beside)
 
-    def describe_deleted(self, step: int, kind: Kind | None = None) -> dict[str, Any] | None:
+    def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
         """Of a commit of this attempt that was deleted on purpose since, as `describe`; None: nothing is noted of one.
 
         Args:
@@ -153,8 +154,8 @@ class CheckpointDisk:
         noted = deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
             return None
-        manifest = Manifest(step=step, attempt=self.attempt, kind=noted["kind"], digest=noted["digest"])
-        return self.describe(manifest, 0.0, ()) | {"bytes": noted["bytes"]}
+        manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest)
+        return {**self.describe(manifest, 0.0, ()), "bytes": noted.nbytes}
 
     def move_tracker(self, kind: Kind, step: int) -> None:
         """Let the tracker name the step.

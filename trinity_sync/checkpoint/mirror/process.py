@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Literal, TypeVar, cast
 
 import tenacity
 
@@ -53,7 +53,7 @@ class MirrorSettings:
         timeout_s: a try that moves no bytes for so long is broken off.
     """
 
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     keep: Literal["same", "all"] = "same"
     tries: int = 8
     backoff_s: float = 2.0
@@ -114,10 +114,10 @@ def call(
                     heard = time.monotonic()
                     match _receive(connection, child):
                         case "done", result:
-                            return result
-                        case "failed", text, final:
+                            return cast(T, result)
+                        case "failed", str(text), bool(final):
                             raise MirrorError(without_secrets(text, place, settings.options), final=final)
-                        case "say", text:
+                        case "say", str(text):
                             say(text)
                 elif time.monotonic() - heard > settings.timeout_s:
                     raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
@@ -130,7 +130,7 @@ def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _MESSAGE_S, 0))
     with ours, theirs, contextlib.ExitStack() as opened:
-        output: Any = 2
+        output: int | IO[bytes] = 2
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             output = opened.enter_context(open(log, "ab"))
@@ -146,13 +146,14 @@ def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
         return child, Connection(ours.detach())
 
 
-def _receive(connection: Connection, child: subprocess.Popen[bytes]) -> tuple[Any, ...]:
+def _receive(connection: Connection, child: subprocess.Popen[bytes]) -> tuple[object, ...]:
     try:
-        return connection.recv()
+        message: tuple[object, ...] = connection.recv()
     except BlockingIOError:
         raise MirrorError(f"the copying process has not ended a message within {_MESSAGE_S} s") from None
     except (EOFError, OSError):
         raise MirrorError(f"the copying process ended with {child.wait()}") from None
+    return message
 
 
 def try_again(

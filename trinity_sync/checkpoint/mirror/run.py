@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
@@ -170,7 +170,7 @@ class Uploads:
         *,
         policies: Sequence[Policy],
         start: int | None,
-        report: Callable[[str, dict[str, Any]], object],
+        report: Callable[[str, dict[str, object]], object],
         on_idle: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -306,7 +306,7 @@ class Uploads:
             if step is not None and problem is not None:
                 (self._lost if final else self._given_up)[step] = problem
 
-    def _told(self, step: int, **fields: Any) -> None:
+    def _told(self, step: int, **fields: object) -> None:
         self._report("mirror", {"step": step, "url": shown(self._place), **fields})
 
     def _fault(self, where: str, text: str) -> None:

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
+
+
+class _Info(TypedDict):
+    """What is used of what fsspec tells of a file or folder."""
+
+    name: str
+    type: str
+    size: int | None
 
 
 class Storage:
@@ -21,7 +29,7 @@ class Storage:
         options: for the fsspec class of the place.
     """
 
-    def __init__(self, place: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:
         from fsspec.core import url_to_fs
 
         # fsspec hands out one instance per place, whose connection may be a dead one of an earlier try.
@@ -53,9 +61,10 @@ class Storage:
             UnicodeDecodeError: it holds no text.
         """
         try:
-            return self._fs.cat_file(self._path(name)).decode()
+            text: str = self._fs.cat_file(self._path(name)).decode()
         except FileNotFoundError:
             return None
+        return text
 
     def files(self, name: str = "") -> dict[str, int]:
         """All files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
@@ -93,7 +102,7 @@ class Storage:
             else:
                 yield f"{prefix}{name}", int(info["size"] or 0)
 
-    def _children(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _children(self, folder: str) -> Iterator[tuple[str, _Info]]:
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(folder or "/", detail=True)
