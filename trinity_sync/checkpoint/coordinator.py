@@ -13,6 +13,8 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -23,6 +25,7 @@ from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.actors.monitor import Facts, MonitorClient
 from trinity_sync.checkpoint.layout import digest_file, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FileTuple
 
@@ -37,13 +40,12 @@ SaveFn: TypeAlias = Callable[[], Iterable[str | os.PathLike[str] | FileEntry | F
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Save:
     """One save in the background."""
 
     step: int
-    thread: threading.Thread
-    error: BaseException | None = None
+    ended: Future[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,6 @@ class CheckpointCoordinator:
             with contextlib.suppress(RunError):
                 self._report_failed(saving, reason)
             raise
-        save = _Save(global_step, threading.Thread(target=lambda: None))
         # Asked for at once: from here on the monitor knows whose part it is, and notices a death before the first byte.
         turn = self._ask_for_turn(saving, collective=hands_over)
 
@@ -139,14 +140,12 @@ class CheckpointCoordinator:
             try:
                 self._save(saving, save_fn, turn, queues=not hands_over, reports=not hands_over)
             except BaseException as error:
-                save.error = error
                 with self._lock:
                     self._untold.append(error)
                 on_failure(error)
+                raise
 
-        save.thread = threading.Thread(target=run, name=f"save-{name}-{global_step}", daemon=True)
-        self._saves[name] = save
-        save.thread.start()
+        self._saves[name] = _Save(global_step, in_background(run, f"save-{name}-{global_step}"))
 
     def save_sync(
         self,
@@ -352,22 +351,21 @@ class CheckpointCoordinator:
             return
         self._join(name, save, time.monotonic() + self._timeout_s)
         del self._saves[name]
-        if save.error is not None:
-            raise save.error
+        save.ended.result()
 
     def _ended(self) -> list[BaseException]:
         """Wait for all; what was raised since the last call."""
         deadline = time.monotonic() + self._timeout_s
         for name, save in list(self._saves.items()):
             self._join(name, save, deadline)
-        self._saves = {name: save for name, save in self._saves.items() if save.thread.is_alive()}
+        self._saves = {name: save for name, save in self._saves.items() if not save.ended.done()}
         with self._lock:
             errors, self._untold = self._untold, []
         return errors
 
     def _join(self, name: str, save: _Save, deadline: float) -> None:
-        save.thread.join(max(0.0, deadline - time.monotonic()))
-        if save.thread.is_alive():
+        futures.wait([save.ended], max(0.0, deadline - time.monotonic()))
+        if not save.ended.done():
             raise WaitTimeout(f"the save {name!r}", f"finish writing step {save.step}", self._timeout_s)
 
     # ---- talking to the monitor

@@ -13,8 +13,7 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -25,6 +24,7 @@ from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
+from trinity_sync.host.threads import in_background
 from trinity_sync.launch.cluster import check_reachable, cluster
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
@@ -124,7 +124,7 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    preparing = _in_background(lambda: _prepare(cfg, folder.model, start))
+    preparing = in_background(lambda: _prepare(cfg, folder.model, start), "prepare")
     replicas = 0 if cfg.algorithm.kind == "sft" else cfg.explorer.replicas
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
@@ -192,22 +192,6 @@ def _quiet_imports() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _in_background(function: Callable[[], None]) -> Future[None]:
-    """Run a function in a thread that does not keep the process alive."""
-    future: Future[None] = Future()
-
-    def body() -> None:
-        try:
-            function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=body, name="prepare", daemon=True).start()
-    return future
 
 
 def _cluster_has_gpus(address: str) -> bool:

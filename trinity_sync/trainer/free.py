@@ -16,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.host import interrupts
+from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import SyncMode
@@ -55,8 +56,8 @@ class SampleSource(Protocol):
         """What happened since the last call."""
         ...
 
-    def position(self) -> dict[str, Any]:
-        """Where the run is in its data, as JSON."""
+    def position(self) -> Mapping[str, object]:
+        """Where the run is in its data, as JSON values."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -187,7 +188,7 @@ class FreeLoop:
             return
         self._steps.copy(version, slot, lazily=True)
         self._newest = step
-        self._publishing = _in_background(lambda: self._publish(version, started), f"publish-{step}")
+        self._publishing = in_background(lambda: self._publish(version, started), f"publish-{step}")
 
     def _leave_out(self, step: int, reason: str) -> None:
         self._log.event("skip", version=step, reason=reason)
@@ -216,17 +217,3 @@ class FreeLoop:
     def _wait_published(self) -> Staged | None:
         """The version that is on its way, once it is there. Each of the waits inside has its limit."""
         return self._publishing.result() if self._publishing is not None else None
-
-
-def _in_background(function: Callable[[], Staged], name: str) -> Future[Staged]:
-    """Run a function in a thread that does not keep the process alive."""
-    future: Future[Staged] = Future()
-
-    def body() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=body, name=name, daemon=True).start()
-    return future
