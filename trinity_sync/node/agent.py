@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
@@ -35,6 +35,9 @@ from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.row_process import RowProcesses
 from trinity_sync.weights.shard_file import ShardFile, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _ROW_PROCESSES = 8
 """At most, beside the agent itself: together they digest rows faster than ranks stage them."""
@@ -333,8 +336,8 @@ class NodeAgent:
             self._maps.clear()
             await self._run(self._arena.close)
 
-    async def _run(self, function: Any, *args: Any) -> Any:
+    async def _run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tasks, function, *args)
 
-    async def _wait(self, function: Any, *args: Any) -> Any:
+    async def _wait(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
