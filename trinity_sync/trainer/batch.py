@@ -8,7 +8,6 @@ sequence and marks response tokens; `old_log_probs`, `advantages` and `response_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -107,7 +106,7 @@ def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
 def _with_settings(
     tensors: dict[str, torch.Tensor], *, temperature: float, micro_batch: int, global_mini_batch: int
 ) -> TensorDict:
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "use_remove_padding": False,
         "use_dynamic_bsz": False,
         "use_fused_kernels": False,

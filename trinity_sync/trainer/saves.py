@@ -12,9 +12,10 @@ the next save is tried. Where the newest save of a run has failed, `finish` rais
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trinity_sync.actors.calls import ANSWER_S, Call, ended
 from trinity_sync.actors.monitor import Committed, MonitorClient
@@ -42,7 +43,7 @@ _WAITS_OF_A_RANK = 3
 class SaveLog(Protocol):
     """Where saves report."""
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """One event."""
         ...
 
@@ -69,7 +70,7 @@ class SaveSettings:
 
     attempt: int
     seed: int
-    meta: dict[str, Any]
+    meta: Mapping[str, object]
     ranks: list[str]
     timeout_s: float
 
@@ -110,7 +111,7 @@ class FullSaves:
         metrics: dict[str, float],
         *,
         published: bool = True,
-        data: dict[str, Any] | None = None,
+        data: Mapping[str, object] | None = None,
     ) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps. It is not committed before
         the next call of `poll`.
@@ -134,7 +135,12 @@ class FullSaves:
             self._fail(step, self._first_failure(step) or failure)
 
     def _begin(
-        self, step: int, digest: str | None, metrics: dict[str, float], published: bool, data: dict[str, Any] | None
+        self,
+        step: int,
+        digest: str | None,
+        metrics: dict[str, float],
+        published: bool,
+        data: Mapping[str, object] | None,
     ) -> None:
         settings = self._settings
         behind = self._published if not published else None
@@ -147,7 +153,7 @@ class FullSaves:
         limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
         self._pending[call] = (step, max(blocked))
-        state: dict[str, Any] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
+        state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
         state["next_data_step"] = step + 1
         if data is not None:
             state["data"] = data
@@ -253,7 +259,7 @@ class FullSaves:
             raise RunError(f"the newest checkpoint could not be saved: {error}") from error
 
 
-def data_position(folder: Path) -> dict[str, Any] | None:
+def data_position(folder: Path) -> Mapping[str, object] | None:
     """What `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
     try:
         state = json.loads((folder / TRAINER_STATE).read_text())

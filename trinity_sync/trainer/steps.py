@@ -5,9 +5,10 @@ driver.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import ray
@@ -26,11 +27,11 @@ from trinity_sync.trainer.group import TrainerGroup
 class Log(Protocol):
     """Where the loops report; `tracking.Recorder` is one."""
 
-    def metrics(self, step: int, values: dict[str, Any]) -> None:
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """One trainer step's numbers."""
         ...
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, **fields: object) -> None:
         """One event."""
         ...
 
@@ -74,7 +75,7 @@ class Timing:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def of(self, name: str) -> Any:
+    def of(self, name: str) -> Iterator[None]:
         """Measure the block."""
         started = time.perf_counter()
         yield
