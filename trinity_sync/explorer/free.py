@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,9 @@ from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
 from trinity_sync.samples.record import Prompt
+
+if TYPE_CHECKING:
+    from trinity_sync.tasks.base import Task
 
 LOAD_TRIES = 3
 """Loads in a row that may fail before an explorer is taken for lost."""
@@ -85,14 +88,14 @@ class FreeRollout:
 
     def __init__(
         self,
-        task: Any,
+        task: Task,
         members: Members,
         rules: QueueRules,
         *,
         samples_per_prompt: int,
         normalise: bool,
         first: int,
-        position: Mapping[str, Any] | None,
+        position: Mapping[str, object] | None,
         timeout_s: float,
         on_load: Callable[[LoadReport], None],
         on_fault: Callable[[str, str], None],
@@ -173,7 +176,7 @@ class FreeRollout:
                 "samples/explorers": float(len(self._alive)),
             }
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Mapping[str, object]:
         """Where the run is in the task's prompts, for a checkpoint of the step that was taken last."""
         with self._changed:
             return self._queue.position()

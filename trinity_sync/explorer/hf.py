@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task, score
 from trinity_sync.weights.tensors import saved_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
@@ -82,7 +86,7 @@ class HFEngine:
         device: str | torch.device | None = None,
     ) -> None:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._sampler = partial(SeededSampler, temperature=temperature, top_k=top_k, top_p=top_p)
         self._batch_size = batch_size
         self._response_length = response_length
         self._prompt_length = prompt_length
@@ -170,7 +174,7 @@ class HFEngine:
         ids = padded.to(self._device)
         mask = (torch.arange(width) >= width - lengths[:, None]).to(self._device, torch.int64)
         row_of = torch.from_numpy(np.repeat(np.arange(len(prompts)), counts)).to(self._device)
-        sampler = SeededSampler(keys.to(self._device), **self._sampling)
+        sampler = self._sampler(keys.to(self._device))
         output = self.model.generate(
             ids[row_of],
             attention_mask=mask[row_of],
@@ -184,7 +188,7 @@ class HFEngine:
         kept = np.arange(tokens.shape[1]) < made[:, None]
         return _Generated(TokenRows.joined(tokens[kept], made), sampler.log_probs().cpu().numpy()[kept], finished)
 
-    def _shared_prefill(self, ids: torch.Tensor, mask: torch.Tensor, row_of: torch.Tensor) -> dict[str, Any]:
+    def _shared_prefill(self, ids: torch.Tensor, mask: torch.Tensor, row_of: torch.Tensor) -> dict[str, DynamicCache]:
         """Keys and values of all prompt tokens but the last, worked out once per prompt and copied for its samples.
 
         The last token is left to `generate`, which wants at least one to begin with.
@@ -263,7 +267,11 @@ class _Generated(NamedTuple):
 
 
 def _empty_model(
-    config: Any, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool, device: torch.device
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    device: torch.device,
 ) -> PreTrainedModel:
     """A model whose parameters are allocated and not filled; buffers that no checkpoint holds have their values."""
     with no_init_weights(), device:
@@ -286,7 +294,7 @@ def _can_share_prefill(model: PreTrainedModel) -> bool:
     )
 
 
-def _end_tokens(model_path: str, tokenizer: Any) -> list[int]:
+def _end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end a response: those of the model's generation config, else the tokenizer's."""
     try:
         named = GenerationConfig.from_pretrained(model_path).eos_token_id
