@@ -27,7 +27,7 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
     """A process that was waited for is gone.
 
     Args:
-        who: its name, such as ``"trainer rank 1"``.
+        who: the process's name, such as ``"trainer rank 1"``.
         what: what it was to do.
     """
 
@@ -40,13 +40,13 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
 
 
 def this_process(name: str) -> Member:
-    """The calling process under a name; the same whenever it is asked for."""
+    """Name the calling process; the same member whenever it is asked for."""
     return Member(name, _life(os.getpid()))
 
 
 @functools.cache
 def _life(pid: int) -> str:
-    """Of one process: what a fork inherits of it has another number."""
+    """Draw the word of one process; a fork, which inherits the drawn ones, has another number."""
     return Member.new(str(pid)).life
 
 
@@ -59,8 +59,8 @@ class Call(Generic[T_co]):
     """A call to another process that is under way.
 
     Args:
-        reference: Ray's, to the answer.
-        who: whom was asked, such as ``"trainer rank 1"``.
+        reference: Ray's reference to the answer.
+        who: who was asked, such as ``"trainer rank 1"``.
         what: what it is to do, such as ``"train step 12"``.
     """
 
@@ -86,7 +86,7 @@ class Call(Generic[T_co]):
             raise _cause(self, error, [], None) from None
 
     def is_answered(self) -> bool:
-        """Whether it has ended well by now."""
+        """Tell whether it has ended well by now."""
         try:
             ray.get(self.reference, timeout=0)
         except Exception:
@@ -95,7 +95,7 @@ class Call(Generic[T_co]):
 
 
 def ended(calls: Collection[Call[T]], timeout_s: float = 0.0) -> list[Call[T]]:
-    """Wait until all of the calls have ended, well or not, or the time is over; those that have.
+    """Wait until all of the calls have ended, well or not, or the time is over; return those that have.
 
     Args:
         timeout_s: seconds; 0 does not wait.
@@ -115,9 +115,9 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
     still silent, so the message names the cause.
 
     Args:
-        calls: at most one to each member.
+        calls: the calls, at most one to each member.
         timeout_s: limit for all of them together, seconds.
-        what: they do together, where that is not what each of them does.
+        what: what they do together, where that is not what each of them does.
 
     Returns:
         The answers, in the order of the calls.

@@ -40,8 +40,9 @@ class Changes:
         """Wait for a change after which `ready` is true.
 
         Args:
-            describe: who and what was waited for, for the error.
-            seconds: at most.
+            ready: tells whether there is nothing to wait for any more.
+            describe: gives who was waited for, and for what; asked where the error has to say so.
+            seconds: limit of the wait.
             deadline: `time.monotonic` at which a wait ends that goes on with an earlier one of `seconds`.
 
         Raises:

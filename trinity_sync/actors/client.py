@@ -27,8 +27,9 @@ class Client:
         """Begin a call. What it answers with is for the caller to say, by the type of its own result.
 
         Args:
-            what: the actor is to do, for errors.
-            method: of the actor.
+            what: what the actor is to do, for errors.
+            method: name of the actor's method.
+            args, kwargs: its arguments.
         """
         return Call(getattr(self.handle, method).remote(*args, **kwargs), self.who, what)
 

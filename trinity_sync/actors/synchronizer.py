@@ -33,9 +33,9 @@ class Sealed:
     """A version whose bytes are all in the slots: what publishing it needs.
 
     Attributes:
-        version: which.
-        slot: where in every node's arena.
-        digest: version digest, or None where `sync.verify` is not ``full``.
+        version: the version that is sealed.
+        slot: number of the slot that holds it in every node's arena.
+        digest: the version's digest, or None where `sync.verify` is not ``full``.
         parts: part name -> what readers need to know of it.
     """
 
@@ -74,41 +74,41 @@ class SynchronizerClient(Client):
     # -- trainer's side
 
     def begin(self, version: Version, parts: Sequence[str], timeout_s: float) -> Call[int]:
-        """A slot for the version; answered when one is free."""
+        """Ask for a slot for the version; answered when one is free."""
         return self._ask("begin", version, list(parts), timeout_s)
 
     def begin_if_free(self, version: Version, parts: Sequence[str]) -> Call[int | None]:
-        """A slot for the version, None where none is free now."""
+        """Ask for a slot for the version; the answer is None where none is free now."""
         return self._ask("begin_if_free", version, list(parts))
 
     def staged(self, version: Version, parts: Mapping[str, PartInfo]) -> Call[None]:
-        """Parts of a node are in its slot."""
+        """Say that parts of a node are in its slot."""
         return self._ask("staged", version, dict(parts))
 
     def digested(self, version: Version, digest: str | None) -> Call[None]:
-        """The digest of the whole version is known (None: not asked for)."""
+        """Say that the digest of the whole version is known (None: not asked for)."""
         return self._ask("digested", version, digest)
 
     def failed(self, version: Version, error: str) -> Call[None]:
-        """A part of the version cannot be had; whoever waits for it is told."""
+        """Say that a part of the version cannot be had; whoever waits for it is told."""
         return self._ask("failed", version, error)
 
     def wait_sealed(self, version: Version, timeout_s: float) -> Call[Sealed]:
-        """Answered when all ranks have staged the version."""
+        """Wait until all ranks have staged the version."""
         return self._ask("wait_sealed", version, timeout_s)
 
     def commit(self, version: Version, location: str | None = None) -> Call[None]:
-        """The version is available, in a folder where the sync mode writes one."""
+        """Say that the version is available, in a folder where the sync mode writes one."""
         return self._ask("commit", version, location)
 
     def discard(self, version: Version) -> Call[None]:
-        """The version was staged for a checkpoint only; its slot is free again."""
+        """Give back the slot of a version that was staged for a checkpoint only."""
         return self._ask("discard", version)
 
     # -- watching agents and ranks
 
     def hold(self) -> Call[None]:
-        """Never answered; see `watch`."""
+        """Make a call that is never answered; see `watch`."""
         return self._ask("hold")
 
     def watch(self, member: Member, owned: Sequence[ObjectRef[None]]) -> None:
@@ -122,49 +122,49 @@ class SynchronizerClient(Client):
         return self._ask("lease", reader, version)
 
     def release(self, lease_id: int) -> Call[bool]:
-        """The reader is done; whether it still held its lease."""
+        """Say that the reader is done; the answer is whether it still held its lease."""
         return self._ask("release", lease_id)
 
     def drop_reader(self, reader: Hashable) -> Call[None]:
-        """The reader is gone; its leases end."""
+        """Say that the reader is gone; its leases end."""
         return self._ask("drop_reader", reader)
 
     def wait_newer(self, version: Version | None, timeout_s: float) -> Call[Version | None]:
-        """Answered when there is a version newer than this one, with the newest; None: none will come."""
+        """Wait for a version newer than this one; the answer is the newest, or None where none will come."""
         return self._ask("wait_newer", version, timeout_s)
 
     def newest(self) -> Call[Version | None]:
-        """The newest committed version."""
+        """Ask for the newest committed version."""
         return self._ask("newest")
 
     def newest_location(self) -> Call[str | None]:
-        """The folder of the newest version where the sync mode has one."""
+        """Ask for the folder of the newest version, which exists where the sync mode writes one."""
         return self._ask("newest_location")
 
     # -- status
 
     def set_trainer_status(self, status: str) -> Call[None]:
-        """What the trainer is doing, one of `sync.synchronizer.STATUSES`."""
+        """Say what the trainer is doing, one of `sync.synchronizer.STATUSES`."""
         return self._ask("set_trainer_status", status)
 
     def get_trainer_status(self) -> Call[str]:
-        """What the trainer said last."""
+        """Ask what the trainer said last."""
         return self._ask("get_trainer_status")
 
     def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> Call[None]:
-        """One explorer of a process goes from `old_status` (None: it is new) to `status`."""
+        """Say that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
         return self._ask("set_explorer_status", member, status, old_status)
 
     def get_explorer_status_counts(self) -> Call[dict[str, int]]:
-        """Explorers per status, of processes that live."""
+        """Ask how many explorers are in each status, of processes that live."""
         return self._ask("get_explorer_status_counts")
 
     def notify_no_new_model_state_dict(self) -> Call[None]:
-        """The trainer has ended: whoever waits for a version waits no longer."""
+        """Say that the trainer has ended: whoever waits for a version waits no longer."""
         return self._ask("notify_no_new_model_state_dict")
 
     def memory(self) -> Call[SynchronizerMemory]:
-        """Peak resident bytes of its process, and whether torch was loaded into it (it must not be)."""
+        """Ask for the peak resident bytes of its process, and whether torch was loaded into it (it must not be)."""
         return self._ask("memory")
 
     # -- whole state dicts
@@ -172,19 +172,19 @@ class SynchronizerClient(Client):
     def put_state(
         self, version: Version, manifest: Manifest, references: Sequence[ObjectRef[np.ndarray]]
     ) -> Call[None]:
-        """A state dict is in the object store: how its buckets are packed, and the references to them."""
+        """Say that a state dict is in the object store: how its buckets are packed, and the references to them."""
         return self._ask("put_state", version, manifest, list(references))
 
     def announce(self, version: Version, location: str | None) -> Call[None]:
-        """A version is on disk, at `location` or at its place in the checkpoint folder."""
+        """Say that a version is on disk, at `location` or at its place in the checkpoint folder."""
         return self._ask("announce", version, location)
 
     def get_state(self) -> Call[Handed | None]:
-        """The newest version with what is needed to have its tensors; None before the first."""
+        """Ask for the newest version with what is needed to have its tensors; None before the first."""
         return self._ask("get_state")
 
     def state_lost(self, version: Version) -> Call[Handed | None]:
-        """A reader could not get the tensors of a version; what serves in its place."""
+        """Say that the tensors of a version cannot be had; the answer is what serves in its place."""
         return self._ask("state_lost", version)
 
     # -- broadcasts of a program's own
@@ -192,23 +192,23 @@ class SynchronizerClient(Client):
     def open_group(
         self, trainer: Member, address: str, port: int, meta: Sequence[Described] | None, explorers: int
     ) -> Call[WeightSyncGroup]:
-        """The trainer set up where a group for broadcasts meets."""
+        """Say that the trainer has set up where a group for broadcasts meets."""
         return self._ask("open_group", trainer, address, port, meta, explorers)
 
     def join_group(self, explorer: Member, after: int, timeout_s: float) -> Call[WeightSyncGroup]:
-        """Answered when there is a group with an id above `after`, with the explorer's place in it."""
+        """Wait for a group with an id above `after`; the answer holds the explorer's place in it."""
         return self._ask("join_group", explorer, after, timeout_s)
 
     def group_meta(self) -> Call[Sequence[Described] | None]:
-        """What is sent over the group, in order; None: no group was set up, or it was not said."""
+        """Ask what is sent over the group, in order; None: no group was set up, or it was not said."""
         return self._ask("group_meta")
 
     def ready(self, member: Member, step: int | None, timeout_s: float) -> Call[int]:
-        """Answered when the trainer and all explorers of the group are here, with the step that is going to be sent."""
+        """Wait until the trainer and all explorers of the group are here; the answer is the step that will be sent."""
         return self._ask("ready", member, step, timeout_s)
 
     def sent(self, trainer: Member, version: Version) -> Call[None]:
-        """All explorers of the group have a version."""
+        """Say that all explorers of the group have a version."""
         return self._ask("sent", trainer, version)
 
     # -- whom it serves

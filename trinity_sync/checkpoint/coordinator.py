@@ -115,7 +115,7 @@ class CheckpointCoordinator:
 
         Args:
             name: saves of one name never overlap: the earlier one is waited for first.
-            is_state_dict: it writes weights.
+            is_state_dict: the save writes weights.
             part: the part's name; None: the part is only counted.
             hands_over: `save_fn` gives the part to another writer, which has its turn when `save_fn` returns and
                 reports the part's end. Until then this process answers for the part; it takes no turn of its own.
@@ -169,7 +169,7 @@ class CheckpointCoordinator:
         self._save(saving, save_fn, self._ask_for_turn(saving, collective=not queues), queues=queues, reports=True)
 
     def fail(self, global_step: int, part: str, error: BaseException) -> None:
-        """This process cannot save its part, and has not begun to."""
+        """Report that this process cannot save its part, and has not begun to."""
         with contextlib.suppress(RunError):  # without its monitor the step fails anyway
             self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), _describe(error))
 
@@ -300,7 +300,7 @@ class CheckpointCoordinator:
         self._answered(finished)
 
     def _ask_for_turn(self, part: _Part, collective: bool) -> Call[None]:
-        """The call that returns when it has come."""
+        """Return the call that is answered when the turn has come."""
         self._let_watch()
         return self._monitor.notify_started(
             self._node_id,

@@ -53,7 +53,7 @@ class CheckpointDisk:
         policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
         fsync: whether commits are durable.
         clock: Unix seconds.
-        holder: of the folder, see `lock.hold_as_writer`.
+        holder: the holder of the folder, see `lock.hold_as_writer`.
     """
 
     root: Path | None
@@ -109,7 +109,7 @@ class CheckpointDisk:
     def describe(
         self, manifest: Manifest, total_s: float, pruned: Iterable[Pruned], *, beside: bool = False
     ) -> Committed:
-        """A commit as `CheckpointMonitor.wait_committed` returns it."""
+        """Describe a commit as `CheckpointMonitor.wait_committed` returns it."""
         place = self._beside if beside else self.root
         return {
             "step": manifest.step,
@@ -124,10 +124,10 @@ class CheckpointDisk:
         }
 
     def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:
-        """Of a commit that an earlier life of the monitor, or an earlier attempt, made.
+        """Describe a commit that an earlier life of the monitor, or an earlier attempt, made.
 
         Args:
-            kind: what was asked for; weights may lie beside the step's folder.
+            kind: the kind that was asked for; weights may lie beside the step's folder.
 
         Raises:
             RunError: the step is not on the disk.
@@ -146,10 +146,10 @@ class CheckpointDisk:
         return self.describe(manifest, 0.0, (), beside=beside)
 
     def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
-        """Of a commit of this attempt that was deleted on purpose since, as `describe`; None: nothing is noted of one.
+        """Describe a commit of this attempt that was deleted on purpose since; None: nothing is noted of one.
 
         Args:
-            kind: what was asked for.
+            kind: the kind that was asked for.
         """
         noted = deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
@@ -211,7 +211,7 @@ class CheckpointDisk:
         return trash.purge(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
-        """Steps of the full checkpoints that are committed."""
+        """List the steps of the full checkpoints that are committed."""
         return [info.step for info in catalog.scan(self.root) if info.kind == FULL] if self.root is not None else []
 
     # ---- a life after the monitor's death

@@ -31,8 +31,8 @@ class Execution:
 
     Args:
         disk: the checkpoint folder.
-        book: who decides.
-        events: where what happens is told.
+        book: decides.
+        events: takes what happens.
         changes: announced when something was done.
         clock: Unix seconds.
     """
@@ -94,11 +94,11 @@ class Execution:
         return self._queue.empty() and not busy
 
     def finishing(self, step: int) -> bool:
-        """The step is committed, but its trackers have not moved or retention has not run."""
+        """Tell whether the step is committed, but its trackers have not moved or retention has not run."""
         return step in self._finishing
 
     def result(self, step: int, *kinds: Kind | None) -> Committed | None:
-        """What came of the step's commit in this life of the monitor, as the first of these kinds; else None."""
+        """Return what came of the step's commit in this life of the monitor, as the first of these kinds; else None."""
         for kind in kinds:
             if kind is not None and (step, kind) in self._results:
                 return self._results[step, kind]
@@ -253,7 +253,7 @@ class Execution:
             self._events.fault("retention", problem)
 
     def _mirrored(self, event: str, fields: dict[str, object]) -> None:
-        """Something happened on the way to the mirror."""
+        """Tell what happened on the way to the mirror."""
         if event == "fault":
             self._events.fault(str(fields["where"]), fields["error"])
         else:
@@ -262,7 +262,7 @@ class Execution:
         self._changes.announce()
 
     def _unmirrored(self) -> None:
-        """A lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
+        """Run retention again: a lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
         self._in_background(self._retain_late())
 
     async def _retain_late(self) -> None:

@@ -65,14 +65,14 @@ class MonitorConfig:
     Args:
         attempt: the run's attempt; reports for another one are refused.
         policies: retention, as policies or as the map of name to fields that the configuration has. Empty: keep all.
-        keep_state_dicts: how many of the newest state-dict folders stay.
+        keep_state_dicts: number of the newest state-dict folders that stay.
         timeout_s: a step of which nothing is heard for so long has failed; also the limit of waits that name none.
         fsync: whether commits are made durable.
-        mirror: how checkpoints are copied to `default_hdfs_dir`.
-        log_dir: where the actor's log goes; None: where Ray puts it.
+        mirror: settings of the copies to `default_hdfs_dir`.
+        log_dir: folder of the actor's log; None: Ray's own logs.
         roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
             engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
-        holder: of the checkpoint folder, filled in by `get_actor`; the actor does nothing for another one.
+        holder: the holder of the checkpoint folder, filled in by `get_actor`; the actor does nothing for another one.
     """
 
     attempt: int = 0
@@ -108,7 +108,7 @@ class CheckpointMonitor(Writers):
         *,
         config: MonitorConfig | None = None,
     ) -> ActorHandle:
-        """The handle of the run's monitor, which is created if it is not there.
+        """Return the handle of the run's monitor, which is created if it is not there.
 
         It lives as long as the process that created it, so let the driver be the first to call.
 
@@ -308,7 +308,7 @@ class CheckpointMonitor(Writers):
         return await self._execution.wait_mirrored(timeout_s)
 
     async def drain_events(self, *, untold: bool = False) -> list[Event]:
-        """The events ``commit``, ``prune``, ``mirror`` and ``fault`` since the last call, oldest first.
+        """Return the events ``commit``, ``prune``, ``mirror`` and ``fault`` since the last call, oldest first.
 
         Those of an actor that was killed before they were drained are lost with it.
 
@@ -325,7 +325,7 @@ class CheckpointMonitor(Writers):
     # ---- about itself
 
     async def describe(self) -> Facts:
-        """root, attempt, fsync, save_strategy, roles, pid."""
+        """Return what it was made with."""
         root = self._disk.root
         return {
             "root": str(root) if root is not None else None,
@@ -337,7 +337,7 @@ class CheckpointMonitor(Writers):
         }
 
     async def status(self, step: int) -> StepStatus:
-        """Where a step stands: state, committed, error, missing."""
+        """Return where a step stands."""
         status = self._book.status(step)
         return {
             "state": status.state,
@@ -347,7 +347,7 @@ class CheckpointMonitor(Writers):
         }
 
     async def memory(self) -> dict[str, int]:
-        """Peak resident bytes."""
+        """Return the peak resident bytes of this process."""
         return {"peak_rss": peak_rss()}
 
     # ---- waiting

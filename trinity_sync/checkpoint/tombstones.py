@@ -45,7 +45,7 @@ def deleted(root: Path) -> set[tuple[int, int]]:
 
 
 def deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None:
-    """What is noted of a checkpoint of at least this kind that was deleted and not committed again; None: nothing."""
+    """Read what is noted of a checkpoint of at least this kind that was deleted and not committed again; else None."""
     for of in KINDS:
         if covers(of, kind):
             with suppress(OSError, ValueError, KeyError, TypeError):

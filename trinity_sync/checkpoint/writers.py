@@ -70,12 +70,12 @@ class Writers:
         await self._execution.note(step)
 
     async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
-        """The step is to be committed, as weights only or as a full checkpoint, as soon as its parts are in."""
+        """Have the step committed, as weights only or as a full checkpoint, as soon as its parts are in."""
         self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
         await self._execution.note(step)
 
     async def has_part(self, step: int, part: str, *, attempt: int | None = None) -> bool:
-        """Whether a commit of this attempt holds the part, so that there is nothing to write for it."""
+        """Tell whether a commit of this attempt holds the part, so that there is nothing to write for it."""
         return attempt in (None, self._book.attempt) and self._book.has(step, part)
 
     async def notify_started(
@@ -91,12 +91,12 @@ class Writers:
         collective: bool = False,
         timeout_s: float | None = None,
     ) -> None:
-        """A save is about to write; returns when the save strategy lets it.
+        """Take note that a save is about to write; return when the save strategy lets it.
 
         Args:
             node_id, job_id: the writer's node and process.
             step, part, ticket, life: given by a `CheckpointCoordinator`, which also lets itself be watched.
-            collective: it holds barriers with its peers and does not queue.
+            collective: the save holds barriers with its peers and does not queue.
 
         Raises:
             RunError: the step has failed meanwhile.
@@ -141,15 +141,15 @@ class Writers:
         digest: str | None = None,
         ticket: str | None = None,
     ) -> None:
-        """A part is written.
+        """Take note that a part is written.
 
         Args:
             is_state_dict: it is a weights part (for a part that `begin` named, what `begin` said holds).
-            part: its name; None: it is only counted.
-            files: what was written; None: whatever is found in the step's folder at the commit, which then is one of
-                all that is saved of the step.
-            digest: version digest of the weights.
-            ticket: of its `notify_started`.
+            part: the part's name; None: it is only counted.
+            files: the files that were written; None: what is found in the step's folder at the commit, which then is
+                one of all that is saved of the step.
+            digest: the version digest of the weights.
+            ticket: the ticket of its `notify_started`.
         """
         told = None
         if files is not None:
@@ -171,17 +171,17 @@ class Writers:
     async def notify_failed(
         self, step: int, part: str | None, error: str, *, attempt: int | None = None, ticket: str | None = None
     ) -> None:
-        """A part could not be written: nothing of the step is committed any more."""
+        """Take note that a part could not be written: nothing of the step is committed any more."""
         self._execution.apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
         await self._execution.note(step)
 
     async def notify_handed_over(self, ticket: str, step: int) -> None:
-        """Another writer answers for the part from now on; it has its turn already."""
+        """Take note that another writer answers for the part from now on; it has its turn already."""
         self._execution.apply(self._book.cancel(ticket))
         await self._execution.note(step)
 
     async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
-        """A writer's process (without a `job_id`: every one of the node) is gone, says somebody who knows."""
+        """Take somebody's word that a writer's process (without a `job_id`: every one of the node) is gone."""
         self._execution.apply(self._book.writer_lost(node_id, job_id, error=error))
 
     # ---- watching the writers
@@ -221,5 +221,5 @@ class Writers:
 
 
 def _call_id() -> str:
-    """The id of the current call; Ray keeps it when it repeats the call after a restart."""
+    """Return the id of the current call; Ray keeps it when it repeats the call after a restart."""
     return str(ray.get_runtime_context().get_task_id())

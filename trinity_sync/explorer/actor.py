@@ -68,7 +68,7 @@ class Explorer:
         self._task = build_task(self._spec.task, self._spec.seed)
 
     def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
-        """Connect to the node agents (by Ray node id), once they have their slots."""
+        """Connect to the node agents (by Ray node id), once they have their slots; return where this explorer runs."""
         spec = self._spec
         from trinity_sync.sync.loading import WeightLoader
 
@@ -88,8 +88,8 @@ class Explorer:
         """Take a committed version, the newest for None.
 
         Args:
-            version: which.
-            broadcast: in which it comes, in nccl mode.
+            version: the version to take.
+            broadcast: the broadcast in which it comes, in nccl mode.
         """
         assert self._loader is not None, "attach() comes first"
         report = self._loader.load(version, broadcast)
@@ -97,7 +97,7 @@ class Explorer:
         return report
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
-        """Samples for the prompts, scored, labelled with the version that produced them.
+        """Make samples for the prompts, scored, labelled with the version that produced them.
 
         Raises:
             RunError: this explorer holds no version.
@@ -134,7 +134,7 @@ class Explorer:
             raise LoadFailed(f"{self._spec.name} could not load the newest version: {error}") from error
 
     def memory(self) -> dict[str, int]:
-        """Peak resident bytes of this process."""
+        """Return the peak resident bytes of this process."""
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
 
 

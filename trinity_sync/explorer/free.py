@@ -76,12 +76,12 @@ class FreeRollout:
     Args:
         task: gives the prompts.
         members: the explorers.
-        rules: of the queue.
+        rules: the rules of the queue.
         samples_per_prompt: size of a group.
         normalise: divide advantages by their group's standard deviation.
         first: the first step.
         position: where an earlier attempt was in the task's prompts (`position`), None to begin with those of `first`.
-        timeout_s: how long the trainer may wait while nobody brings anything, seconds.
+        timeout_s: limit of the trainer's wait while nobody brings anything, seconds.
         on_load: told of each load, on an explorer's thread.
         on_fault: told of each explorer that is gone for good, and of loads that failed: (where, error).
     """
@@ -131,13 +131,13 @@ class FreeRollout:
             thread.start()
 
     def published(self, step: int) -> None:
-        """The version of this step is there to be loaded. Any thread."""
+        """Take note that the version of this step can be loaded. Any thread."""
         with self._changed:
             self._queue.publish(step)
             self._changed.notify_all()
 
     def take(self, step: int) -> SampleBatch:
-        """The samples for an update, sorted. Waits while too few are ready.
+        """Return the samples for an update, sorted. Waits while too few are ready.
 
         Raises:
             RunError: no explorer is left, one of them made an error that no restart mends, or `fail` was called.
@@ -162,8 +162,8 @@ class FreeRollout:
         return _assemble([ready.samples for ready in taken])
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: groups that were dropped, and seconds that explorers waited; now: groups that are ready,
-        and explorers that are alive.
+        """Count, since the last call, dropped groups and the seconds that explorers waited; as of now, ready groups
+        and living explorers.
         """
         with self._changed:
             now = (self._queue.dropped, self._waited_s)
@@ -177,16 +177,16 @@ class FreeRollout:
             }
 
     def position(self) -> Mapping[str, object]:
-        """Where the run is in the task's prompts, for a checkpoint of the step that was taken last."""
+        """Return where the run is in the task's prompts, for a checkpoint of the step that was taken last."""
         with self._changed:
             return self._queue.position()
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
-        """One per sample, within each prompt's group."""
+        """Compute one advantage per sample, within each prompt's group."""
         return np.asarray(group_advantages(batch, normalise=self._normalise))
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for samples is told this instead. Any thread; the first error counts."""
+        """Tell whoever waits for samples this instead. Any thread; the first error counts."""
         with self._changed:
             if self._error is None and not self._closed:
                 self._error = error
@@ -228,7 +228,7 @@ class FreeRollout:
         return None
 
     def _work(self, name: str) -> Exception | None:
-        """Until the run ends (None), or the explorer is lost: why."""
+        """Have an explorer make samples until the run ends (None), or the explorer is lost: return why."""
         failures = 0
         while groups := self._wait_for_groups(name):
             work = self._work_of(groups)
@@ -250,7 +250,7 @@ class FreeRollout:
         return None
 
     def _wait_for_groups(self, name: str) -> list[GroupId]:
-        """What to make next; nothing: the run is over."""
+        """Return what to make next; nothing: the run is over."""
         began = time.monotonic()
         with self._changed:
             most = -(-self._rules.groups_per_step // max(1, len(self._alive)))
@@ -317,7 +317,7 @@ class FreeRollout:
         return False
 
     def _starting_again(self) -> bool:
-        """Whether another explorer is being started in place of a lost one."""
+        """Tell whether another explorer is being started in place of a lost one."""
         with self._changed:
             return bool(self._busy)
 
@@ -345,7 +345,7 @@ class _Inside:
 
 
 def _assemble(pieces: Sequence[_Piece]) -> SampleBatch:
-    """The samples of all pieces, sorted. Pieces of one batch are cut out of it together."""
+    """Join the samples of all pieces, sorted. Pieces of one batch are cut out of it together."""
     rows: dict[int, list[NDArray[np.int64]]] = {}
     batches = {id(piece.batch): piece.batch for piece in pieces}
     for piece in pieces:

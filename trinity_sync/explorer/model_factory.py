@@ -41,7 +41,7 @@ def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Pat
     Args:
         architecture: `model_type` and fields of that Hugging Face config. Token ids of padding, begin and end are 0, 1,
             2 and need not be given.
-        seed: of the weights.
+        seed: seed of the weights.
         path: the folder to make; must not exist, or be empty.
 
     Returns:
@@ -67,7 +67,7 @@ def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Pat
 
 
 def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character: padding, begin, end, `CHARACTERS`, and unused ones up to `vocab_size`.
+    """Make a tokenizer with one token per character: padding, begin, end, `CHARACTERS`, unused ones up to `vocab_size`.
 
     A text gets the begin token in front. Encoding a character that it does not have raises.
 

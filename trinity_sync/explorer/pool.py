@@ -36,10 +36,10 @@ class ExplorerPool:
     """The run's explorers by name.
 
     Args:
-        spec: of each, but for who it is.
-        replicas: how many.
+        spec: what each explorer is built from, but for who it is.
+        replicas: number of explorers.
         synchronizer: the run's synchronizer.
-        num_gpus: GPUs reserved for each.
+        num_gpus: GPUs reserved for each explorer.
         max_restarts: deaths that the pool makes good, over the whole run.
         start_timeout_s: limit until one is up, seconds.
         timeout_s: limit of a generation, seconds.
@@ -131,7 +131,7 @@ class ExplorerPool:
         return reports
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, deliver: Deliver) -> SampleBatch:
-        """Samples for all prompts of a step, sorted by prompt and sample.
+        """Have samples made for all prompts of a step; return them sorted by prompt and sample.
 
         Raises:
             RunError: an explorer died and no restart is left, or did not finish in time.

@@ -53,11 +53,11 @@ class AgentConfig:
         root: where shared memory is mounted (`sync.shm_dir`).
         fallback: folder for mapped files where `root` is too small.
         verify: ``full``, ``bucket`` or ``off``.
-        nodes: how many nodes hold parts.
+        nodes: number of nodes that hold parts.
         threads: workers for digests and writes; also how many processes help to digest rows.
         durable: fsync the files of full checkpoints (`checkpoint.fsync`).
         save_timeout_s: limit until a part of a full checkpoint has its turn to be written, seconds.
-        log_dir: where this process logs, None for Ray's own logs.
+        log_dir: folder of this process's log; None for Ray's own logs.
     """
 
     run_key: str
@@ -146,8 +146,8 @@ class NodeAgent:
         return Slots(paths=paths, notes=list(self._arena.notes))
 
     async def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> None:
-        """A rank has filled its segment, for which it stood still so long. With the last one of this node the digests
-        are computed and reported.
+        """Take note that a rank has filled its segment, for which it stood still so long. With the last one the digests
+        of this node are computed and reported.
         """
         staged = self._staged.setdefault(version, {})
         staged[part] = blocked_s
@@ -162,7 +162,7 @@ class NodeAgent:
             await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     async def part_failed(self, version: Version, part: str, error: str) -> None:
-        """A rank could not fill its segment."""
+        """Take note that a rank could not fill its segment."""
         self._staged.pop(version, None)
         await self._synchronizer.failed(version, f"{part}: {error}").reference
 
@@ -195,8 +195,8 @@ class NodeAgent:
             await self.contribute(version, self._node, rows)
 
     async def contribute(self, version: Version, node: str, rows: RowDigests | None) -> None:
-        """On the lead agent: row digests of a node (None where none are computed); with the last one the version has
-        its digest.
+        """As the lead agent, take the row digests of a node (None where none are computed); with the last one the
+        version has its digest.
         """
         nodes = self._contributed.setdefault(version, set())
         if node in nodes:
@@ -223,18 +223,18 @@ class NodeAgent:
         return rows.version_digest(tensors)
 
     async def tensor_digests(self, version: Version) -> dict[str, bytes]:
-        """On the lead agent: tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing. Readers
-        ask for it to tell what of a version came damaged.
+        """As the lead agent, return tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing.
+        Readers ask for it to tell what of a version came damaged.
         """
         return self._tensors.get(version, {})
 
     async def layout(self, part: str) -> PartLayout:
-        """How a part is laid out."""
+        """Return how a part is laid out."""
         return self._layouts[part]
 
     async def share(self, version: Version, slot: int, part: str) -> list[ray.ObjectRef]:
-        """[reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a lease
-        on the version. Made once per version, so each node fetches it once however many explorers it has.
+        """Return [reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a
+        lease on the version. Made once per version, so each node fetches it once however many explorers it has.
         """
         shared, copying = self._shared.get(part, (None, None))
         if shared != version or copying is None:
@@ -310,7 +310,7 @@ class NodeAgent:
                 file.read(0, memoryview(self._maps[slot, part])[: layout.nbytes])
 
     async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:
-        """The file into which a rank copies its training state, and what the user should know; see `StateSlots`."""
+        """Return the file into which a rank copies its training state, and notes for the user; see `StateSlots`."""
         return await self._wait(self._states.reserve, part, nbytes)
 
     async def take_state(self, given: StatePart) -> None:
@@ -324,7 +324,7 @@ class NodeAgent:
         await self._wait(self._states.wait_written, part, timeout_s)
 
     async def memory(self) -> dict[str, int]:
-        """Peak resident bytes of this process, shared slots included."""
+        """Return the peak resident bytes of this process, shared slots included."""
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
 
     async def close(self) -> None:

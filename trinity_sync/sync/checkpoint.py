@@ -25,11 +25,11 @@ class StateDictStore(Protocol):
     """The checkpoint room's side of a weights-only save, passed in."""
 
     def begin(self, version: Version, nodes: list[str]) -> Path:
-        """A staging folder for the version; one part per node is expected."""
+        """Make a staging folder for the version; one part per node is expected."""
         ...
 
     def part_written(self, version: Version, node: str, files: list[tuple[str, int, str]]) -> None:
-        """A node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
+        """Report a node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
         ...
 
     def commit(self, version: Version, digest: str | None) -> Path:
@@ -37,7 +37,7 @@ class StateDictStore(Protocol):
         ...
 
     def fail(self, version: Version, error: str) -> None:
-        """The version will not be completed; its staging folder goes."""
+        """Give the version up; its staging folder goes."""
         ...
 
 
@@ -46,7 +46,7 @@ class CheckpointMode:
 
     Args:
         side: see `TrainerSide`.
-        store: where weights-only saves go.
+        store: takes weights-only saves.
         durable: fsync versions that are written for sync only (`sync.durable`).
     """
 

@@ -39,7 +39,7 @@ class Handover:
     """The actor's half.
 
     Args:
-        checkpoint_dir: where announced versions are; None: not told.
+        checkpoint_dir: the checkpoint folder, in which announced versions are; None: it is not known.
     """
 
     def __init__(self, checkpoint_dir: str | None) -> None:
@@ -54,11 +54,12 @@ class Handover:
     # -- state dicts
 
     async def put_state(self, version: Version, manifest: Manifest, references: list[ObjectRef[np.ndarray]]) -> None:
-        """A state dict is in the object store.
+        """Take note that a state dict is in the object store.
 
         Args:
+            version: the version that it is.
             manifest: what the reader needs to make tensors of the buckets (plain values).
-            references: to the buckets, nested in a list so that Ray does not fetch them.
+            references: references to the buckets, nested in a list so that Ray does not fetch them.
         """
         try:
             self._handed.publish(Version(*version), (manifest, references))
@@ -67,7 +68,7 @@ class Handover:
         self._changes.announce()
 
     async def announce(self, version: Version, location: str | None) -> None:
-        """A version is on disk, at `location` or, where the actor knows the checkpoint folder, at its place there."""
+        """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it."""
         version = Version(*version)
         if location is None and self._checkpoint_dir is not None:
             folder = Path(self._checkpoint_dir) / f"global_step_{version.step}"
@@ -79,11 +80,11 @@ class Handover:
         self._changes.announce()
 
     async def get_state(self) -> Handed | None:
-        """The newest version with what is needed to have its tensors; None before the first."""
+        """Return the newest version with what is needed to have its tensors; None before the first."""
         return self._handed.get()
 
     async def state_lost(self, version: Version) -> Handed | None:
-        """A reader could not get the tensors of a version; what serves in its place."""
+        """Take note that the tensors of a version are lost; return what serves in its place."""
         return self._handed.lost(Version(*version))
 
     # -- broadcasts
@@ -91,7 +92,7 @@ class Handover:
     async def open_group(
         self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
-        """The trainer set up where a group for broadcasts meets."""
+        """Take note of where a group for broadcasts meets, which the trainer set up."""
         try:
             group = self._rounds.open(trainer, address, port, meta, explorers)
         except RoundError as error:
@@ -100,7 +101,7 @@ class Handover:
         return group
 
     async def join_group(self, explorer: Member, after: int, timeout_s: float) -> WeightSyncGroup:
-        """The group that an explorer is to enter: one with an id above `after`, which is waited for."""
+        """Wait for a group with an id above `after`; return it, with the explorer's place in it."""
         rounds = self._rounds
         deadline, what = time.monotonic() + timeout_s, f"set up a weight sync group for {explorer}"
         while True:
@@ -114,11 +115,11 @@ class Handover:
                 self._changes.announce()
 
     async def group_meta(self) -> list[Described] | None:
-        """What is sent over the group: (name, dtype, shape) in order."""
+        """Return what is sent over the group: (name, dtype, shape) in order."""
         return self._rounds.group.meta if self._rounds.group is not None else None
 
     async def ready(self, member: Member, step: int | None, timeout_s: float) -> int:
-        """Wait until the trainer and all explorers of the group are here; the step that is going to be sent."""
+        """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent."""
         try:
             meeting = self._rounds.arrive(member, step)
         except RoundError as error:
@@ -139,7 +140,7 @@ class Handover:
         return meeting.step
 
     async def sent(self, trainer: Member, version: Version) -> None:
-        """All explorers of the group have a version."""
+        """Take note that all explorers of the group have a version."""
         version = Version(*version)
         if not self._rounds.sends(trainer):
             raise RunError(f"version {version} was sent by a {trainer} of an earlier weight sync group")
@@ -165,7 +166,7 @@ class Handover:
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _gone(self, member: Member) -> None:
-        """A process that the actor served is dead."""
+        """Forget a process that the actor served and that is dead."""
         self._rounds.gone(member)
 
 
@@ -184,7 +185,7 @@ class HandoverClient:
         return call.result(self.client.timeout_s)
 
     def _attach(self, name: str) -> Member:
-        """This process under a name; the actor notices its end from now on."""
+        """Return this process under a name; the actor notices its end from now on."""
         member = this_process(name)
         key = (self.client.handle._actor_id.hex(), member)
         if key not in _attached:
@@ -211,9 +212,10 @@ class HandoverClient:
             model_state_dict: name -> whole tensor on any device, or an iterable of such pairs, which is consumed one
                 tensor at a time. None: the version is the checkpoint of that step on disk.
             trainer_step: names the version.
-            attempt: of the run.
-            wire_dtype: of floating tensors on their way, such as ``"BF16"``; None: as they are.
-            location: for None: the folder of the checkpoint, where the actor was not told where checkpoints are.
+            attempt: the run's attempt.
+            wire_dtype: dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
+            location: the folder of the checkpoint, where there is no state dict and the actor does not know the
+                checkpoint folder.
 
         Raises:
             RunError: the version is not newer than the one before, or there is no committed checkpoint of the step.
@@ -228,7 +230,7 @@ class HandoverClient:
         self._answer(self.client.put_state(version, manifest, references))
 
     def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | None, int]:
-        """The newest version: its tensors, every byte checked, and its step; both of one version.
+        """Return the newest version: its tensors, every byte checked, and its step; both of one version.
 
         Args:
             copy: give tensors of their own. Else they are views of shared memory, which must not be written to.
@@ -263,8 +265,8 @@ class HandoverClient:
         return tensors, handed.version.step
 
     def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype as torch prints it, shape) of the tensors of the newest version, or of what the weight sync
-        group sends, in the order in which they come.
+        """Describe the tensors of the newest version, or of what the weight sync group sends, as (name, dtype as torch
+        prints it, shape), in the order in which they come.
 
         Raises:
             RunError: neither is known.
@@ -289,12 +291,12 @@ class HandoverClient:
         *,
         explorers: int = 1,
     ) -> WeightSyncGroup:
-        """Rank 0 of the trainer: tell the explorers where to meet for broadcasts.
+        """As rank 0 of the trainer, tell the explorers where to meet for broadcasts.
 
         Args:
-            master_address, master_port: of a store that serves already.
+            master_address, master_port: address of a store that serves already.
             state_dict_meta: (name, dtype, shape) of what is going to be sent, in order.
-            explorers: how many belong to the group. A group of before is over.
+            explorers: number of explorers in the group. The group before it is over.
         """
         trainer = self._attach(TRAINER)
         meta = (
@@ -303,10 +305,10 @@ class HandoverClient:
         return self._answer(self.client.open_group(trainer, master_address, int(master_port), meta, explorers))
 
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> WeightSyncGroup:
-        """An explorer: wait for a group, and its place in it.
+        """As an explorer, wait for a group and take a place in it.
 
         Args:
-            explorer: its name, unique in the run.
+            explorer: the explorer's name, unique in the run.
             after: the id of the group that it was in before.
 
         Raises:
@@ -324,7 +326,7 @@ class HandoverClient:
 
         Args:
             module: ``"trainer"``, or the explorer's name.
-            trainer_step: from the trainer: what it is going to send.
+            trainer_step: the step that the trainer is going to send; None from an explorer.
             timeout_s: limit, seconds; the configured one unless given.
 
         Returns:
@@ -340,5 +342,5 @@ class HandoverClient:
         return self.client.ready(member, trainer_step, limit).result(limit + ANSWER_S)
 
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> None:
-        """The trainer: the version was sent to all explorers of the group."""
+        """As the trainer, say that the version was sent to all explorers of the group."""
         self._answer(self.client.sent(this_process(TRAINER), Version(attempt, trainer_step)))

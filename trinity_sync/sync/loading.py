@@ -112,7 +112,7 @@ class WeightLoader:
         return moved, digest
 
     def _check(self, lease: Lease) -> None:
-        """Names and shapes must fit before the first byte is applied. Done once per set of layouts."""
+        """Check that names and shapes fit, before the first byte is applied. Done once per set of layouts."""
         digests = frozenset(info.layout for info in lease.parts.values())
         if digests == self._checked:
             return
@@ -137,7 +137,7 @@ class WeightLoader:
         return moved
 
     def _prove(self, lease: Lease) -> str:
-        """The digest of what is held now.
+        """Compute the digest of what is held now.
 
         Raises:
             ChecksumError: it is not the one that was published.

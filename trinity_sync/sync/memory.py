@@ -69,7 +69,7 @@ class MemoryTransport:
                 yield Bucket(layout, number, data, digest)
 
     def _fetch(self, lease: Lease, info: PartInfo) -> memoryview:
-        """A part of another node; what another explorer of this node has fetched is there already."""
+        """Fetch a part of another node; what another explorer of this node has fetched is there already."""
         agent = self._agents[info.node]
         [shared] = agent.share(lease.version, lease.slot, info.part).result(self._timeout_s)
         fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")

@@ -112,7 +112,7 @@ class NcclMode:
         return results(loading, limit)
 
     def _open_store(self, timeout_s: float) -> TCPStore:
-        """Where the members of all rounds meet. The driver serves it, as it never takes part in a round."""
+        """Serve the store at which the members of all rounds meet: the driver's work, as it is in no round."""
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -140,8 +140,8 @@ def _forget(store: Store, broadcast: Broadcast, but: str | None = None) -> None:
 
 @functools.cache
 def _connect(host: str, port: int, timeout_s: float) -> Store:
-    """This process's client of the store, kept: torch looks up the names of both ends for every connection, which takes
-    seconds where there is no name server.
+    """Return this process's client of the store. It is kept: torch looks up the names of both ends for each connection,
+    which takes seconds where there is no name server.
     """
     from torch.distributed import TCPStore
 
@@ -149,7 +149,7 @@ def _connect(host: str, port: int, timeout_s: float) -> Store:
 
 
 def _meet(broadcast: Broadcast, sender: int) -> Store:
-    """Wait until the sender and all explorers are there; the store for their group.
+    """Wait until the sender and all explorers are there; return the store for their group.
 
     Raises:
         RunError: the round was given up meanwhile.
@@ -173,8 +173,8 @@ def _group(broadcast: Broadcast, sender: int, rank: int) -> Group:
 
 
 def _wait(work: Work, broadcast: Broadcast) -> None:
-    """Until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait; gloo
-    keeps the group's limit, and closes its connections when a wait with another one ends.
+    """Wait until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait;
+    gloo keeps the group's limit, and closes its connections when a wait with another one ends.
     """
     if broadcast.transport == "nccl":
         work.wait(timedelta(seconds=broadcast.timeout_s))
@@ -196,12 +196,12 @@ def _close(groups: list[Group], broadcast: Broadcast) -> None:
 
 
 def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
-    """A trainer rank's share of a round: broadcast its staged part piece by piece.
+    """Do a trainer rank's share of a round: broadcast its staged part piece by piece.
 
     Args:
         broadcast: the round.
-        part: what this rank staged.
-        layout: how it is laid out.
+        part: name of the part that this rank staged.
+        layout: how the part is laid out.
         segment: the slot's bytes, mapped.
 
     Returns:
@@ -279,7 +279,7 @@ class _Arriving:
     valid until the next piece.
 
     Args:
-        group: of the sender and all explorers.
+        group: the group of the sender and all explorers.
         broadcast: the round.
         layout: how the part is laid out.
         find_room: see `FindRoom`.
@@ -343,8 +343,8 @@ class _Arriving:
             self._next += 1
 
     def _reaches(self, place: torch.Tensor) -> bool:
-        """The group can write there: gloo to the CPU's memory, NCCL to the one device that it was made for, and through
-        that to the CPU's.
+        """Tell whether the group can write there: gloo to the CPU's memory, NCCL to the one device that it was made
+        for, and through that to the CPU's.
         """
         if not place.is_cuda:
             return True
@@ -357,10 +357,10 @@ class _Receiving:
     """One piece on its way.
 
     Args:
-        group: of the sender and all explorers.
-        place: where it belongs, or None.
-        room: for its bytes, in the CPU's memory, where there is no such place.
-        nbytes: its length.
+        group: the group of the sender and all explorers.
+        place: memory in which the piece belongs, or None.
+        room: memory of the CPU for its bytes, where there is no such place.
+        nbytes: length of the piece.
         broadcast: the round.
     """
 
@@ -381,15 +381,15 @@ class _Receiving:
         self._work = begin_broadcast(group, self._target, broadcast.timeout_s)
 
     def wait(self) -> None:
-        """Until all of it is there."""
+        """Wait until all of it is there."""
         _wait(self._work, self._broadcast)
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 
     def data(self) -> np.ndarray | None:
-        """The bytes in the room, None where they are in their place."""
+        """Return the bytes in the room, None where they are in their place."""
         return None if self._bytes is None else self._bytes.numpy()
 
 
 def _nowhere(layout: PartLayout, number: int, cut: Cut) -> None:
-    """A `FindRoom` for pieces that all arrive in rooms."""
+    """Find no place, for pieces that all arrive in rooms (a `FindRoom`)."""

@@ -18,7 +18,7 @@ class Group(Protocol):
     """What is used of torch's groups, gloo between CPUs and NCCL between GPUs. Their stubs leave out `broadcast`."""
 
     def name(self) -> str:
-        """``gloo`` or ``nccl``."""
+        """Return ``gloo`` or ``nccl``."""
         ...
 
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work:

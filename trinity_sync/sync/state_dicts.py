@@ -33,7 +33,7 @@ class StateLostError(RunError):
 
 
 def put(tensors: Tensors, *, wire_dtype: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> State:
-    """Put tensors into the object store; what the actor is told of them, and the references.
+    """Put tensors into the object store; return what the actor is told of them, and the references.
 
     Raises:
         RunError: there is no tensor, or a name came twice.
@@ -77,8 +77,8 @@ def get(handed: Handed, timeout_s: float) -> dict[str, torch.Tensor]:
 
 
 def described(handed: Handed) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, torch dtype such as ``torch.bfloat16``, shape) of all tensors of a version with its state, in the order in
-    which they came.
+    """Describe all tensors of a version with its state as (name, torch dtype such as ``torch.bfloat16``, shape), in the
+    order in which they came.
     """
     manifest, _ = cast("State", handed.state)
     tensors = [Packed(*packed) for bucket, _, _ in manifest for packed in bucket]

@@ -29,7 +29,7 @@ Meta = Sequence[Described]
 def describe(
     tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: str | None = None
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """What a receiver has to be told of these tensors."""
+    """Describe tensors as a receiver has to know them."""
     return [
         (name, str(to_torch(wire_name(from_torch(tensor.dtype), wire_dtype))), tuple(tensor.shape))
         for name, tensor in tensors
@@ -48,12 +48,12 @@ def open_group(
     transport: str = "gloo",
     timeout_s: float,
 ) -> Group:
-    """The trainer's rank 0: serve a store, tell the explorers of it, and wait for them. Returns the group.
+    """As the trainer's rank 0, serve a store, tell the explorers of it, and wait for them; return the group.
 
     Args:
         host: an address of this node that the explorers reach.
         meta: what is going to be sent.
-        explorers: how many belong to it.
+        explorers: number of explorers in the group.
         transport: ``gloo`` or ``nccl``.
         timeout_s: limit of the meeting and of each operation, seconds.
     """
@@ -66,10 +66,10 @@ def open_group(
 def join_group(
     synchronizer: Synchronizer, explorer: str, *, after: int = 0, transport: str = "gloo", timeout_s: float
 ) -> tuple[Group, WeightSyncGroup]:
-    """An explorer: wait for the group and enter it. Returns the group, and what was told of it.
+    """As an explorer, wait for the group and enter it; return the group, and what was told of it.
 
     Args:
-        explorer: its name.
+        explorer: the explorer's name.
         after: id of the group that it was in before.
         transport, timeout_s: as for `open_group`.
     """
@@ -89,7 +89,7 @@ def _group(store: dist.Store, told: WeightSyncGroup, transport: str, timeout_s: 
 def broadcast_each(
     group: Group, tensors: Iterable[tuple[str, torch.Tensor]], *, wire_dtype: str | None = None, timeout_s: float
 ) -> None:
-    """One broadcast per tensor, from rank 0 of the group."""
+    """Send each tensor in a broadcast of its own, from rank 0 of the group."""
     device = _device_of(group)
     for name, tensor in tensors:
         _broadcast(group, cast_for_wire(tensor, wire_dtype).to(device), timeout_s, name)
@@ -104,7 +104,7 @@ def broadcast_packed(
     verify: bool = True,
     timeout_s: float,
 ) -> None:
-    """Large buckets of tensors, from rank 0 of the group, each followed by its digest where `verify` is set."""
+    """Send tensors in large buckets, from rank 0 of the group, each followed by its digest where `verify` is set."""
     device = _device_of(group)
     for number, (_, data) in enumerate(pack(tensors, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, device=device)):
         _broadcast(group, data, timeout_s, f"bucket {number}")
@@ -125,11 +125,11 @@ def receive(
     verify: bool = True,
     timeout_s: float,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What rank 0 of the group sends. Go through all of it, and take the new version for loaded only after that.
+    """Receive what rank 0 of the group sends. Go through all of it, and take the version for loaded only after that.
 
     Args:
         meta: what is sent, in the dtypes in which it is sent.
-        packed, bucket_bytes, verify: as at the sender.
+        packed, bucket_bytes, verify: the same as at the sender.
         timeout_s: limit of every broadcast, seconds.
 
     Yields:

@@ -28,7 +28,7 @@ class PublishedState:
 
     Args:
         synchronizer: the run's synchronizer.
-        agents: of the nodes that hold parts, by Ray node id.
+        agents: the agents of the nodes that hold parts, by Ray node id.
         timeout_s: limit of each wait, seconds.
     """
 
@@ -38,7 +38,7 @@ class PublishedState:
         self._timeout_s = timeout_s
 
     def parts(self) -> list[str]:
-        """Names of the parts that `save` adds to a checkpoint."""
+        """Name the parts that `save` adds to a checkpoint."""
         return [_part(node) for node in self._agents]
 
     def save(self, step: int, folder: Path) -> tuple[str, str]:
@@ -62,11 +62,11 @@ class PublishedState:
 
 
 def published_step(folder: Path, parts: Sequence[str]) -> int | None:
-    """The step of the version in a checkpoint's folder that explorers held; None: that of the checkpoint itself.
+    """Read the step of the version in a checkpoint's folder that explorers held; None: the checkpoint's own.
 
     Args:
-        folder: the checkpoint's.
-        parts: of the run; where they are not those that were saved, the version cannot be restored part by part.
+        folder: the checkpoint's folder.
+        parts: names of the run's parts; where other ones were saved, the version cannot be restored part by part.
     """
     path = folder / EXPLORER / _FILE
     if not path.exists():

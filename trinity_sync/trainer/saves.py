@@ -44,15 +44,15 @@ class SaveLog(Protocol):
     """Where saves report."""
 
     def event(self, name: str, **fields: object) -> None:
-        """One event."""
+        """Record one event."""
         ...
 
     def fault(self, where: str, error: BaseException | str) -> None:
-        """Something failed."""
+        """Record that something failed."""
         ...
 
     def saving(self, step: int) -> None:
-        """A save has begun."""
+        """Take note that a save has begun."""
         ...
 
 
@@ -61,8 +61,8 @@ class SaveSettings:
     """What every save of a run has in common.
 
     Attributes:
-        attempt: of the run.
-        seed: of the run.
+        attempt: the run's attempt.
+        seed: the run's seed.
         meta: manifest fields: backend, world_size, config_digest.
         ranks: names of the ranks' parts.
         timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
@@ -82,7 +82,7 @@ class FullSaves:
         monitor: the checkpoint monitor.
         trainer: the group of ranks.
         settings: see `SaveSettings`.
-        log: where to report.
+        log: takes what is reported.
         published: saves what explorers hold; None where there are none.
     """
 
@@ -119,7 +119,7 @@ class FullSaves:
         Args:
             step: the global step.
             digest: version digest of the weights, None where versions are not digested.
-            metrics: of the step, for the manifest and the retention policies.
+            metrics: the step's metrics, for the manifest and the retention policies.
             published: the explorers hold the version of this step; else what they hold is saved, too.
             data: where the run is in its data, where that is more than the step; see `data_position`.
 
@@ -182,8 +182,8 @@ class FullSaves:
         told.result(self._settings.timeout_s if timeout_s is None else timeout_s)
 
     def poll(self) -> None:
-        """After each step, when it is on record: let the save that it began be committed, and record the saves that
-        ended since the last call. Waits for none.
+        """Let the save be committed that the step began, which is on record by now, and record the saves that ended
+        since the last call. Called after each step; waits for none.
         """
         self._tell()
         while self._pending:
@@ -227,8 +227,8 @@ class FullSaves:
         record_commit(self._log, result, self._blocked(step, blocked))
 
     def _first_failure(self, step: int) -> TrinityError | None:
-        """What the monitor was told first of a step that has failed: what a rank failed of, because of which the folder
-        is gone, says more than that it is gone.
+        """Return what the monitor was told first of a step that has failed: what a rank failed of, because of which the
+        folder is gone, says more than that it is gone.
         """
         for call, (pending, _) in self._pending.items():
             if pending == step:
@@ -260,7 +260,7 @@ class FullSaves:
 
 
 def data_position(folder: Path) -> Mapping[str, object] | None:
-    """What `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
+    """Read what `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
     try:
         state = json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file
@@ -278,7 +278,7 @@ class WeightSaves:
     Args:
         monitor: the checkpoint monitor.
         settings: see `SaveSettings`.
-        log: where to report.
+        log: takes what is reported.
         durable: make the commits survive a power cut (`sync.durable`).
     """
 

@@ -36,7 +36,7 @@ class PairsData:
         self._max_length = max_length
 
     def batch(self, step: int) -> PairBatch:
-        """The pairs of a step, with an end-of-sequence token after each response.
+        """Return the pairs of a step, with an end-of-sequence token after each response.
 
         Raises:
             RunError: a pair is empty or longer than `max_length`; names its place in the file.
@@ -66,8 +66,8 @@ class PairsData:
         )
 
     def advantages(self, batch: PairBatch) -> None:
-        """The supervised loss has none."""
+        """Return nothing: the supervised loss has no advantages."""
 
     def load(self, version: Version) -> list[LoadReport]:
-        """Nobody generates, so nobody loads."""
+        """Report no load: nobody generates."""
         return []

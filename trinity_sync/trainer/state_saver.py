@@ -31,9 +31,9 @@ class StateSaver(Saver):
     """Saves of one rank.
 
     Args:
-        backend: of the engine.
-        agent: of this node.
-        coordinator, meetings, part, lazy: see `Saver`.
+        backend: the engine's backend.
+        agent: the node's agent.
+        coordinator, meetings, part, lazy: as for `Saver`.
         writes_metadata: this rank writes what all have in common (rank 0).
         form: format of the files.
     """

@@ -28,11 +28,11 @@ class Log(Protocol):
     """Where the loops report; `tracking.Recorder` is one."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One trainer step's numbers."""
+        """Record one trainer step's numbers."""
         ...
 
     def event(self, name: str, **fields: object) -> None:
-        """One event."""
+        """Record one event."""
         ...
 
 
@@ -43,7 +43,7 @@ class LoopSettings:
     Attributes:
         steps: the last step.
         first: the first step to do (1, or one past the step that was resumed).
-        attempt: of the run.
+        attempt: the run's attempt.
         sync_interval: steps between versions.
         max_staleness: largest staleness that a sample may have.
         save_interval: steps between full checkpoints, 0 for the last only.
@@ -60,11 +60,11 @@ class LoopSettings:
     step_timeout_s: float
 
     def publishes(self, step: int) -> bool:
-        """Whether a step's weights are to become a version."""
+        """Tell whether a step's weights are to become a version."""
         return step == self.steps or step % self.sync_interval == 0
 
     def saves(self, step: int) -> bool:
-        """Whether a step is to be checkpointed."""
+        """Tell whether a step is to be checkpointed."""
         return step == self.steps or bool(self.save_interval and step % self.save_interval == 0)
 
 
@@ -100,7 +100,7 @@ class Steps:
         synchronizer: the run's synchronizer.
         parts: names of the parts that make a version.
         mode: name of the sync mode.
-        log: where to report.
+        log: takes what is reported.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Steps:
         self._log = log
 
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
-        """Have all ranks train on a batch; their metrics.
+        """Have all ranks train on a batch; return their metrics.
 
         Raises:
             RunError: the loss is not finite.
@@ -137,7 +137,7 @@ class Steps:
         return metrics
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
-        """Of the samples of a batch, as metrics.
+        """Measure the staleness of a batch's samples, as metrics.
 
         Raises:
             RunError: a sample is staler than is allowed.
@@ -154,12 +154,12 @@ class Steps:
         return {"staleness/mean": float(np.average(lags, weights=counts)), "staleness/max": float(max(lags))}
 
     def begin(self, version: Version) -> int:
-        """A slot for a version; waits for one."""
+        """Return a slot for a version; wait for one."""
         limit = self._settings.sync_timeout_s
         return self._synchronizer.begin(version, self._parts, limit).result(limit + ANSWER_S)
 
     def begin_if_free(self, version: Version) -> int | None:
-        """A slot for a version, None where none is free now."""
+        """Return a slot for a version, None where none is free now."""
         limit = self._settings.sync_timeout_s
         return self._synchronizer.begin_if_free(version, self._parts).result(limit)
 
@@ -167,8 +167,8 @@ class Steps:
         """Have all ranks copy their weights into a slot.
 
         Args:
-            version: which.
-            slot: where.
+            version: the version that the weights are.
+            slot: number of the slot.
             lazily: the ranks may go on copying while they train, until their weights change.
 
         Returns:
@@ -183,13 +183,13 @@ class Steps:
         return self._synchronizer.wait_sealed(version, limit).result(limit + ANSWER_S)
 
     def stage(self, version: Version) -> Staged:
-        """`begin`, `copy` and `wait_sealed`."""
+        """Do `begin`, `copy` and `wait_sealed`."""
         started = time.perf_counter()
         blocked = self.copy(version, self.begin(version))
         return Staged(self.wait_sealed(version), blocked, started)
 
     def give_up(self, version: Version, error: str) -> None:
-        """The version will not be complete: whoever waits for it is told. Any thread."""
+        """Say that the version will not be complete: whoever waits for it is told. Any thread."""
         self._synchronizer.failed(version, error).result(self._synchronizer.timeout_s)
 
     def discard(self, version: Version) -> None:
@@ -227,7 +227,7 @@ def record_load(log: Log, report: LoadReport) -> None:
 
 
 def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
-    """What is known of a batch before it is trained on."""
+    """Measure what is known of a batch before it is trained on."""
     if not isinstance(batch, SampleBatch):
         return {"batch/tokens": float(batch.token_count)}
     metrics = {

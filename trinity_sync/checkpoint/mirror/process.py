@@ -46,9 +46,9 @@ class MirrorSettings:
     """How a mirror is kept (`checkpoint.mirror_*`).
 
     Args:
-        options: for the fsspec class of the place.
+        options: options of the fsspec class of the place.
         keep: ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
-        tries: how often one piece of work is tried.
+        tries: number of times that one piece of work is tried.
         backoff_s: wait after the first failure; doubles with each one, up to a minute.
         timeout_s: a try that moves no bytes for so long is broken off.
     """
@@ -198,10 +198,10 @@ def try_again(
 
 
 def serve(descriptor: int) -> None:
-    """The program of the child: do what the parent asks for, and end with it.
+    """Run as the child: do what the parent asks for, and end with it.
 
     Args:
-        descriptor: of the connection to it.
+        descriptor: file descriptor of the connection to the parent.
     """
     os.set_inheritable(descriptor, False)
     connection, lock = Connection(descriptor), threading.Lock()

@@ -26,7 +26,7 @@ class Storage:
 
     Args:
         place: a path, or a URL that fsspec knows; it need not exist yet.
-        options: for the fsspec class of the place.
+        options: options of the fsspec class of the place.
     """
 
     def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:
@@ -67,11 +67,11 @@ class Storage:
         return text
 
     def files(self, name: str = "") -> dict[str, int]:
-        """All files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
+        """List all files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
         return dict(self._walk(self._path(name), ""))
 
     def folders(self) -> list[str]:
-        """Names of the folders that lie here directly."""
+        """List the names of the folders that lie here directly."""
         return sorted(name for name, info in self._children(self._base) if info["type"] == "directory")
 
     def delete(self, name: str) -> None:
