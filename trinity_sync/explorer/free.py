@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -325,23 +326,16 @@ class FreeRollout:
         if not self._closed:
             self._on_fault(name, error)
 
-    def _inside(self, name: str) -> _Inside:
-        return _Inside(self._changed, self._busy, name)
-
-
-class _Inside:
-    """While it is entered, an explorer's thread waits for its explorer."""
-
-    def __init__(self, lock: threading.Condition, busy: set[str], name: str) -> None:
-        self._lock, self._busy, self._name = lock, busy, name
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._busy.add(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._busy.discard(self._name)
+    @contextmanager
+    def _inside(self, name: str) -> Iterator[None]:
+        """Note that an explorer's thread waits for its explorer."""
+        with self._changed:
+            self._busy.add(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(name)
 
 
 def _assemble(pieces: Sequence[_Piece]) -> SampleBatch:
