@@ -29,7 +29,7 @@ def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(
         yield
 
     monkeypatch.setattr(launcher, "cluster", failing)
-    monkeypatch.setattr(launcher, "in_background", lambda function, name: Future())
+    monkeypatch.setattr(launcher, "_in_background", lambda function: Future())
     with pytest.raises(RunError, match="what really happened"):
         launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run")
     assert read_record(tmp_path / "run" / "run.json")["error"] == "what really happened"

@@ -1,7 +1,7 @@
 """From a checked config to a finished run, with nothing left behind: the run's folder and record, Ray, and the `job`
 in between.
 
-The entry points call `run` once the config is known to be good. Ray starts while the driver imports verl.
+The entry points call `run` once the config is known to be good. The driver loads neither torch nor verl.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import sys
 import threading
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -24,7 +21,6 @@ from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
-from trinity_sync.host.threads import in_background
 from trinity_sync.launch.cluster import check_reachable, cluster
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
@@ -124,7 +120,6 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    preparing = in_background(lambda: _prepare(cfg, folder.model, start), "prepare")
     replicas = 0 if cfg.algorithm.kind == "sft" else cfg.explorer.replicas
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
@@ -133,7 +128,7 @@ def _run(
         with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
             job = job_class(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
             try:
-                job.start(preparing)
+                job.start()
                 job.loop()
             finally:
                 with contextlib.suppress(Exception):
@@ -163,35 +158,6 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
             print(f"{root} was not tidied up ({error}); the next run there does it", file=sys.stderr)
     with contextlib.suppress(OSError):
         folder.slots.rmdir()
-
-
-def _prepare(cfg: DictConfig, model_folder: Path, start: Start) -> None:
-    """While Ray starts: make the initial model, or one of another engine's weights, import verl."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    if cfg.model.path is None and not (model_folder / "config.json").exists():
-        from trinity_sync.explorer.model_factory import make_model
-
-        make_model(plain(cfg.model.architecture), cfg.seed, model_folder)
-    if start.weights_only:
-        from trinity_sync.checkpoint.export import export_checkpoint
-
-        assert start.folder is not None, "weights are taken from a checkpoint"
-        taken = start.taken_weights(model_folder)
-        shutil.rmtree(taken, ignore_errors=True)
-        given = Path(cfg.model.path) if cfg.model.path else model_folder
-        export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
-    with _quiet_imports():
-        import trinity_sync.trainer.worker  # noqa: F401
-
-
-@contextlib.contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """verl warns of each engine that is not installed; this run has chosen its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _cluster_has_gpus(address: str) -> bool:
