@@ -13,8 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent import futures
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -239,9 +238,7 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: it is elsewhere, where the monitor cannot commit it, or the monitor has no checkpoint folder.
         """
-        facts = self._ask_facts()
-        attempt = self._attempt if self._attempt is not None else facts["attempt"]
-        target = self._step_dir(local_path, global_step)
+        target, (_, attempt) = self._step_dir(local_path, global_step), self._destination()
         return staging_dir(target.parent, global_step, attempt) / self.place(local_path, global_step)
 
     def place(self, local_path: str | os.PathLike[str], global_step: int) -> str:
@@ -267,11 +264,17 @@ class CheckpointCoordinator:
         return f"{place}/{name}" if place else name
 
     def _step_dir(self, local_path: str | os.PathLike[str], global_step: int) -> Path:
-        facts = self._ask_facts()
-        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        root, _ = self._destination()
         if root is None:
             raise ConfigError(f"{local_path} cannot be saved: the checkpoint monitor was started without a folder")
-        return step_dir(root.absolute(), global_step)
+        return step_dir(root, global_step)
+
+    def _destination(self) -> tuple[Path | None, int]:
+        """Return the checkpoint folder, None where the monitor has none, and the attempt that is saved."""
+        facts = self._ask_facts()
+        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        attempt = self._attempt if self._attempt is not None else facts["attempt"]
+        return root.absolute() if root is not None else None, attempt
 
     # ---- one save
 
@@ -330,16 +333,14 @@ class CheckpointCoordinator:
             return written
         if isinstance(written, tuple):
             return FileEntry(*written)
-        facts = self._ask_facts()
-        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        root, attempt = self._destination()
         if root is None:
             raise RunError(f"{written} was saved, but the checkpoint monitor has no checkpoint folder")
-        attempt = self._attempt if self._attempt is not None else facts["attempt"]
-        staging = staging_dir(root.absolute(), step, attempt)
+        staging = staging_dir(root, step, attempt)
         path = staging / written
-        for folder in (staging, step_dir(root.absolute(), step)):
+        for folder in (staging, step_dir(root, step)):
             if path.is_relative_to(folder):
-                size, digest = digest_file(path, durable=facts["fsync"])
+                size, digest = digest_file(path, durable=self._ask_facts()["fsync"])
                 return FileEntry(path.relative_to(folder).as_posix(), size, digest)
         raise RunError(f"{path} was saved for step {step}, but it lies outside the step's staging folder {staging}")
 
@@ -364,7 +365,7 @@ class CheckpointCoordinator:
         return errors
 
     def _join(self, name: str, save: _Save, deadline: float) -> None:
-        futures.wait([save.ended], max(0.0, deadline - time.monotonic()))
+        wait([save.ended], max(0.0, deadline - time.monotonic()))
         if not save.ended.done():
             raise WaitTimeout(f"the save {name!r}", f"finish writing step {save.step}", self._timeout_s)
 
