@@ -121,7 +121,7 @@ class Fleet:
             threads=max(1, (os.cpu_count() or 2) // 2),
         )
         actor = ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=1000)
-        self.agent = AgentClient(actor.remote(config, self.synchronizer.actor, None), self.node)
+        self.agent = AgentClient(actor.remote(config, self.synchronizer.client, None), self.node)
         layouts = [layout_of(part_name(rank), rank, ranks, shapes, BUCKET_BYTES) for rank in range(ranks)]
         self.parts = [layout.part for layout in layouts]
         paths = self.agent.register({layout.part: layout for layout in layouts}).result(LIMIT_S).paths
@@ -137,12 +137,12 @@ class Fleet:
         self.explorers = {
             f"explorer-{index}": ray.remote(BenchExplorer)
             .options(num_cpus=0)
-            .remote(f"explorer-{index}", self.synchronizer, {self.node: self.agent}, shapes)
+            .remote(f"explorer-{index}", self.synchronizer.client, {self.node: self.agent}, shapes)
             for index in range(explorers)
         }
         self.explorer_before = self.all(self.explorers, "memory")
         side = TrainerSide(
-            synchronizer=self.synchronizer,
+            synchronizer=self.synchronizer.client,
             agents={self.node: self.agent},
             ranks=[RankClient(handle, rank) for rank, handle in enumerate(self.ranks.values())],
             timeout_s=LIMIT_S,
@@ -169,10 +169,10 @@ class Fleet:
         """As the training loop does it: begin, stage on all ranks, wait until sealed."""
         began = time.perf_counter()
         version = Version(0, next(self._steps))
-        slot = self.synchronizer.call("begin", version, self.parts, LIMIT_S)
+        slot = self.synchronizer.client.begin(version, self.parts, LIMIT_S).result(LIMIT_S)
         blocked = self.all(self.ranks, "stage", version, slot)
         staged = time.perf_counter()
-        sealed = self.synchronizer.call("wait_sealed", version, LIMIT_S)
+        sealed = self.synchronizer.client.wait_sealed(version, LIMIT_S).result(LIMIT_S)
         ended = time.perf_counter()
         return sealed, {"blocked_s": max(blocked.values()), "stage_s": staged - began, "seal_s": ended - staged}
 
@@ -232,7 +232,7 @@ class Fleet:
         """Of all processes."""
         agent = self.agent.memory().result(LIMIT_S)
         control = {
-            "synchronizer": self.synchronizer.call("memory"),
+            "synchronizer": self.synchronizer.client.memory().result(LIMIT_S),
             "monitor": ray.get(self.monitor.memory.remote(), timeout=LIMIT_S),
         }
         return {
@@ -420,7 +420,7 @@ def measure_growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         held = None
         for number in range(1, options.syncs + 1):
             if number == options.syncs // 2:
-                newest = fleet.synchronizer.call("newest")
+                newest = fleet.synchronizer.client.newest().result(LIMIT_S)
                 held = ray.get(fleet.explorers["explorer-1"].stop_reading.remote(tuple(newest)), timeout=LIMIT_S)
             fleet.sync("memory")
             if number in (options.syncs // 10, options.syncs // 2, options.syncs):

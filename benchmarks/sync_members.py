@@ -21,9 +21,10 @@ import torch.distributed as dist
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol import members
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync import Synchronizer, nccl, stream
+from trinity_sync.sync import nccl, stream
 from trinity_sync.sync.checkpoint import CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
@@ -182,7 +183,9 @@ class Holder:
 class BenchExplorer(Member):
     """An explorer without an engine."""
 
-    def __init__(self, name: str, synchronizer: Synchronizer, agents: dict[str, AgentClient], shapes: Shapes) -> None:
+    def __init__(
+        self, name: str, synchronizer: SynchronizerClient, agents: dict[str, AgentClient], shapes: Shapes
+    ) -> None:
         torch.set_num_threads(1)
         self._name = name
         self._synchronizer = synchronizer
@@ -222,7 +225,7 @@ class BenchExplorer(Member):
 
     def stop_reading(self, version: tuple[int, int]) -> Lease:
         """Take a lease and do nothing with it."""
-        return self._synchronizer.call("lease", self._name, Version(*version))
+        return self._synchronizer.lease(self._name, Version(*version)).result(LIMIT_S)
 
     # -- what it is compared with
 

@@ -12,9 +12,11 @@ from trinity_sync.actors.client import Client
 from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.rank import RankClient
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.node.agent import NodeAgent
+from trinity_sync.sync.synchronizer import SynchronizerActor
 
 
 class Given(dict[str, Any]):
@@ -56,6 +58,7 @@ MAKE: dict[str, Any] = {
     "agent": lambda handle: (AgentClient(handle, "here"), NodeAgent),
     "explorer": lambda handle: (ExplorerClient(handle, "explorer-0"), Explorer),
     "rank": rank_client,
+    "synchronizer": lambda handle: (SynchronizerClient(handle, 1.0), SynchronizerActor),
 }
 
 

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
-from trinity_sync.checkpoint import disk, layout, monitor, rollback, verification
+from trinity_sync.checkpoint import disk, layout, monitor, rollback, verification, writers
 from trinity_sync.checkpoint.layout import Manifest, file_entry, staging_dir
 from trinity_sync.checkpoint.lock import holder, locked
 from trinity_sync.errors import TrinityError, WaitTimeout
@@ -473,7 +473,8 @@ def observed(ledger: Ledger) -> Iterator[None]:
     with (
         mock.patch.object(disk.CheckpointDisk, "commit", told),
         mock.patch.object(monitor, "ray", ray),
-        mock.patch.object(monitor, "_TICK_S", 2.0),  # half a second would only take longer,
+        mock.patch.object(writers, "ray", ray),
+        mock.patch.object(writers, "_TICK_S", 2.0),  # half a second would only take longer,
         mock.patch.object(layout, "_CHUNK", 1 << 12),  # and so would buffers of 4 MB for files of 50 bytes
     ):
         yield

@@ -90,7 +90,7 @@ def test_settling_hides_what_saves_failed_of_and_no_interrupt(
     coordinator.settle()
     coordinator.wait_all()
     coordinator.save_async("full", boom, 21, part="r0")
-    coordinator._saves["full"].thread.join(LIMIT)
+    coordinator._saves["full"].ended.exception(LIMIT)
     monkeypatch.setattr(coordinator, "_join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         coordinator.settle()

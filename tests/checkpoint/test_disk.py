@@ -14,8 +14,8 @@ from unittest.mock import Mock
 import pytest
 
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
+from trinity_sync.actors.changes import Changes
 from trinity_sync.checkpoint import catalog, commits, replacement, rollback, trash, verification
-from trinity_sync.checkpoint.changes import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution

@@ -10,12 +10,12 @@ from pathlib import Path
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport, Produced
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt, Sample
-from trinity_sync.sync import Synchronizer
 
 NEWEST = Version(0, 5)
 """What `produce` loads."""
@@ -28,7 +28,7 @@ class StandIn:
     the rest.
     """
 
-    def __init__(self, spec: ExplorerSpec, synchronizer: Synchronizer) -> None:
+    def __init__(self, spec: ExplorerSpec, synchronizer: SynchronizerClient) -> None:
         self._spec = spec
         self._synchronizer = synchronizer
         self._order = Path(str(spec.log_dir)) / spec.name
@@ -51,7 +51,7 @@ class StandIn:
 
     def lease(self, version: Version) -> Member:
         """Begin a load that does not end; who it is."""
-        self._synchronizer.call("lease", self._spec.member, version)
+        self._synchronizer.lease(self._spec.member, version).result(self._synchronizer.timeout_s)
         return self._spec.member
 
     def load(self, version: Version, broadcast: Broadcast | None = None) -> LoadReport:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,21 +33,21 @@ class Versions:
         self.models = models
         self.engine: Any = None
         self.held: Version | None = None
-        self.newest = Version(0, 0)
+        self.published = Version(0, 0)
+        self.timeout_s = 1.0
         self.breaks_off = False
 
-    def call(self, method: str) -> Version:
-        assert method == "newest"
-        return self.newest
+    def newest(self) -> Any:
+        return SimpleNamespace(result=lambda limit: self.published)
 
     def load(self, version: Version | None, broadcast: Any = None) -> LoadReport:
         self.held = None
-        load(self.engine, self.models[self.newest])
+        load(self.engine, self.models[self.published])
         if self.breaks_off:
             raise RunError("the last bucket cannot be read now")
-        self.held = self.newest
+        self.held = self.published
         sizes = {"bytes_moved": 0, "total_s": 0.0, "paused_s": 0.0, "peak_rss": 0}
-        return LoadReport(explorer="explorer-0", version=self.newest, digest=None, **sizes)  # type: ignore[arg-type]
+        return LoadReport(explorer="explorer-0", version=self.published, digest=None, **sizes)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +85,7 @@ def test_each_sample_bears_the_version_of_the_weights_that_made_it_though_loads_
     explorer: Explorer, versions: Versions, models: dict[Version, Path]
 ) -> None:
     for version, model in models.items():
-        versions.newest = version
+        versions.published = version
         samples = list(explorer.produce(WORK, 3).batch)
         assert {sample.version for sample in samples} == {version}
         assert samples == made_by(model, version)
@@ -96,7 +97,7 @@ def test_a_version_that_is_published_while_samples_are_made_waits_until_they_are
     generate: Callable[..., Any] = explorer._engine.generate
 
     def publish_meanwhile(*args: Any, **kwargs: Any) -> Any:
-        versions.newest = Version(0, 1)
+        versions.published = Version(0, 1)
         return generate(*args, **kwargs)
 
     monkeypatch.setattr(explorer._engine, "generate", publish_meanwhile)
@@ -109,7 +110,7 @@ def test_an_explorer_whose_update_failed_makes_nothing_and_goes_on_with_the_next
 ) -> None:
     """It neither stays paused for ever, nor generates with the half of a version."""
     explorer.produce(WORK, 3)
-    versions.newest, versions.breaks_off = Version(0, 1), True
+    versions.published, versions.breaks_off = Version(0, 1), True
     for _ in range(2):
         with pytest.raises(LoadFailed, match="could not load the newest version: the last bucket cannot be read now"):
             explorer.produce(WORK, 3)

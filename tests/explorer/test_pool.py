@@ -74,7 +74,7 @@ class Pools:
         pool = ExplorerPool(
             spec,
             replicas=replicas,
-            synchronizer=self._synchronizer,
+            synchronizer=self._synchronizer.client,
             num_gpus=0.0,
             max_restarts=max_restarts,
             start_timeout_s=LIMIT,
@@ -170,22 +170,22 @@ def test_the_leases_of_a_dead_explorer_end_and_those_of_the_one_in_its_place_sta
 ) -> None:
     parts, before = ["rank-00000"], pool.clients["explorer-0"].handle
     for version in (FIRST, SECOND):
-        synchronizer.call("begin", version, parts, LIMIT)
-        synchronizer.call("staged", version, dict.fromkeys(parts))
-        synchronizer.call("digested", version, None)
-        synchronizer.call("commit", version)
+        synchronizer.client.begin(version, parts, LIMIT).result(LIMIT)
+        synchronizer.client.staged(version, dict.fromkeys(parts)).result(LIMIT)
+        synchronizer.client.digested(version, None).result(LIMIT)
+        synchronizer.client.commit(version).result(LIMIT)
         dead = ray.get(before.lease.remote(version), timeout=LIMIT)
     pool.load(FIRST, deliver)
     pools.tell_to_die("explorer-0", "generate")
     pool.generate(7, PROMPTS, 1, deliver)
     # Both slots were held by leases of the dead; the older one's is free again.
-    assert synchronizer.call("begin", Version(0, 2), parts, LIMIT) == 0
+    assert synchronizer.client.begin(Version(0, 2), parts, LIMIT).result(LIMIT) == 0
     # What it asked for before it died may come late: nobody would ever release that lease.
     with pytest.raises(RunError, match="explorer-0 was given up for dead"):
-        synchronizer.call("lease", dead)
+        synchronizer.client.lease(dead).result(LIMIT)
     in_its_place = ray.get(pool.clients["explorer-0"].handle.lease.remote(SECOND), timeout=LIMIT)
     assert in_its_place.name == dead.name
-    synchronizer.call("discard", Version(0, 2))
+    synchronizer.client.discard(Version(0, 2)).result(LIMIT)
 
 
 def test_a_death_ends_the_run_where_no_restart_is_left_and_says_what_would_allow_one(pools: Pools) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(
         yield
 
     monkeypatch.setattr(launcher, "cluster", failing)
-    monkeypatch.setattr(launcher, "_in_background", lambda function: Future())
     with pytest.raises(RunError, match="what really happened"):
         launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run")
     assert read_record(tmp_path / "run" / "run.json")["error"] == "what really happened"

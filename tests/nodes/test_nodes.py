@@ -16,6 +16,7 @@ from tests.e2e.runs import launch
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, random_weights, remote_agent
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 SHAPES = {"embed.weight": (4096, 1024), "layers.0.mlp.weight": (24, 10)}
@@ -45,7 +46,7 @@ def there(nodes: Cluster) -> str:
 class Explorer:
     """An explorer's half, without an engine."""
 
-    def __init__(self, agents: dict[str, AgentClient], synchronizer: Synchronizer, name: str) -> None:
+    def __init__(self, agents: dict[str, AgentClient], synchronizer: SynchronizerClient, name: str) -> None:
         from tests.sync.helpers import empty, make_loader
         from trinity_sync.sync.base import TrainerSide
 
@@ -63,11 +64,13 @@ def test_explorers_of_another_node_hold_what_was_published_and_their_node_fetche
 ) -> None:
     synchronizer = Synchronizer.get_actor(SynchronizerConfig(slots=2, timeout_s=LIMIT), namespace="nodes")
     places = {"run_key": "nodes", "root": str(tmp_path), "fallback": str(tmp_path / "fallback")}
-    agents = {node_id(): remote_agent(synchronizer, None, None, places)}
-    trainer = PretendTrainer(synchronizer, agents, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20)
+    agents = {node_id(): remote_agent(synchronizer.client, None, None, places)}
+    trainer = PretendTrainer(synchronizer.client, agents, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20)
     on_other = NodeAffinitySchedulingStrategy(there, soft=False)
     explorers = [
-        ray.remote(Explorer).options(num_cpus=0, scheduling_strategy=on_other).remote(agents, synchronizer, f"e-{i}")
+        ray.remote(Explorer)
+        .options(num_cpus=0, scheduling_strategy=on_other)
+        .remote(agents, synchronizer.client, f"e-{i}")
         for i in range(3)
     ]
     try:

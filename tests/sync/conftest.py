@@ -15,6 +15,7 @@ import ray
 from tests import local_ray
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent
 from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 _numbers = itertools.count()
@@ -48,7 +49,7 @@ def make_agent(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     root = tmp_path_factory.mktemp("shm")
 
     def make(
-        synchronizer: Synchronizer, *, lead: AgentClient | None = None, node: str | None = None, **config: Any
+        synchronizer: SynchronizerClient, *, lead: AgentClient | None = None, node: str | None = None, **config: Any
     ) -> AgentClient:
         settings = {"run_key": f"run-{next(_numbers)}", "root": str(root), "fallback": str(root / "fallback"), **config}
         made.append(remote_agent(synchronizer, lead, node, settings))
@@ -67,7 +68,7 @@ def synchronizer(make_synchronizer: Callable[..., Synchronizer]) -> Synchronizer
 @pytest.fixture(scope="module")
 def trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> PretendTrainer:
     """A trainer of two ranks on this node."""
-    return PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer)})
+    return PretendTrainer(synchronizer.client, {node_id(): make_agent(synchronizer.client)})
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.sync.light import PretendNodeAgent
 from tests.weights.helpers import cut, local_elements
 from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import part_name
@@ -22,7 +23,6 @@ from trinity_sync.sync.base import TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.synchronizer import Sealed, Synchronizer
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import stage
@@ -54,16 +54,16 @@ def node_id() -> str:
 
 
 def remote_agent(
-    synchronizer: Synchronizer, lead: AgentClient | None, node: str | None, settings: dict[str, Any]
+    synchronizer: SynchronizerClient, lead: AgentClient | None, node: str | None, settings: dict[str, Any]
 ) -> AgentClient:
     """Start an agent on this node; with `node` it takes itself for one there."""
     config = AgentConfig(**{"slots": 2, "verify": "full", "nodes": 1, "threads": 1, **settings})
     here = NodeAffinitySchedulingStrategy(node_id(), soft=False)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here}
     if node is None:
-        handle = ray.remote(NodeAgent).options(**options).remote(config, synchronizer.actor, lead)
+        handle = ray.remote(NodeAgent).options(**options).remote(config, synchronizer, lead)
     else:
-        handle = ray.remote(PretendNodeAgent).options(**options).remote(config, synchronizer.actor, lead, node)
+        handle = ray.remote(PretendNodeAgent).options(**options).remote(config, synchronizer, lead, node)
     return AgentClient(handle, node or node_id())
 
 
@@ -80,7 +80,7 @@ class PretendTrainer:
 
     def __init__(
         self,
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         agents: Mapping[str, AgentClient],
         *,
         weights: Mapping[str, torch.Tensor] | None = None,
@@ -105,7 +105,7 @@ class PretendTrainer:
     def open(self, timeout_s: float = LIMIT) -> tuple[Version, int]:
         """Begin the next version: it and its slot."""
         version = Version(0, next(_steps))
-        slot = self.synchronizer.call("begin", version, list(self.layouts), timeout_s, timeout_s=timeout_s + 30)
+        slot = self.synchronizer.begin(version, list(self.layouts), timeout_s).result(timeout_s + 30)
         return version, slot
 
     def stage_part(self, version: Version, slot: int, part: str, weights: Mapping[str, torch.Tensor]) -> None:
@@ -119,12 +119,12 @@ class PretendTrainer:
         version, slot = self.open()
         for part in self.layouts:
             self.stage_part(version, slot, part, weights)
-        return self.synchronizer.call("wait_sealed", version, LIMIT)
+        return self.synchronizer.wait_sealed(version, LIMIT).result(LIMIT)
 
     def publish(self, weights: Mapping[str, torch.Tensor]) -> Sealed:
         """Stage and commit the next version, as the memory mode does."""
         sealed = self.seal(weights)
-        self.synchronizer.call("commit", sealed.version)
+        self.synchronizer.commit(sealed.version).result(LIMIT)
         return sealed
 
     def segment(self, slot: int, part: str, writable: bool = False) -> Any:

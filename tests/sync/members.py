@@ -10,9 +10,10 @@ import torch
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync import Synchronizer, nccl
+from trinity_sync.sync import nccl
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.nccl import NcclTransport
@@ -59,7 +60,7 @@ class Receiver:
     def __init__(
         self,
         member: Member,
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         agents: dict[str, AgentClient],
         tensors: dict[str, torch.Tensor],
     ) -> None:

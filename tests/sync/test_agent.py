@@ -41,7 +41,7 @@ def test_a_sealed_version_says_of_each_part_what_a_reader_needs(trainer: Pretend
             part=part, node=node_id(), path=path, nbytes=layout.nbytes, layout=layout.digest, buckets=None
         )
         assert sealed.parts[part] == expected
-    trainer.synchronizer.call("discard", sealed.version)
+    trainer.synchronizer.discard(sealed.version).result(LIMIT)
 
 
 def test_the_digest_follows_the_weights(trainer: PretendTrainer) -> None:
@@ -53,7 +53,7 @@ def test_the_digest_follows_the_weights(trainer: PretendTrainer) -> None:
 def test_what_is_not_asked_for_is_not_computed(
     synchronizer: Synchronizer, make_agent: MakeAgent, verify: str, has_buckets: bool
 ) -> None:
-    trainer = PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer, verify=verify)})
+    trainer = PretendTrainer(synchronizer.client, {node_id(): make_agent(synchronizer.client, verify=verify)})
     sealed = trainer.publish(random_weights(1))
     assert sealed.digest is None
     for part, info in sealed.parts.items():
@@ -68,10 +68,10 @@ def test_a_part_reported_twice_does_not_stand_for_another_one(trainer: PretendTr
     for _ in range(2):
         trainer.stage_part(version, slot, "rank-00000", weights)
     with pytest.raises(RunError, match="did not seal"):
-        trainer.synchronizer.call("wait_sealed", version, 0.1)
+        trainer.synchronizer.wait_sealed(version, 0.1).result(LIMIT)
     trainer.stage_part(version, slot, "rank-00001", weights)
-    assert trainer.synchronizer.call("wait_sealed", version, LIMIT).digest == reference_digest(weights, "BF16")
-    trainer.synchronizer.call("discard", version)
+    assert trainer.synchronizer.wait_sealed(version, LIMIT).result(LIMIT).digest == reference_digest(weights, "BF16")
+    trainer.synchronizer.discard(version).result(LIMIT)
 
 
 def test_what_goes_wrong_in_the_agent_is_told_to_who_waits_for_the_version(trainer: PretendTrainer) -> None:
@@ -79,7 +79,7 @@ def test_what_goes_wrong_in_the_agent_is_told_to_who_waits_for_the_version(train
     for part in trainer.layouts:
         trainer.agents[node_id()].part_staged(version, 99, part).result(LIMIT)
     with pytest.raises(RunError, match=rf"^version {version} could not be staged: .*99"):
-        trainer.synchronizer.call("wait_sealed", version, LIMIT)
+        trainer.synchronizer.wait_sealed(version, LIMIT).result(LIMIT)
     assert trainer.publish(random_weights(4)).digest == reference_digest(random_weights(4), "BF16")
 
 
@@ -87,7 +87,7 @@ def test_a_part_that_cannot_be_staged_fails_its_version_and_no_other(trainer: Pr
     version, _ = trainer.open()
     trainer.agents[node_id()].part_failed(version, "rank-00001", "StageError: weight (no source)")
     with pytest.raises(RunError, match=rf"^version {version} could not be staged: rank-00001: StageError"):
-        trainer.synchronizer.call("wait_sealed", version, LIMIT)
+        trainer.synchronizer.wait_sealed(version, LIMIT).result(LIMIT)
     assert trainer.publish(random_weights(4)).digest == reference_digest(random_weights(4), "BF16")
 
 
@@ -95,17 +95,17 @@ def test_the_trainer_stood_still_as_long_as_its_slowest_rank(trainer: PretendTra
     version, slot = trainer.open()
     for blocked, part in enumerate(trainer.layouts, 1):
         trainer.agents[node_id()].part_staged(version, slot, part, 0.25 * blocked).result(LIMIT)
-    sealed = trainer.synchronizer.call("wait_sealed", version, LIMIT)
+    sealed = trainer.synchronizer.wait_sealed(version, LIMIT).result(LIMIT)
     assert sealed.blocked_s == 0.25 * len(trainer.layouts)
-    trainer.synchronizer.call("discard", version)
+    trainer.synchronizer.discard(version).result(LIMIT)
 
 
 @pytest.fixture(scope="module")
 def two_nodes(synchronizer: Synchronizer, make_agent: MakeAgent) -> PretendTrainer:
     """Three ranks: two on this node, whose agent leads, and one on a node that is not there."""
-    lead = make_agent(synchronizer, nodes=2)
-    other = make_agent(synchronizer, nodes=2, lead=lead, node="far-away")
-    return PretendTrainer(synchronizer, {node_id(): lead, "far-away": other}, ranks=3)
+    lead = make_agent(synchronizer.client, nodes=2)
+    other = make_agent(synchronizer.client, nodes=2, lead=lead, node="far-away")
+    return PretendTrainer(synchronizer.client, {node_id(): lead, "far-away": other}, ranks=3)
 
 
 def test_agents_of_two_nodes_put_one_digest_together(two_nodes: PretendTrainer) -> None:
@@ -142,7 +142,7 @@ def test_a_slot_is_written_as_files_that_are_the_segments(trainer: PretendTraine
         assert layout == trainer.layouts[layout.part]
         assert data == bytes(trainer.segment(sealed.slot, layout.part))
         assert (folder / path).stat().st_size == nbytes
-    trainer.synchronizer.call("discard", sealed.version)
+    trainer.synchronizer.discard(sealed.version).result(LIMIT)
 
 
 # ---- layouts
@@ -186,7 +186,7 @@ def register(agent: AgentClient, trainer: PretendTrainer) -> tuple[set[Path], Se
 def test_it_gives_the_shared_memory_back_when_it_is_closed(
     trainer: PretendTrainer, synchronizer: Synchronizer, make_agent: MakeAgent, tmp_path: Path
 ) -> None:
-    agent = make_agent(synchronizer, root=str(tmp_path))
+    agent = make_agent(synchronizer.client, root=str(tmp_path))
     files, notes = register(agent, trainer)
     assert files <= set(files_in(tmp_path))
     assert notes == []
@@ -199,16 +199,16 @@ def test_a_killed_agent_is_named_at_once_and_what_it_left_is_removed_by_the_next
     trainer: PretendTrainer, make_synchronizer: Callable[..., Synchronizer], make_agent: MakeAgent, tmp_path: Path
 ) -> None:
     synchronizer = make_synchronizer()
-    agent = make_agent(synchronizer, root=str(tmp_path))
+    agent = make_agent(synchronizer.client, root=str(tmp_path))
     abandoned, _ = register(agent, trainer)
     version, parts = Version(0, 0), list(trainer.layouts)
-    synchronizer.call("begin", version, parts, LIMIT)
+    synchronizer.client.begin(version, parts, LIMIT).result(LIMIT)
     waiting = synchronizer.actor.wait_sealed.remote(version, LIMIT * 10)
     os.kill(agent.memory().result(LIMIT)["pid"], signal.SIGKILL)
     with pytest.raises(MemberDied, match=rf"^the agent of node {node_id()} died while it was to seal version 0$"):
         Call(waiting, "the synchronizer", "seal version 0").result(LIMIT)
     with pytest.raises(MemberDied, match="died while it was to take version 1"):
-        synchronizer.call("begin", Version(0, 1), parts, LIMIT)
+        synchronizer.client.begin(Version(0, 1), parts, LIMIT).result(LIMIT)
 
     assert abandoned <= set(files_in(tmp_path))
     files, _ = register(make_agent(trainer.synchronizer, root=str(tmp_path)), trainer)
@@ -220,7 +220,7 @@ def test_a_node_without_shared_memory_is_told_and_files_are_used(
     trainer: PretendTrainer, synchronizer: Synchronizer, make_agent: MakeAgent, tmp_path: Path
 ) -> None:
     root, fallback = tmp_path / "no-such-place", tmp_path / "fallback"
-    files, notes = register(make_agent(synchronizer, root=str(root), fallback=str(fallback)), trainer)
+    files, notes = register(make_agent(synchronizer.client, root=str(root), fallback=str(fallback)), trainer)
     assert "no-such-place cannot hold the 2 slots" in notes[0]
     assert files <= set(files_in(fallback))
 

@@ -65,7 +65,7 @@ def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(synchroniz
     found, _ = synchronizer.get_model_state_dict()
     assert found is not None
     assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-    memory = synchronizer.call("memory")
+    memory = synchronizer.client.memory().result(LIMIT)
     assert memory["torch"] is False
     assert memory["peak_rss"] < 120 * 2**20
 
@@ -96,7 +96,7 @@ def test_damaged_bytes_are_not_handed_out(make_synchronizer: Callable[..., Synch
     synchronizer = make_synchronizer()
     manifest, references = state_dicts.put(random_weights(1))
     other = state_dicts.put(random_weights(2))[1]
-    synchronizer.call("put_state", (0, 1), manifest, other)
+    synchronizer.client.put_state((0, 1), manifest, other).result(LIMIT)
     with pytest.raises(RunError, match="bucket 0 of version 1 is damaged"):
         synchronizer.get_model_state_dict()
     del references

@@ -24,6 +24,7 @@ from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
@@ -44,7 +45,7 @@ class Explorer:
     def __init__(self) -> None:
         self._tensors = empty(random_weights(0, SHAPES))
 
-    def attach(self, agents: dict[str, AgentClient], synchronizer: Synchronizer, member: Member) -> int:
+    def attach(self, agents: dict[str, AgentClient], synchronizer: SynchronizerClient, member: Member) -> int:
         side = TrainerSide(synchronizer=synchronizer, agents=agents, ranks=[], timeout_s=LIMIT)
         self._loader = make_loader(side, self._tensors, member=member)
         return os.getpid()
@@ -86,17 +87,19 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
 ) -> None:
     draw = random.Random(f"{victim} {seed}")
     synchronizer = make_synchronizer()
-    agent = make_agent(synchronizer, run_key="killed", root=str(tmp_path), fallback=str(tmp_path / "fallback"))
-    trainer = PretendTrainer(synchronizer, {node_id(): agent}, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20)
+    agent = make_agent(synchronizer.client, run_key="killed", root=str(tmp_path), fallback=str(tmp_path / "fallback"))
+    trainer = PretendTrainer(
+        synchronizer.client, {node_id(): agent}, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20
+    )
     members = {name: Member.new(name) for name in explorers}
     attached = {
-        name: explorer.attach.remote(trainer.agents, synchronizer, members[name])
+        name: explorer.attach.remote(trainer.agents, synchronizer.client, members[name])
         for name, explorer in explorers.items()
     }
     pids = {name: ray.get(call, timeout=LIMIT) for name, call in attached.items()}
     pid = {
         "explorer": pids["explorer-0"],
-        "synchronizer": synchronizer.call("memory")["pid"],
+        "synchronizer": synchronizer.client.memory().result(LIMIT)["pid"],
         "agent": agent.memory().result(LIMIT)["pid"],
     }[victim]
     contents = [random_weights(100 + number, SHAPES) for number in range(VERSIONS)]
@@ -148,7 +151,9 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
     if victim == "agent":  # what it left is removed by the next one
         left = files(tmp_path)
         assert left
-        following = make_agent(make_synchronizer(), run_key="next", root=str(tmp_path), fallback=str(tmp_path / "f"))
+        following = make_agent(
+            make_synchronizer().client, run_key="next", root=str(tmp_path), fallback=str(tmp_path / "f")
+        )
         following.register({}).result(LIMIT)
         assert not left & files(tmp_path)
 
@@ -161,11 +166,13 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
     how: str,
 ) -> None:
     synchronizer = make_synchronizer()
-    trainer = PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer)}, weights=random_weights(0, SHAPES))
+    trainer = PretendTrainer(
+        synchronizer.client, {node_id(): make_agent(synchronizer.client)}, weights=random_weights(0, SHAPES)
+    )
     sealed = trainer.seal(random_weights(1, SHAPES))
-    pid = synchronizer.call("memory")["pid"]
+    pid = synchronizer.client.memory().result(LIMIT)["pid"]
     limit = 1.0 if how == "hangs" else LIMIT
-    impatient = Synchronizer(synchronizer.actor, limit)
+    impatient = SynchronizerClient(synchronizer.actor, limit)
     clients = {name: ExplorerClient(explorer, name) for name, explorer in explorers.items()}
     for name, explorer in explorers.items():
         ray.get(explorer.attach.remote(trainer.agents, impatient, Member.new(name)), timeout=LIMIT)
@@ -215,7 +222,7 @@ def publish(
     """Publish a version and have the explorers load it; the names of those that are dead, whose leases end."""
     sealed = trainer.seal(weights)
     published[sealed.version] = sealed.digest or ""
-    trainer.synchronizer.call("commit", sealed.version)
+    trainer.synchronizer.commit(sealed.version).result(LIMIT)
     what = f"load version {sealed.version}"
     calls: list[Call[str | None]] = [
         Call(explorer.load.remote(sealed.version), name, what) for name, explorer in explorers.items()
@@ -229,5 +236,5 @@ def publish(
                 raise
             dead.append(call.who)
             with contextlib.suppress(MemberDied):
-                trainer.synchronizer.call("drop_reader", members[call.who])
+                trainer.synchronizer.drop_reader(members[call.who]).result(LIMIT)
     return dead

@@ -91,7 +91,7 @@ class Altered:
 @pytest.fixture(scope="module")
 def bucket_trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> PretendTrainer:
     """One whose agent digests buckets, and not the version."""
-    return PretendTrainer(synchronizer, {node_id(): make_agent(synchronizer, verify="bucket")})
+    return PretendTrainer(synchronizer.client, {node_id(): make_agent(synchronizer.client, verify="bucket")})
 
 
 # ---- what arrives
@@ -194,7 +194,7 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
 
     class Slow(MemoryTransport):
         def buckets(self, lease: Any, broadcast: Any, find_room: FindRoom) -> Iterator[Bucket]:
-            trainer.synchronizer.call("drop_reader", member)
+            trainer.synchronizer.drop_reader(member).result(LIMIT)
             for seed in (26, 27):
                 trainer.publish(random_weights(seed))
             yield from super().buckets(lease, broadcast, find_room)
@@ -280,7 +280,7 @@ def test_files_are_handed_to_the_store_with_their_digests(
     mode.publish(sealed)
     assert [path for path, _, _ in store.files] == [f"actor/weights_{part}.safetensors" for part in trainer.layouts]
     assert store.failed == []
-    assert trainer.synchronizer.call("newest_location") == str(store.begin(sealed.version, []))
+    assert trainer.synchronizer.newest_location().result(LIMIT) == str(store.begin(sealed.version, []))
 
 
 def test_a_write_that_fails_is_told_and_the_version_before_stays_the_newest(
@@ -292,8 +292,8 @@ def test_a_write_that_fails_is_told_and_the_version_before_stays_the_newest(
     with pytest.raises(RunError, match=rf"^the agent of node .* could not write version {sealed.version}: "):
         mode.publish(sealed)
     assert len(store.failed) == 1
-    assert trainer.synchronizer.call("newest") == before.version
-    trainer.synchronizer.call("discard", sealed.version)
+    assert trainer.synchronizer.newest().result(LIMIT) == before.version
+    trainer.synchronizer.discard(sealed.version).result(LIMIT)
 
 
 def published_file(mode: CheckpointMode, trainer: PretendTrainer, store: FolderStore, seed: int) -> Path:

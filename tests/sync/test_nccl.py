@@ -185,7 +185,7 @@ def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version
 
     # One that was dead before the round keeps nobody in it: neither the ranks nor the slots.
     assert list(mode.deliver({"explorer-1": explorers["explorer-1"]}, sealed.version).lost) == ["explorer-1"]
-    trainer.synchronizer.call("drop_reader", MEMBERS["explorer-1"])
+    trainer.synchronizer.drop_reader(MEMBERS["explorer-1"]).result(LIMIT)
     for seed in (15, 16):
         mode.publish(sealed := trainer.seal(random_weights(seed)))
     (report,) = mode.deliver({"explorer-0": explorers["explorer-0"]}, sealed.version).reports

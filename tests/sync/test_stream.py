@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from tests.sync.helpers import random_weights
 from trinity_sync.errors import RunError
+from trinity_sync.sync.process_group import make_group
 from trinity_sync.sync.stream import broadcast_each, broadcast_packed, describe, receive
 from trinity_sync.weights.apply import ChecksumError
 
@@ -31,7 +31,7 @@ def exchange(send: Callable[[Any], None], take: Callable[[Any], Any]) -> list[An
     def member(rank: int) -> None:
         try:
             prefixed = dist.PrefixStore(f"group-{number}", store)
-            group = dist.ProcessGroupGloo(prefixed, rank, 1 + RECEIVERS, timedelta(seconds=LIMIT))
+            group = make_group(prefixed, rank, 1 + RECEIVERS, "gloo", LIMIT)
             found[rank] = send(group) if rank == 0 else take(group)
         except Exception as error:
             found[rank] = error

@@ -397,10 +397,10 @@ _steps = itertools.count()
 
 def publish(synchronizer: Synchronizer, location: str | None = None) -> int:
     version = Version(0, next(_steps))
-    synchronizer.call("begin", version, PARTS, LONG)
-    synchronizer.call("staged", version, dict.fromkeys(PARTS))
-    synchronizer.call("digested", version, None)
-    synchronizer.call("commit", version, location)
+    synchronizer.client.begin(version, PARTS, LONG).result(LONG)
+    synchronizer.client.staged(version, dict.fromkeys(PARTS)).result(LONG)
+    synchronizer.client.digested(version, None).result(LONG)
+    synchronizer.client.commit(version, location).result(LONG)
     return version.step
 
 
@@ -410,9 +410,9 @@ def test_it_is_made_by_who_brings_a_config_and_found_by_the_others(synchronizer:
     namespace = ray.get_runtime_context().namespace
     config = SynchronizerConfig(slots=2, lease_s=60.0, timeout_s=1.0)
     made = Synchronizer.get_actor(config, namespace)
-    made.call("set_trainer_status", "requires_sync", timeout_s=LONG)
+    made.client.set_trainer_status("requires_sync").result(LONG)
     for found in (Synchronizer.get_actor(config, namespace), Synchronizer.get_actor(namespace=namespace)):
-        assert found.call("get_trainer_status", timeout_s=LONG) == "requires_sync"
+        assert found.client.get_trainer_status().result(LONG) == "requires_sync"
     with pytest.raises(WaitTimeout, match="within 1 s"):
         found.wait_new_model_state_dict(0)
     ray.kill(made.actor)
@@ -420,7 +420,7 @@ def test_it_is_made_by_who_brings_a_config_and_found_by_the_others(synchronizer:
 
 def test_its_process_is_small_and_has_no_torch(synchronizer: Synchronizer) -> None:
     publish(synchronizer)
-    memory = synchronizer.call("memory")
+    memory = synchronizer.client.memory().result(LONG)
     assert memory["torch"] is False
     assert memory["peak_rss"] < 120 * 2**20
 
@@ -442,6 +442,6 @@ def test_the_seed_calls_go_by_steps(make_synchronizer: Callable[..., Synchronize
 
 def test_its_own_errors_reach_the_caller_as_they_are(synchronizer: Synchronizer) -> None:
     with pytest.raises(RunError, match=r"^explorer-9 cannot load: version 1 \(attempt 4\) is not available"):
-        synchronizer.call("lease", "explorer-9", Version(4, 1))
+        synchronizer.client.lease("explorer-9", Version(4, 1)).result(LONG)
     with pytest.raises(RunError, match=r"^the synchronizer could not .*: unknown status 'asleep'; one of running, "):
         synchronizer.set_trainer_status("asleep")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,11 @@ import pytest
 
 from tests.trainer.ranks import Asked
 from trinity_sync.actors.rank import RankClient
+from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
-from trinity_sync.sync.synchronizer import Sealed
 from trinity_sync.trainer.free import FreeLoop
 from trinity_sync.trainer.steps import LoopSettings
 
@@ -71,9 +72,6 @@ class World:
         return [0.1]
 
     # the synchronizer
-    def call(self, method: str, *args: Any, timeout_s: float = 0.0) -> Any:
-        return getattr(self, f"do_{method}")(*args)
-
     def do_begin(self, version: Version, parts: list[str], limit: float) -> int:
         self.happened.append(("wait for a slot", version.step))
         return 0
@@ -160,7 +158,7 @@ class World:
             trainer=me,
             source=me,
             mode=me,
-            synchronizer=me,
+            synchronizer=Meeting(self),
             parts=["rank-00000"],
             saves=me,
             log=me,
@@ -169,6 +167,17 @@ class World:
 
     def times(self, what: str) -> list[int]:
         return [entry[1] for entry in self.happened if isinstance(entry, tuple) and entry[0] == what]
+
+
+class Meeting(SynchronizerClient):
+    """Has the world answer in place of the synchronizer, when the answer is waited for."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(None, LIMIT)
+        self._world = world
+
+    def _call(self, what: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        return SimpleNamespace(result=lambda limit: getattr(self._world, f"do_{method}")(*args))
 
 
 @pytest.fixture(autouse=True)

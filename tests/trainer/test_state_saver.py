@@ -100,7 +100,7 @@ class Saves:
             threads=1,
         )
         actor = ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=100)
-        self.agent = AgentClient(actor.remote(settings, self.synchronizer.actor), "here")
+        self.agent = AgentClient(actor.remote(settings, self.synchronizer.client), "here")
         make = partial(coordinator, self.monitor, job_id="node-agent", timeout_s=LIMIT, attempt=attempt)
         self.agent.register({}, make).result(LIMIT)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
@@ -12,7 +12,9 @@ from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.protocol.versions import Lease, Version
 
 if TYPE_CHECKING:
+    import numpy as np
     from ray import ObjectRef
+    from ray.actor import ActorHandle
 
     from trinity_sync.weights.digests import RowDigests
     from trinity_sync.weights.image import Extent
@@ -23,7 +25,7 @@ class Coordinator(Protocol):
     """Through whom an agent saves: `CheckpointCoordinator`."""
 
     def save_sync(
-        self, save_fn: Callable[[], Any], global_step: int, *, part: str | None = None, queues: bool = False
+        self, save_fn: Callable[[], object], global_step: int, *, part: str | None = None, queues: bool = False
     ) -> None:
         """Take a turn, run `save_fn`, report."""
         ...
@@ -35,7 +37,7 @@ class Slots:
 
     Attributes:
         paths: slot -> part -> file.
-        notes: what the user should know, such as a fallback from shared memory.
+        notes: sentences that the user should read, such as a fallback from shared memory.
     """
 
     paths: Mapping[int, Mapping[str, str]]
@@ -47,10 +49,10 @@ class StatePart:
     """A rank's part of a full checkpoint, as it hands it over.
 
     Attributes:
-        part: its name, such as ``"rank-00000"``.
-        step: the checkpoint's.
+        part: the part's name, such as ``"rank-00000"``.
+        step: the checkpoint's step.
         folder: the step's staging folder.
-        files: (path below `folder`, where its holes are filled from); a file without holes is complete.
+        files: of each file its path below `folder`, and where its holes are filled from; one without holes is complete.
     """
 
     part: str
@@ -67,7 +69,7 @@ class AgentClient(Client):
         node: Ray's id of its node.
     """
 
-    def __init__(self, handle: Any, node: str) -> None:
+    def __init__(self, handle: ActorHandle, node: str) -> None:
         super().__init__(handle, f"the agent of node {node}")
         self.node = node
 
@@ -76,69 +78,71 @@ class AgentClient(Client):
     def register(
         self, layouts: Mapping[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
     ) -> Call[Slots]:
-        """Make the slots for the node's parts."""
+        """Have it make the slots for the node's parts."""
         return self._call("make its slots", "register", dict(layouts), make_coordinator)
 
     def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> Call[None]:
-        """A rank has filled its segment of a slot, for which it stood still so long."""
+        """Say that a rank has filled its segment of a slot, for which it stood still so long."""
         return self._call(f"take {part} of version {version}", "part_staged", version, slot, part, blocked_s)
 
     def part_failed(self, version: Version, part: str, error: str) -> None:
-        """A rank could not fill its segment."""
+        """Say that a rank could not fill its segment."""
         self._tell("part_failed", version, part, error)
 
     # -- versions
 
     def contribute(self, version: Version, node: str, rows: RowDigests | None) -> Call[None]:
-        """To the lead agent: the row digests of a node."""
+        """Give the lead agent the row digests of a node."""
         return self._call(f"digest version {version}", "contribute", version, node, rows)
 
     def tensor_digests(self, version: Version) -> Call[dict[str, bytes]]:
-        """Tensor name -> digest of a version that is in a slot, from the lead agent."""
+        """Ask the lead agent for the digests (tensor name -> 16 bytes) of a version that is in a slot."""
         return self._call(f"tell the digests of version {version}", "tensor_digests", version)
 
     def layout(self, part: str) -> Call[PartLayout]:
-        """How a part is laid out."""
+        """Ask how a part is laid out."""
         return self._call(f"describe {part}", "layout", part)
 
-    def share(self, version: Version, slot: int, part: str) -> Call[list[ObjectRef[Any]]]:
-        """[reference to a copy of a staged part in Ray's object store], for readers on other nodes."""
+    def share(self, version: Version, slot: int, part: str) -> Call[list[ObjectRef[np.ndarray]]]:
+        """Ask for a copy of a staged part in Ray's object store, for readers on other nodes: [reference to it]."""
         return self._call(f"hand out {part}", "share", version, slot, part)
 
     def write(
         self, version: Version, slot: int, folder: str, metadata: Mapping[str, str], *, fsync: bool
     ) -> Call[list[FileTuple]]:
-        """Write the node's parts of a slot as shard files below a folder; (path in it, bytes, xxh3_128 hex) of each."""
+        """Have it write the node's parts of a slot as shard files below a folder; the answer is (path in it, bytes,
+        xxh3_128 hex) of each.
+        """
         return self._call(f"write version {version}", "write", slot, folder, dict(metadata), fsync)
 
     # -- full checkpoints
 
     def save_published(self, step: int, folder: str, part: str, lease: Lease) -> None:
-        """Write the node's parts of a leased version into a full checkpoint's staging folder, and report `part`."""
+        """Have it write the node's parts of a leased version into a checkpoint's staging folder, and report `part`."""
         self._tell("save_published", step, folder, part, lease)
 
     def restore_published(self, version: Version, slot: int, folder: str) -> Call[None]:
-        """Fill a slot with what `save_published` wrote."""
+        """Have it fill a slot with what `save_published` wrote."""
         return self._call(f"restore version {version}", "restore_published", version, slot, folder)
 
     def reserve_state(self, part: str, nbytes: int) -> Call[tuple[str, list[str]]]:
-        """The file into which a rank copies its training state, and what the user should know."""
+        """Ask for the file into which a rank copies its training state, and for what the user should know of it."""
         return self._call("make room for the training state", "reserve_state", part, nbytes)
 
     def take_state(self, given: StatePart) -> Call[None]:
-        """Become the writer of a rank's part; answered when the rank need not live any more."""
+        """Make it the writer of a rank's part; answered when the rank need not live any more."""
         return self._call(f"take over the state of step {given.step}", "take_state", given)
 
     def wait_state_written(self, part: str, timeout_s: float) -> Call[None]:
-        """Answered when a part's segment may be used again."""
+        """Wait until a part's segment may be used again."""
         return self._call(f"write the state of {part}", "wait_state_written", part, timeout_s)
 
     # -- about itself
 
     def memory(self) -> Call[dict[str, int]]:
-        """Peak resident bytes of its process, shared slots included."""
+        """Ask for the peak resident bytes of its process, shared slots included."""
         return self._call("tell its memory", "memory")
 
     def close(self) -> Call[None]:
-        """Give the shared memory back."""
+        """Have it give the shared memory back."""
         return self._call("give its memory back", "close")

@@ -18,14 +18,14 @@ class Broadcast:
 
     Attributes:
         id: unique in the run.
-        version: what is sent.
-        slot: where the senders have it.
-        host, port: the store at which the members meet, served by the driver.
+        version: the version that is sent.
+        slot: number of the slot in which the senders have it.
+        host, port: address of the store at which the members meet, served by the driver.
         senders: parts in sender order, one per rank that holds anything.
         explorers: names in receiver order.
         transport: ``gloo`` or ``nccl``.
         cut: what pieces the parts travel in: buckets where each is checked before it is used, else tensors.
-        timeout_s: limit of every operation, seconds.
+        timeout_s: limit of each operation, seconds.
     """
 
     id: int
@@ -40,5 +40,5 @@ class Broadcast:
     timeout_s: float
 
     def prefix(self, sender: int) -> str:
-        """Of the keys in the store by which one sender and the explorers meet."""
+        """Return the prefix of the keys in the store by which one sender and the explorers meet."""
         return f"round-{self.id}/sender-{sender}/"

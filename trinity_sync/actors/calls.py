@@ -20,13 +20,14 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.protocol.members import Member
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
     """A process that was waited for is gone.
 
     Args:
-        who: its name, such as ``"trainer rank 1"``.
+        who: the process's name, such as ``"trainer rank 1"``.
         what: what it was to do.
     """
 
@@ -39,13 +40,13 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
 
 
 def this_process(name: str) -> Member:
-    """The calling process under a name; the same whenever it is asked for."""
+    """Name the calling process; the same member whenever it is asked for."""
     return Member(name, _life(os.getpid()))
 
 
 @functools.cache
 def _life(pid: int) -> str:
-    """Of one process: what a fork inherits of it has another number."""
+    """Draw the word of one process; a fork, which inherits the drawn ones, has another number."""
     return Member.new(str(pid)).life
 
 
@@ -54,27 +55,28 @@ def _life(pid: int) -> str:
 ANSWER_S = 5.0
 
 
-class Call(Generic[T]):
+class Call(Generic[T_co]):
     """A call to another process that is under way.
 
     Args:
-        reference: Ray's, to the answer.
-        who: whom was asked, such as ``"trainer rank 1"``.
+        reference: Ray's reference to the answer.
+        who: who was asked, such as ``"trainer rank 1"``.
         what: what it is to do, such as ``"train step 12"``.
     """
 
-    def __init__(self, reference: ObjectRef[T], who: str, what: str) -> None:
+    def __init__(self, reference: ObjectRef[T_co], who: str, what: str) -> None:
         self.reference, self.who, self.what = reference, who, what
 
-    def result(self, timeout_s: float) -> T:
+    def result(self, timeout_s: float) -> T_co:
         """Wait for the answer; errors as for `results`."""
         return results([self], timeout_s)[0]
 
-    async def answer(self, timeout_s: float) -> T:
+    async def answer(self, timeout_s: float) -> T_co:
         """As `result`, on an event loop."""
 
-        async def wait() -> T:
-            return await self.reference
+        async def wait() -> T_co:
+            answer: T_co = await self.reference
+            return answer
 
         try:
             return await asyncio.wait_for(wait(), timeout_s)
@@ -85,7 +87,7 @@ class Call(Generic[T]):
             raise WaitTimeout(self.who, self.what, timeout_s) from None
 
     def is_answered(self) -> bool:
-        """Whether it has ended well by now."""
+        """Tell whether it has ended well by now."""
         try:
             ray.get(self.reference, timeout=0)
         except Exception:
@@ -94,7 +96,7 @@ class Call(Generic[T]):
 
 
 def ended(calls: Collection[Call[T]], timeout_s: float = 0.0) -> list[Call[T]]:
-    """Wait until all of the calls have ended, well or not, or the time is over; those that have.
+    """Wait until all of the calls have ended, well or not, or the time is over; return those that have.
 
     Args:
         timeout_s: seconds; 0 does not wait.
@@ -120,9 +122,9 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
     still silent, so the message names the cause.
 
     Args:
-        calls: at most one to each member.
+        calls: the calls, at most one to each member.
         timeout_s: limit for all of them together, seconds.
-        what: they do together, where that is not what each of them does.
+        what: what they do together, where that is not what each of them does.
 
     Returns:
         The answers, in the order of the calls.
@@ -144,7 +146,8 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
                 raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
             failed = _failure(by_reference[done[0]])
         if failed is None:
-            return ray.get([call.reference for call in calls])
+            answers: list[T] = ray.get([call.reference for call in calls])
+            return answers
     except RayError as error:
         raise _expected(error) or _broken_off(calls, error, what) from error
     raise _cause(*failed, [by_reference[reference] for reference in pending], what)

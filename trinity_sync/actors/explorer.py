@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -14,6 +14,8 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
     from trinity_sync.samples.batch import SampleBatch
     from trinity_sync.samples.record import Prompt
 
@@ -27,9 +29,9 @@ class LoadReport:
     """What an explorer tells of a load.
 
     Attributes:
-        explorer: its name.
-        version: what it holds now.
-        digest: of what it holds, computed from that; None where `sync.verify` is not ``full``.
+        explorer: the explorer's name.
+        version: the version that it holds now.
+        digest: the digest of what it holds, computed from that; None where `sync.verify` is not ``full``.
         bytes_moved: payload that was applied.
         total_s: seconds from the call to the last check.
         paused_s: seconds in which it held no version and refused to generate.
@@ -53,45 +55,53 @@ class Produced:
     load: LoadReport | None
 
 
+class Whereabouts(TypedDict):
+    """Which process an explorer is: its pid, and Ray's id of its node."""
+
+    pid: int
+    node: str
+
+
 class ExplorerClient(Client):
     """See `trinity_sync.explorer.actor.Explorer`, of which each method here has one.
 
     Args:
         handle: Ray's handle of the explorer.
-        name: of the explorer, such as ``"explorer-0"``.
+        name: what the explorer is called, such as ``"explorer-0"``.
     """
 
-    def __init__(self, handle: Any, name: str) -> None:
+    def __init__(self, handle: ActorHandle, name: str) -> None:
         super().__init__(handle, name)
 
     def warm_up(self) -> None:
-        """Import what `start` needs."""
+        """Have it import what `start` needs."""
         self._tell("warm_up")
 
     def start(self) -> Call[None]:
-        """Build engine and task."""
+        """Have it build engine and task."""
         return self._call("start", "start")
 
-    def attach(self, agents: Mapping[str, AgentClient]) -> Call[dict[str, Any]]:
-        """Connect to the node agents (by Ray node id); its pid and node."""
+    def attach(self, agents: Mapping[str, AgentClient]) -> Call[Whereabouts]:
+        """Have it connect to the node agents (by Ray node id); the answer is where it runs."""
         return self._call("attach to the node agents", "attach", dict(agents))
 
     def load(self, version: Version, broadcast: Broadcast | None = None) -> Call[LoadReport]:
-        """Take a committed version.
+        """Have it take a committed version.
 
         Args:
-            broadcast: in which it comes, in nccl mode.
+            version: the version to take.
+            broadcast: the broadcast in which the version comes, in nccl mode.
         """
         return self._call(f"load version {version}", "load", version, broadcast)
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> Call[SampleBatch]:
-        """Samples for the prompts of a step, scored, labelled with the version that produced them."""
+        """Have it make samples for the prompts of a step, scored, labelled with the version that produced them."""
         return self._call(f"generate for step {step}", "generate", step, prompts, samples_per_prompt)
 
     def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Call[Produced]:
-        """Take the newest version, then make samples for (step, prompts of that step)."""
+        """Have it take the newest version, then make samples for (step, prompts of that step)."""
         return self._call("generate", "produce", work, samples_per_prompt)
 
     def memory(self) -> Call[dict[str, int]]:
-        """Peak resident bytes of its process."""
+        """Ask for the peak resident bytes of its process."""
         return self._call("tell its memory", "memory")

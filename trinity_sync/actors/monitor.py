@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import Kind
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+Event = dict[str, object]
+"""Something that happened, as ``events.jsonl`` has it: `event`, `time`, `attempt`, and the fields of its kind."""
 
 
 class PrunedStep(TypedDict):
@@ -65,7 +72,7 @@ class MonitorClient(Client):
         handle: Ray's handle of the monitor.
     """
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: ActorHandle) -> None:
         super().__init__(handle, "the checkpoint monitor")
 
     # -- a checkpoint
@@ -76,17 +83,26 @@ class MonitorClient(Client):
         attempt: int | None,
         kind: Kind,
         parts: Sequence[str],
-        meta: Mapping[str, Any] | None = None,
+        meta: Mapping[str, object] | None = None,
         *,
         weights_parts: Collection[str] = (),
         durable: bool | None = None,
     ) -> Call[str]:
-        """Announce a checkpoint; its staging folder, which exists."""
-        options = {"weights_parts": tuple(weights_parts), "durable": durable}
-        return self._call(f"begin step {step}", "begin", step, attempt, kind, list(parts), meta, **options)
+        """Announce a checkpoint; the answer is its staging folder, which exists."""
+        return self._call(
+            f"begin step {step}",
+            "begin",
+            step,
+            attempt,
+            kind,
+            list(parts),
+            meta,
+            weights_parts=tuple(weights_parts),
+            durable=durable,
+        )
 
     def monitor_step(self, step: int, *, weights: bool, attempt: int | None) -> Call[None]:
-        """The step is to be committed, as weights only or in full, as soon as its parts are in."""
+        """Have the step committed, as weights only or in full, as soon as its parts are in."""
         return self._call(f"take step {step} as one to commit", "monitor_step", step, weights, attempt=attempt)
 
     def register_thread_count(
@@ -102,7 +118,7 @@ class MonitorClient(Client):
         )
 
     def wait_committed(self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind) -> Call[Committed]:
-        """Answered when the step is committed, its trackers have moved and retention has run."""
+        """Wait until the step is committed, its trackers have moved and retention has run."""
         return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
 
     def fail_step(self, step: int, error: str, *, attempt: int | None) -> Call[None]:
@@ -110,16 +126,16 @@ class MonitorClient(Client):
         return self._call(f"give step {step} up", "fail_step", step, error, attempt)
 
     def status(self, step: int) -> Call[StepStatus]:
-        """Where a step stands."""
+        """Ask where a step stands."""
         return self._call(f"say how step {step} went", "status", step)
 
     def has_part(self, step: int, part: str, *, attempt: int | None) -> Call[bool]:
-        """Whether a commit holds the part."""
+        """Ask whether a commit holds the part."""
         what = f"say whether {part} of step {step} is committed"
         return self._call(what, "has_part", step, part, attempt=attempt)
 
     def retain(self, keep_last: int | None = None) -> Call[list[PrunedStep]]:
-        """Run retention now; what was deleted."""
+        """Run retention now; the answer is what was deleted."""
         return self._call("delete what is not kept", "retain", keep_last)
 
     # -- a part
@@ -137,7 +153,7 @@ class MonitorClient(Client):
         collective: bool,
         timeout_s: float,
     ) -> Call[None]:
-        """A save is about to write; answered when the save strategy lets it."""
+        """Say that a save is about to write, and wait until the save strategy lets it."""
         return self._call(
             f"give a save of step {step} its turn",
             "notify_started",
@@ -163,11 +179,11 @@ class MonitorClient(Client):
         digest: str | None = None,
         ticket: str | None = None,
     ) -> Call[None]:
-        """A part is written.
+        """Say that a part is written.
 
         Args:
-            files: of the part; None: not said, the monitor takes what it finds.
-            digest: of the version, with the part that brings it.
+            files: the files that make the part; None: not said, the monitor takes what it finds.
+            digest: the digest of the version, with the part that brings it.
         """
         return self._call(
             f"take {'a part' if part is None else f'part {part!r}'} of step {step}",
@@ -182,28 +198,38 @@ class MonitorClient(Client):
         )
 
     def notify_failed(self, step: int, part: str | None, error: str, *, attempt: int | None, ticket: str) -> Call[None]:
-        """A part could not be written: nothing of the step is committed any more."""
+        """Say that a part could not be written: nothing of the step is committed any more."""
         what = f"take note of a failed part of step {step}"
         return self._call(what, "notify_failed", step, part, error, attempt=attempt, ticket=ticket)
 
     def notify_handed_over(self, ticket: str, step: int) -> Call[None]:
-        """Another writer answers for the part from now on."""
+        """Say that another writer answers for the part from now on."""
         return self._call(f"let a part of step {step} go", "notify_handed_over", ticket, step)
+
+    # -- a writer
+
+    def hold(self, node_id: str, job_id: str, life: str) -> Call[None]:
+        """Make a call that is not answered while the writer lives; see `watch`."""
+        return self._call(f"let the writer {job_id} be watched", "hold", node_id, job_id, life)
+
+    def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[ObjectRef[None]]) -> Call[None]:
+        """Have the writer's death noticed: `owned` holds the reference to its call of `hold`."""
+        return self._call(f"watch the writer {job_id}", "watch", node_id, job_id, life, list(owned))
 
     # -- the run
 
-    def drain_events(self, *, untold: bool = False) -> Call[list[dict[str, Any]]]:
-        """The events since the last call; `untold`: without those that `wait_committed` tells."""
+    def drain_events(self, *, untold: bool = False) -> Call[list[Event]]:
+        """Fetch the events since the last call; `untold`: without those that `wait_committed` tells."""
         return self._call("tell its events", "drain_events", untold=untold)
 
     def wait_mirrored(self, timeout_s: float) -> Call[dict[int, str]]:
-        """Answered when nothing is on its way to the mirror, or the time is over: what is not there, and why."""
+        """Wait until nothing is on its way to the mirror, or the time is over; answers what is not there, and why."""
         return self._call("copy what is on its way to the mirror", "wait_mirrored", timeout_s)
 
     def describe(self) -> Call[Facts]:
-        """What it was made with."""
+        """Ask what it was made with."""
         return self._call("say where checkpoints go", "describe")
 
     def memory(self) -> Call[dict[str, int]]:
-        """Peak resident bytes of its process."""
+        """Ask for the peak resident bytes of its process."""
         return self._call("tell its memory", "memory")

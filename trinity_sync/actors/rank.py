@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
     import numpy as np
     from ray import ObjectRef
+    from ray.actor import ActorHandle
 
     from trinity_sync.samples.batch import PairBatch, SampleBatch
     from trinity_sync.weights.layout import PartLayout
@@ -25,12 +27,12 @@ class RankInfo:
     """What a rank tells the driver once its engine is up.
 
     Attributes:
-        rank: its number.
+        rank: the rank's number.
         part: the name of what it stages.
-        layout: of that, or None for a rank that holds nothing of its own.
+        layout: how the part is laid out, or None for a rank that holds nothing of its own.
         saved: rank 0: name -> (dtype, shape) of each tensor that a version has to hold; see `check_whole`.
-        node: Ray node id.
-        pid: process id, shown where the process dies.
+        node: Ray's id of the rank's node.
+        pid: its process id, shown where the process dies.
     """
 
     rank: int
@@ -47,82 +49,84 @@ class RankClient(Client):
 
     Args:
         handle: Ray's handle of the rank.
-        rank: its number.
+        rank: the rank's number.
     """
 
-    def __init__(self, handle: Any, rank: int) -> None:
+    def __init__(self, handle: ActorHandle, rank: int) -> None:
         super().__init__(handle, f"trainer rank {rank}")
         self.rank = rank
 
     def import_engine(self) -> Call[None]:
-        """Import what the engine needs."""
+        """Have it import what the engine needs."""
         return self._call("import its engine", "import_engine")
 
-    def make_model(self, architecture: Mapping[str, Any], seed: int, folder: str) -> Call[None]:
-        """Write a model of random weights and its tokenizer."""
+    def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> Call[None]:
+        """Have it write a model of random weights, and its tokenizer."""
         return self._call(f"make the model {folder}", "make_model", architecture, seed, folder)
 
     def initialise(self) -> Call[RankInfo]:
-        """Build model, optimizer and scheduler. Collective."""
+        """Have it build model, optimizer and scheduler. Collective."""
         return self._call("build its engine", "initialise")
 
     def attach(
         self,
         agent: AgentClient,
         paths: Mapping[int, str],
-        synchronizer: Any,
-        monitor: Any,
+        synchronizer: SynchronizerClient,
+        monitor: ActorHandle,
         attempt: int,
         timeout_s: float,
     ) -> Call[None]:
-        """Connect to the node's agent, its slots (slot -> file), the synchronizer and the checkpoint monitor."""
+        """Have it connect to its node's agent, its slots (slot -> file), the synchronizer and the monitor."""
         arguments = (agent, dict(paths), synchronizer, monitor, attempt, timeout_s)
         return self._call("attach to its node agent", "attach", *arguments)
 
     def train_step(
         self, step: int, batch: ObjectRef[SampleBatch | PairBatch], advantages: np.ndarray | None
     ) -> Call[dict[str, float]]:
-        """One training step on this rank's share of the batch; its metrics. Collective."""
+        """Have it train on its share of the batch; the answer is its metrics. Collective."""
         return self._call(f"train step {step}", "train_step", step, batch, advantages)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> Call[float]:
-        """Copy its shards into a slot and tell the agent; seconds in which it stood still so far. Collective where the
-        engine offloads.
+        """Have it copy its shards into a slot and tell the agent; the answer is how many seconds it stood still so far.
+        Collective where the engine offloads.
         """
         return self._call(f"stage version {version}", "stage", version, slot, lazily)
 
     def send(self, broadcast: Broadcast) -> Call[int]:
-        """Send its staged part to explorers; bytes sent."""
+        """Have it send its staged part to explorers; the answer is the bytes that were sent."""
         return self._call(f"send version {broadcast.version}", "send", broadcast)
 
     def save(self, step: int, folder: str) -> Call[float]:
-        """Begin to save the training state into a staging folder; seconds in which it stood still. Collective."""
+        """Have it begin to save the training state into a staging folder; the answer: seconds in which it stood still.
+        Collective.
+        """
         return self._call(f"copy the state of step {step}", "save", step, folder)
 
     def save_blocked(self, step: int) -> Call[float]:
-        """Seconds in which it stood still for the save of a step."""
+        """Ask how many seconds it stood still for the save of a step."""
         return self._call("say how long they waited", "save_blocked", step)
 
     def finish_saves(self) -> Call[None]:
-        """Wait until its saves are in other hands."""
+        """Have it wait until its saves are in other hands."""
         return self._call("finish their background saves", "finish_saves")
 
     def load(self, folder: str) -> Call[None]:
-        """Restore the training state from a full checkpoint's folder. Collective."""
+        """Have it restore the training state from a full checkpoint's folder. Collective."""
         return self._call(f"load {folder}", "load", folder)
 
     def begin_at(self, step: int) -> Call[None]:
-        """Go to the place in the learning-rate schedule after a step. Collective."""
+        """Have it go to the place in the learning-rate schedule after a step. Collective."""
         return self._call("set the schedule", "begin_at", step)
 
     def write_token(self, folder: str, token: str) -> Call[None]:
-        """Leave a token in a folder."""
+        """Have it leave a token in a folder."""
         return self._call(f"write to {folder}", "write_token", folder, token)
 
     def read_token(self, folder: str, token: str) -> Call[bool]:
-        """Whether it sees the token that another one left."""
+        """Ask whether it sees the token that another one left."""
         return self._call(f"read {folder}", "read_token", folder, token)
 
     def memory(self) -> Call[dict[str, int]]:
-        """Peak resident bytes of its process."""
+        """Ask for the peak resident bytes of its process."""
         return self._call("tell its memory", "memory")

@@ -5,7 +5,7 @@ Importing this package loads neither torch nor Ray; the two public classes are l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trinity_sync.checkpoint.coordinator import CheckpointCoordinator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointCoordinator", "CheckpointMonitor"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "CheckpointCoordinator":
         from trinity_sync.checkpoint.coordinator import CheckpointCoordinator
 

@@ -13,9 +13,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import ray
 
@@ -23,8 +24,12 @@ from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.actors.monitor import Facts, MonitorClient
 from trinity_sync.checkpoint.layout import digest_file, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FileTuple
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 #: Writes the part's files. Returns what it wrote, as entries (or the tuples of their fields) or as paths (absolute, or
 #: relative to the staging folder). None or anything that is no list: not said, the monitor then takes what it finds in
@@ -34,13 +39,12 @@ SaveFn: TypeAlias = Callable[[], Iterable[str | os.PathLike[str] | FileEntry | F
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Save:
     """One save in the background."""
 
     step: int
-    thread: threading.Thread
-    error: BaseException | None = None
+    ended: Future[None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class CheckpointCoordinator:
 
     def __init__(
         self,
-        checkpoint_monitor: Any,
+        checkpoint_monitor: ActorHandle,
         *,
         node_id: str | None = None,
         job_id: str | None = None,
@@ -90,7 +94,7 @@ class CheckpointCoordinator:
         self._attempt = attempt
         self._root = Path(root) if root is not None else None
         self._facts: Facts | None = None
-        self._watch: tuple[Any, Any] | None = None
+        self._watch: tuple[Call[None], Call[None]] | None = None
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
         self._untold: list[BaseException] = []
@@ -110,7 +114,7 @@ class CheckpointCoordinator:
 
         Args:
             name: saves of one name never overlap: the earlier one is waited for first.
-            is_state_dict: it writes weights.
+            is_state_dict: the save writes weights.
             part: the part's name; None: the part is only counted.
             hands_over: `save_fn` gives the part to another writer, which has its turn when `save_fn` returns and
                 reports the part's end. Until then this process answers for the part; it takes no turn of its own.
@@ -128,7 +132,6 @@ class CheckpointCoordinator:
             with contextlib.suppress(RunError):
                 self._report_failed(saving, reason)
             raise
-        save = _Save(global_step, threading.Thread(target=lambda: None))
         # Asked for at once: from here on the monitor knows whose part it is, and notices a death before the first byte.
         turn = self._ask_for_turn(saving, collective=hands_over)
 
@@ -136,14 +139,12 @@ class CheckpointCoordinator:
             try:
                 self._save(saving, save_fn, turn, queues=not hands_over, reports=not hands_over)
             except BaseException as error:
-                save.error = error
                 with self._lock:
                     self._untold.append(error)
                 on_failure(error)
+                raise
 
-        save.thread = threading.Thread(target=run, name=f"save-{name}-{global_step}", daemon=True)
-        self._saves[name] = save
-        save.thread.start()
+        self._saves[name] = _Save(global_step, in_background(run, f"save-{name}-{global_step}"))
 
     def save_sync(
         self,
@@ -167,7 +168,7 @@ class CheckpointCoordinator:
         self._save(saving, save_fn, self._ask_for_turn(saving, collective=not queues), queues=queues, reports=True)
 
     def fail(self, global_step: int, part: str, error: BaseException) -> None:
-        """This process cannot save its part, and has not begun to."""
+        """Report that this process cannot save its part, and has not begun to."""
         with contextlib.suppress(RunError):  # without its monitor the step fails anyway
             self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), _describe(error))
 
@@ -237,9 +238,7 @@ class CheckpointCoordinator:
         Raises:
             ConfigError: it is elsewhere, where the monitor cannot commit it, or the monitor has no checkpoint folder.
         """
-        facts = self._ask_facts()
-        attempt = self._attempt if self._attempt is not None else facts["attempt"]
-        target = self._step_dir(local_path, global_step)
+        target, (_, attempt) = self._step_dir(local_path, global_step), self._destination()
         return staging_dir(target.parent, global_step, attempt) / self.place(local_path, global_step)
 
     def place(self, local_path: str | os.PathLike[str], global_step: int) -> str:
@@ -265,11 +264,17 @@ class CheckpointCoordinator:
         return f"{place}/{name}" if place else name
 
     def _step_dir(self, local_path: str | os.PathLike[str], global_step: int) -> Path:
-        facts = self._ask_facts()
-        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        root, _ = self._destination()
         if root is None:
             raise ConfigError(f"{local_path} cannot be saved: the checkpoint monitor was started without a folder")
-        return step_dir(root.absolute(), global_step)
+        return step_dir(root, global_step)
+
+    def _destination(self) -> tuple[Path | None, int]:
+        """Return the checkpoint folder, None where the monitor has none, and the attempt that is saved."""
+        facts = self._ask_facts()
+        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        attempt = self._attempt if self._attempt is not None else facts["attempt"]
+        return root.absolute() if root is not None else None, attempt
 
     # ---- one save
 
@@ -298,7 +303,7 @@ class CheckpointCoordinator:
         self._answered(finished)
 
     def _ask_for_turn(self, part: _Part, collective: bool) -> Call[None]:
-        """The call that returns when it has come."""
+        """Return the call that is answered when the turn has come."""
         self._let_watch()
         return self._monitor.notify_started(
             self._node_id,
@@ -328,16 +333,14 @@ class CheckpointCoordinator:
             return written
         if isinstance(written, tuple):
             return FileEntry(*written)
-        facts = self._ask_facts()
-        root = self._root or (Path(facts["root"]) if facts["root"] is not None else None)
+        root, attempt = self._destination()
         if root is None:
             raise RunError(f"{written} was saved, but the checkpoint monitor has no checkpoint folder")
-        attempt = self._attempt if self._attempt is not None else facts["attempt"]
-        staging = staging_dir(root.absolute(), step, attempt)
+        staging = staging_dir(root, step, attempt)
         path = staging / written
-        for folder in (staging, step_dir(root.absolute(), step)):
+        for folder in (staging, step_dir(root, step)):
             if path.is_relative_to(folder):
-                size, digest = digest_file(path, durable=facts["fsync"])
+                size, digest = digest_file(path, durable=self._ask_facts()["fsync"])
                 return FileEntry(path.relative_to(folder).as_posix(), size, digest)
         raise RunError(f"{path} was saved for step {step}, but it lies outside the step's staging folder {staging}")
 
@@ -349,22 +352,21 @@ class CheckpointCoordinator:
             return
         self._join(name, save, time.monotonic() + self._timeout_s)
         del self._saves[name]
-        if save.error is not None:
-            raise save.error
+        save.ended.result()
 
     def _ended(self) -> list[BaseException]:
         """Wait for all; what was raised since the last call."""
         deadline = time.monotonic() + self._timeout_s
         for name, save in list(self._saves.items()):
             self._join(name, save, deadline)
-        self._saves = {name: save for name, save in self._saves.items() if save.thread.is_alive()}
+        self._saves = {name: save for name, save in self._saves.items() if not save.ended.done()}
         with self._lock:
             errors, self._untold = self._untold, []
         return errors
 
     def _join(self, name: str, save: _Save, deadline: float) -> None:
-        save.thread.join(max(0.0, deadline - time.monotonic()))
-        if save.thread.is_alive():
+        wait([save.ended], max(0.0, deadline - time.monotonic()))
+        if not save.ended.done():
             raise WaitTimeout(f"the save {name!r}", f"finish writing step {save.step}", self._timeout_s)
 
     # ---- talking to the monitor
@@ -373,8 +375,8 @@ class CheckpointCoordinator:
         """Let the monitor notice this process's death: it holds a reference that only this process can keep alive."""
         with self._lock:
             if self._watch is None:
-                held = self._monitor.handle.hold.remote(self._node_id, self._job_id, self._life)
-                watching = self._monitor.handle.watch.remote(self._node_id, self._job_id, self._life, [held])
+                held = self._monitor.hold(self._node_id, self._job_id, self._life)
+                watching = self._monitor.watch(self._node_id, self._job_id, self._life, [held.reference])
                 self._watch = (held, watching)
 
     def _ask_facts(self) -> Facts:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
+from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint import catalog, commits, recovery, trash
 from trinity_sync.checkpoint.layout import (
     STAGING,
@@ -52,7 +53,7 @@ class CheckpointDisk:
         policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
         fsync: whether commits are durable.
         clock: Unix seconds.
-        holder: of the folder, see `lock.hold_as_writer`.
+        holder: the holder of the folder, see `lock.hold_as_writer`.
     """
 
     root: Path | None
@@ -107,8 +108,8 @@ class CheckpointDisk:
 
     def describe(
         self, manifest: Manifest, total_s: float, pruned: Iterable[Pruned], *, beside: bool = False
-    ) -> dict[str, Any]:
-        """A commit as `CheckpointMonitor.wait_committed` returns it."""
+    ) -> Committed:
+        """Describe a commit as `CheckpointMonitor.wait_committed` returns it."""
         place = self._beside if beside else self.root
         return {
             "step": manifest.step,
@@ -122,11 +123,11 @@ class CheckpointDisk:
             "pruned": [{"step": p.step, "reason": p.reason, "freed_bytes": p.freed_bytes} for p in pruned],
         }
 
-    def describe_committed(self, step: int, kind: Kind | None = None) -> dict[str, Any]:
-        """Of a commit that an earlier life of the monitor, or an earlier attempt, made.
+    def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:
+        """Describe a commit that an earlier life of the monitor, or an earlier attempt, made.
 
         Args:
-            kind: what was asked for; weights may lie beside the step's folder.
+            kind: the kind that was asked for; weights may lie beside the step's folder.
 
         Raises:
             RunError: the step is not on the disk.
@@ -144,17 +145,17 @@ class CheckpointDisk:
             return deleted
         return self.describe(manifest, 0.0, (), beside=beside)
 
-    def describe_deleted(self, step: int, kind: Kind | None = None) -> dict[str, Any] | None:
-        """Of a commit of this attempt that was deleted on purpose since, as `describe`; None: nothing is noted of one.
+    def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
+        """Describe a commit of this attempt that was deleted on purpose since; None: nothing is noted of one.
 
         Args:
-            kind: what was asked for.
+            kind: the kind that was asked for.
         """
         noted = deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
             return None
-        manifest = Manifest(step=step, attempt=self.attempt, kind=noted["kind"], digest=noted["digest"])
-        return self.describe(manifest, 0.0, ()) | {"bytes": noted["bytes"]}
+        manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest)
+        return {**self.describe(manifest, 0.0, ()), "bytes": noted.nbytes}
 
     def move_tracker(self, kind: Kind, step: int) -> None:
         """Let the tracker name the step.
@@ -210,7 +211,7 @@ class CheckpointDisk:
         return trash.purge(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
-        """Steps of the full checkpoints that are committed."""
+        """List the steps of the full checkpoints that are committed."""
         return [info.step for info in catalog.scan(self.root) if info.kind == FULL] if self.root is not None else []
 
     # ---- a life after the monitor's death

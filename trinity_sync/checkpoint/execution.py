@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any
 
-from trinity_sync.checkpoint.changes import Changes
+from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
@@ -31,8 +31,8 @@ class Execution:
 
     Args:
         disk: the checkpoint folder.
-        book: who decides.
-        events: where what happens is told.
+        book: decides.
+        events: takes what happens.
         changes: announced when something was done.
         clock: Unix seconds.
     """
@@ -49,7 +49,7 @@ class Execution:
         self._queue: asyncio.Queue[Decision] = asyncio.Queue()
         self._working = False
         self._finishing: set[int] = set()
-        self._results: dict[tuple[int, Kind], dict[str, Any]] = {}
+        self._results: dict[tuple[int, Kind], Committed] = {}
         self._unnoted: set[int] = set()
         self._journal_lock = asyncio.Lock()
         self._retention_lock = asyncio.Lock()
@@ -94,11 +94,11 @@ class Execution:
         return self._queue.empty() and not busy
 
     def finishing(self, step: int) -> bool:
-        """The step is committed, but its trackers have not moved or retention has not run."""
+        """Tell whether the step is committed, but its trackers have not moved or retention has not run."""
         return step in self._finishing
 
-    def result(self, step: int, *kinds: Kind | None) -> dict[str, Any] | None:
-        """What came of the step's commit in this life of the monitor, as the first of these kinds; else None."""
+    def result(self, step: int, *kinds: Kind | None) -> Committed | None:
+        """Return what came of the step's commit in this life of the monitor, as the first of these kinds; else None."""
         for kind in kinds:
             if kind is not None and (step, kind) in self._results:
                 return self._results[step, kind]
@@ -223,19 +223,26 @@ class Execution:
         finally:
             self._finishing.discard(commit.step)
 
-    def _record(self, commit: Commit, result: dict[str, Any]) -> None:
+    def _record(self, commit: Commit, result: Committed) -> None:
         self._results[commit.step, commit.kind] = result
         while len(self._results) > _MOST_RESULTS:
             del self._results[next(iter(self._results))]
         if not commit.beside:  # else it is no checkpoint of the run
-            told = {key: result[key] for key in ("step", "kind", "digest", "bytes", "total_s")}
-            self._events.add("commit", told=True, **told)
+            self._events.add(
+                "commit",
+                told=True,
+                step=result["step"],
+                kind=result["kind"],
+                digest=result["digest"],
+                bytes=result["bytes"],
+                total_s=result["total_s"],
+            )
         for gone in result["pruned"]:
             self._events.add("prune", told=True, **gone)
 
     # ---- beside them
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[object, None, None]) -> None:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -245,17 +252,17 @@ class Execution:
         for problem in await asyncio.to_thread(self._disk.purge):
             self._events.fault("retention", problem)
 
-    def _mirrored(self, event: str, fields: dict[str, Any]) -> None:
-        """Something happened on the way to the mirror."""
+    def _mirrored(self, event: str, fields: dict[str, object]) -> None:
+        """Tell what happened on the way to the mirror."""
         if event == "fault":
-            self._events.fault(fields["where"], fields["error"])
+            self._events.fault(str(fields["where"]), fields["error"])
         else:
-            self._events.add(event, **fields)
+            self._events.add(event, told=False, **fields)
             self._unmirrored()
         self._changes.announce()
 
     def _unmirrored(self) -> None:
-        """A lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
+        """Run retention again: a lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
         self._in_background(self._retain_late())
 
     async def _retain_late(self) -> None:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -233,7 +232,7 @@ def _copy_companions(config: Path, folder: Path, dtype: str | None) -> None:
     path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _set_dtype(body: dict[str, Any], dtype: str) -> None:
+def _set_dtype(body: dict[str, object], dtype: str) -> None:
     """Let a config, and those inside it, say the dtype that the weights are in: loaders go by it."""
     keys = [key for key in ("dtype", "torch_dtype") if key in body]
     for key in keys or ["dtype"]:

@@ -147,7 +147,7 @@ class Manifest:
         metrics = {
             name: None if value is None or not math.isfinite(value) else value for name, value in self.metrics.items()
         }
-        body: dict[str, Any] = {
+        body = {
             "format": FORMAT,
             "step": self.step,
             "attempt": self.attempt,
@@ -201,7 +201,7 @@ class Manifest:
         )
 
 
-def canonical_digest(value: Any) -> str:
+def canonical_digest(value: object) -> str:
     """xxh3_128 hex of the canonical JSON of a value: sorted keys, no spaces, UTF-8."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return xxhash.xxh3_128(text.encode()).hexdigest()

@@ -1,8 +1,8 @@
 """`CheckpointMonitor`: the named Ray actor that commits checkpoints, moves the trackers, runs retention. One per run.
 
 A shell over `trinity_sync.protocol.commit.CommitBook`, which decides, and `trinity_sync.checkpoint.execution`, which
-carries out what was decided. Control plane only: it sees paths, sizes and digests, never tensors, and loads neither
-torch nor verl.
+carries out what was decided. What the writers of parts call stands in `trinity_sync.checkpoint.writers`. Control plane
+only: it sees paths, sizes and digests, never tensors, and loads neither torch nor verl.
 
 Who calls what, for one checkpoint of a run:
 
@@ -22,41 +22,40 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import RayError
 
-from trinity_sync.checkpoint.changes import Changes
+from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.monitor import Committed, Event, Facts, PrunedStep, StepStatus
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.lock import holder
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.checkpoint.writers import Writers
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log, small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind
+from trinity_sync.protocol.parts import FULL, Kind
 from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 ACTOR_NAME = "checkpoint_monitor"
 
-_TICK_S = 0.5
-_MAX_EVENTS = 10_000
 #: Waits of ranks and driver that the actor holds at a time.
 _MAX_CALLS = 16_384
-#: After a restart, a writer that does not show up again within this time died meanwhile.
-_REATTACH_S = 10.0
 
 # An actor that is not detached ends when the handle its creator holds is gone, so the handles are kept here.
-_created: dict[str, Any] = {}
+_created: dict[str, ActorHandle] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,18 +65,18 @@ class MonitorConfig:
     Args:
         attempt: the run's attempt; reports for another one are refused.
         policies: retention, as policies or as the map of name to fields that the configuration has. Empty: keep all.
-        keep_state_dicts: how many of the newest state-dict folders stay.
+        keep_state_dicts: number of the newest state-dict folders that stay.
         timeout_s: a step of which nothing is heard for so long has failed; also the limit of waits that name none.
         fsync: whether commits are made durable.
-        mirror: how checkpoints are copied to `default_hdfs_dir`.
-        log_dir: where the actor's log goes; None: where Ray puts it.
+        mirror: settings of the copies to `default_hdfs_dir`.
+        log_dir: folder of the actor's log; None: Ray's own logs.
         roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
             engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
-        holder: of the checkpoint folder, filled in by `get_actor`; the actor does nothing for another one.
+        holder: the holder of the checkpoint folder, filled in by `get_actor`; the actor does nothing for another one.
     """
 
     attempt: int = 0
-    policies: Mapping[str, Mapping[str, Any] | None] | Sequence[Policy] = field(default_factory=dict)
+    policies: Mapping[str, Mapping[str, object] | None] | Sequence[Policy] = field(default_factory=dict)
     keep_state_dicts: int = 2
     timeout_s: float = 1800.0
     fsync: bool = True
@@ -87,7 +86,7 @@ class MonitorConfig:
     roles: Sequence[str] = ()
 
 
-class CheckpointMonitor:
+class CheckpointMonitor(Writers):
     """The actor's body; `get_actor` is the way to it. All methods but that one are called with ``.remote``.
 
     Args:
@@ -108,8 +107,8 @@ class CheckpointMonitor:
         default_hdfs_dir: str | None = None,
         *,
         config: MonitorConfig | None = None,
-    ) -> Any:
-        """The handle of the run's monitor, which is created if it is not there.
+    ) -> ActorHandle:
+        """Return the handle of the run's monitor, which is created if it is not there.
 
         It lives as long as the process that created it, so let the driver be the first to call.
 
@@ -169,19 +168,17 @@ class CheckpointMonitor:
             holder=config.holder,
         )
         self._events = EventLog(config.attempt, clock)
-        self._changes = Changes()
-        self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
-        self._book = rebuilt.book
         self._held = rebuilt.held
         for problem in rebuilt.problems:
             self._events.fault("checkpoint folder", problem)
-        self._execution = Execution(self._disk, self._book, self._events, self._changes, clock)
+        changes = Changes()
+        execution = Execution(self._disk, rebuilt.book, self._events, changes, clock)
         if default_hdfs_dir is not None and self._disk.root is not None:
-            self._execution.start_mirror(default_hdfs_dir, config.mirror, resumed=not restarted and config.attempt > 0)
-        self._execution.apply(rebuilt.decisions)
-        self._clock_watch = asyncio.ensure_future(self._watch_clock())
+            execution.start_mirror(default_hdfs_dir, config.mirror, resumed=not restarted and config.attempt > 0)
+        execution.apply(rebuilt.decisions)
+        super().__init__(rebuilt.book, execution, changes, strategy=save_strategy, timeout_s=config.timeout_s)
 
     def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
         return CommitBook(
@@ -223,7 +220,7 @@ class CheckpointMonitor:
         await self._changes.wait(
             lambda: self._book.status(step).state != "committing" and not self._execution.finishing(step),
             lambda: ("the checkpoint monitor", f"commit what is there of step {step}"),
-            self._config.timeout_s,
+            self._timeout_s,
         )
         decisions = self._book.begin(
             step, kind, parts, weights_parts=weights_parts, meta=meta, durable=durable, attempt=attempt
@@ -235,7 +232,7 @@ class CheckpointMonitor:
 
     async def wait_committed(
         self, step: int, attempt: int | None = None, timeout_s: float | None = None, *, kind: Kind | None = None
-    ) -> dict[str, Any]:
+    ) -> Committed:
         """Wait until the step is committed, its trackers have moved and retention has run.
 
         Args:
@@ -257,7 +254,7 @@ class CheckpointMonitor:
             deleted = await asyncio.to_thread(self._disk.describe_deleted, step, kind)
             if deleted is not None and self._book.status(step, kind).state == "unknown":
                 return deleted
-        seconds = self._config.timeout_s if timeout_s is None else timeout_s
+        seconds = self._timeout_s if timeout_s is None else timeout_s
         await self._changes.wait(
             lambda: self._settled(step, kind),
             lambda: self._missing(step, kind),
@@ -280,10 +277,10 @@ class CheckpointMonitor:
         await self._changes.wait(
             lambda: self._execution.idle and not self._book.open_steps(),
             lambda: ("the checkpoint monitor", f"finish; still open: {self._book.open_steps() or 'background work'}"),
-            self._config.timeout_s if timeout_s is None else timeout_s,
+            self._timeout_s if timeout_s is None else timeout_s,
         )
 
-    async def retain(self, keep_last: int | None = None) -> list[dict[str, Any]]:
+    async def retain(self, keep_last: int | None = None) -> list[PrunedStep]:
         """Run retention now.
 
         Args:
@@ -294,7 +291,7 @@ class CheckpointMonitor:
             What was deleted: [{step, reason, freed_bytes}].
         """
         extra = () if keep_last is None else (KeepLast(keep_last),)
-        pruned: list[dict[str, Any]] = [
+        pruned: list[PrunedStep] = [
             {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
             for gone in await self._execution.retain(extra)
         ]
@@ -310,8 +307,8 @@ class CheckpointMonitor:
         """
         return await self._execution.wait_mirrored(timeout_s)
 
-    async def drain_events(self, *, untold: bool = False) -> list[dict[str, Any]]:
-        """The events ``commit``, ``prune``, ``mirror`` and ``fault`` since the last call, oldest first.
+    async def drain_events(self, *, untold: bool = False) -> list[Event]:
+        """Return the events ``commit``, ``prune``, ``mirror`` and ``fault`` since the last call, oldest first.
 
         Those of an actor that was killed before they were drained are lost with it.
 
@@ -325,165 +322,10 @@ class CheckpointMonitor:
         self._execution.apply(self._book.failed(step, None, error, attempt=attempt))
         await self._execution.note(step)
 
-    # ---- the seed's calls, with our additions
-
-    async def register_thread_count(
-        self,
-        step: int,
-        *,
-        state_dict_thread_count: int = 0,
-        checkpoint_thread_count: int = 0,
-        attempt: int | None = None,
-    ) -> None:
-        """Add to the numbers of parts that the step waits for."""
-        self._execution.apply(
-            self._book.register(
-                step,
-                weights=state_dict_thread_count,
-                checkpoint=checkpoint_thread_count,
-                report=_call_id(),
-                attempt=attempt,
-            )
-        )
-        await self._execution.note(step)
-
-    async def monitor_step(self, step: int, is_state_dict: bool = False, *, attempt: int | None = None) -> None:
-        """The step is to be committed, as weights only or as a full checkpoint, as soon as its parts are in."""
-        self._execution.apply(self._book.mark(step, STATE_DICT if is_state_dict else FULL, attempt=attempt))
-        await self._execution.note(step)
-
-    async def has_part(self, step: int, part: str, *, attempt: int | None = None) -> bool:
-        """Whether a commit of this attempt holds the part, so that there is nothing to write for it."""
-        return attempt in (None, self._book.attempt) and self._book.has(step, part)
-
-    async def notify_started(
-        self,
-        node_id: str,
-        job_id: str,
-        *,
-        step: int | None = None,
-        part: str | None = None,
-        attempt: int | None = None,
-        ticket: str | None = None,
-        life: str = "",
-        collective: bool = False,
-        timeout_s: float | None = None,
-    ) -> None:
-        """A save is about to write; returns when the save strategy lets it.
-
-        Args:
-            node_id, job_id: the writer's node and process.
-            step, part, ticket, life: given by a `CheckpointCoordinator`, which also lets itself be watched.
-            collective: it holds barriers with its peers and does not queue.
-
-        Raises:
-            RunError: the step has failed meanwhile.
-            WaitTimeout: its turn did not come.
-        """
-        name = ticket or _call_id()
-        self._execution.apply(
-            self._book.started(
-                name,
-                node_id,
-                job_id,
-                step=step,
-                part=part,
-                life=life,
-                collective=collective,
-                anonymous=ticket is None,
-                attempt=attempt,
-            )
-        )
-        try:
-            await self._changes.wait(
-                lambda: self._book.turn(name) is not False,
-                lambda: ("the checkpoint monitor", f"give the writer {job_id} its turn ({self._strategy})"),
-                self._config.timeout_s if timeout_s is None else timeout_s,
-            )
-        except WaitTimeout:
-            self._execution.apply(self._book.cancel(name))
-            raise
-        if self._book.turn(name) is None:
-            raise RunError(f"step {step} failed before the writer {job_id} had its turn: {self._reason(step)}")
-        if step is not None:
-            await self._execution.note(step)
-
-    async def notify_finished(
-        self,
-        step: int,
-        is_state_dict: bool = False,
-        *,
-        part: str | None = None,
-        attempt: int | None = None,
-        files: Iterable[FileEntry | FileTuple] | None = None,
-        digest: str | None = None,
-        ticket: str | None = None,
-    ) -> None:
-        """A part is written.
-
-        Args:
-            is_state_dict: it is a weights part (for a part that `begin` named, what `begin` said holds).
-            part: its name; None: it is only counted.
-            files: what was written; None: whatever is found in the step's folder at the commit, which then is one of
-                all that is saved of the step.
-            digest: version digest of the weights.
-            ticket: of its `notify_started`.
-        """
-        told = None
-        if files is not None:
-            told = [(entry if isinstance(entry, FileEntry) else FileEntry(*entry)).as_tuple() for entry in files]
-        self._execution.apply(
-            self._book.finished(
-                step,
-                weights=is_state_dict,
-                part=part,
-                report=_call_id() if ticket is None else ticket,
-                files=told,
-                digest=digest,
-                ticket=ticket,
-                attempt=attempt,
-            )
-        )
-        await self._execution.note(step)
-
-    async def notify_failed(
-        self, step: int, part: str | None, error: str, *, attempt: int | None = None, ticket: str | None = None
-    ) -> None:
-        """A part could not be written: nothing of the step is committed any more."""
-        self._execution.apply(self._book.failed(step, part, error, ticket=ticket, attempt=attempt))
-        await self._execution.note(step)
-
-    async def notify_handed_over(self, ticket: str, step: int) -> None:
-        """Another writer answers for the part from now on; it has its turn already."""
-        self._execution.apply(self._book.cancel(ticket))
-        await self._execution.note(step)
-
-    async def writer_lost(self, node_id: str, job_id: str | None = None, error: str = "its process died") -> None:
-        """A writer's process (without a `job_id`: every one of the node) is gone, says somebody who knows."""
-        self._execution.apply(self._book.writer_lost(node_id, job_id, error=error))
-
-    # ---- watching the writers
-
-    async def hold(self, node_id: str, job_id: str, life: str) -> None:
-        """Never returns while the writer lives: what it would return belongs to the writer; see `watch`."""
-        await self._watched.setdefault((node_id, job_id, life), asyncio.Event()).wait()
-
-    async def watch(self, node_id: str, job_id: str, life: str, owned: list[Any]) -> None:
-        """Notice the writer's death: `owned` holds the reference to its `hold` call, which fails with its owner."""
-        writer = (node_id, job_id, life)
-        released = self._watched.setdefault(writer, asyncio.Event())
-        try:
-            await owned[0]
-        except RayError:
-            self._execution.apply(self._book.writer_lost(node_id, job_id, life))
-        finally:
-            released.set()
-            self._watched.pop(writer, None)
-
     # ---- about itself
 
-    async def describe(self) -> dict[str, Any]:
-        """root, attempt, fsync, save_strategy, roles, pid."""
+    async def describe(self) -> Facts:
+        """Return what it was made with."""
         root = self._disk.root
         return {
             "root": str(root) if root is not None else None,
@@ -494,8 +336,8 @@ class CheckpointMonitor:
             "pid": os.getpid(),
         }
 
-    async def status(self, step: int) -> dict[str, Any]:
-        """Where a step stands: state, committed, error, missing."""
+    async def status(self, step: int) -> StepStatus:
+        """Return where a step stands."""
         status = self._book.status(step)
         return {
             "state": status.state,
@@ -505,23 +347,10 @@ class CheckpointMonitor:
         }
 
     async def memory(self) -> dict[str, int]:
-        """Peak resident bytes."""
+        """Return the peak resident bytes of this process."""
         return {"peak_rss": peak_rss()}
 
     # ---- waiting
-
-    async def _watch_clock(self) -> None:
-        started = time.monotonic()
-        restored = self._book.writers()
-        while True:
-            await asyncio.sleep(_TICK_S)
-            self._execution.apply(self._book.tick())
-            if restored and time.monotonic() - started > _REATTACH_S:
-                for writer in restored - self._watched.keys():
-                    self._execution.apply(
-                        self._book.writer_lost(*writer, error="it died while the checkpoint monitor was away")
-                    )
-                restored = set()
 
     def _settled(self, step: int, kind: Kind | None) -> bool:
         return self._book.status(step, kind).state in ("committed", "failed") and not self._execution.finishing(step)
@@ -530,12 +359,3 @@ class CheckpointMonitor:
         status = self._book.status(step, kind)
         missing = ", ".join(status.missing) or ("its commit" if status.state == "committing" else "word of it")
         return f"checkpoint step {step} (missing: {missing})", f"commit as {kind or status.wanted or 'asked for'}"
-
-    def _reason(self, step: int | None) -> str:
-        error = self._book.status(step).error if step is not None else None
-        return error or "its writer was given up"
-
-
-def _call_id() -> str:
-    """The id of the current call; Ray keeps it when it repeats the call after a restart."""
-    return str(ray.get_runtime_context().get_task_id())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from trinity_sync.checkpoint.layout import PRUNED, Manifest
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
@@ -17,6 +17,14 @@ from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 #: Notes of the newest steps of each kind are kept: a resume asks only for what is newer than what it found.
 _MOST_NOTES = 1000
 _SUFFIX: dict[Kind, str] = {FULL: "", STATE_DICT: ".weights"}
+
+
+class Deletion(NamedTuple):
+    """What is noted of a deleted checkpoint: its kind, the version digest of its weights, and its size in bytes."""
+
+    kind: Kind
+    digest: str | None
+    nbytes: int
 
 
 def note_deletion(root: Path, manifest: Manifest) -> None:
@@ -36,15 +44,13 @@ def deleted(root: Path) -> set[tuple[int, int]]:
     return set(_notes(root, FULL))
 
 
-def deletion(root: Path, step: int, attempt: int, kind: Kind) -> dict[str, Any] | None:
-    """What is noted of a checkpoint of at least this kind that was deleted and not committed again: its `kind`,
-    `digest` and `bytes`. None: nothing.
-    """
+def deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None:
+    """Read what is noted of a checkpoint of at least this kind that was deleted and not committed again; else None."""
     for of in KINDS:
         if covers(of, kind):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 noted = json.loads(_note_path(root, step, attempt, of).read_text(encoding="utf-8"))
-                return {"kind": of, "digest": noted["digest"], "bytes": int(noted["bytes"])}
+                return Deletion(of, noted["digest"], int(noted["bytes"]))
     return None
 
 

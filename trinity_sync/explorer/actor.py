@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
-from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced, Whereabouts
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.config import build_task
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.spec import ExplorerSpec
@@ -32,7 +33,6 @@ from trinity_sync.sync.checkpoint import CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.memory import MemoryTransport
 from trinity_sync.sync.nccl import NcclTransport
-from trinity_sync.sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
     from trinity_sync.sync.loading import WeightLoader
@@ -46,7 +46,7 @@ class Explorer:
         synchronizer: the run's synchronizer.
     """
 
-    def __init__(self, spec: ExplorerSpec, synchronizer: Synchronizer) -> None:
+    def __init__(self, spec: ExplorerSpec, synchronizer: SynchronizerClient) -> None:
         own_log(spec.log_dir, spec.name)
         self._spec = spec
         self._synchronizer = synchronizer
@@ -67,8 +67,8 @@ class Explorer:
         self._engine = HFEngine(**self._spec.engine)
         self._task = build_task(self._spec.task, self._spec.seed)
 
-    def attach(self, agents: dict[str, AgentClient]) -> dict[str, Any]:
-        """Connect to the node agents (by Ray node id), once they have their slots."""
+    def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
+        """Connect to the node agents (by Ray node id), once they have their slots; return where this explorer runs."""
         spec = self._spec
         from trinity_sync.sync.loading import WeightLoader
 
@@ -88,8 +88,8 @@ class Explorer:
         """Take a committed version, the newest for None.
 
         Args:
-            version: which.
-            broadcast: in which it comes, in nccl mode.
+            version: the version to take.
+            broadcast: the broadcast in which it comes, in nccl mode.
         """
         assert self._loader is not None, "attach() comes first"
         report = self._loader.load(version, broadcast)
@@ -97,7 +97,7 @@ class Explorer:
         return report
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
-        """Samples for the prompts, scored, labelled with the version that produced them.
+        """Make samples for the prompts, scored, labelled with the version that produced them.
 
         Raises:
             RunError: this explorer holds no version.
@@ -127,14 +127,14 @@ class Explorer:
     def _take_newest(self) -> LoadReport | None:
         assert self._loader is not None, "attach() comes first"
         try:
-            if self._loader.held == self._synchronizer.call("newest"):
+            if self._loader.held == self._synchronizer.newest().result(self._synchronizer.timeout_s):
                 return None
             return self.load(None)
         except Exception as error:  # of a version that was replaced meanwhile the files may be gone, or the lease
             raise LoadFailed(f"{self._spec.name} could not load the newest version: {error}") from error
 
     def memory(self) -> dict[str, int]:
-        """Peak resident bytes of this process."""
+        """Return the peak resident bytes of this process."""
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
 
 

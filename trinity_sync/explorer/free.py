@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,9 @@ from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
 from trinity_sync.samples.record import Prompt
+
+if TYPE_CHECKING:
+    from trinity_sync.tasks.base import Task
 
 LOAD_TRIES = 3
 """Loads in a row that may fail before an explorer is taken for lost."""
@@ -73,26 +77,26 @@ class FreeRollout:
     Args:
         task: gives the prompts.
         members: the explorers.
-        rules: of the queue.
+        rules: the rules of the queue.
         samples_per_prompt: size of a group.
         normalise: divide advantages by their group's standard deviation.
         first: the first step.
         position: where an earlier attempt was in the task's prompts (`position`), None to begin with those of `first`.
-        timeout_s: how long the trainer may wait while nobody brings anything, seconds.
+        timeout_s: limit of the trainer's wait while nobody brings anything, seconds.
         on_load: told of each load, on an explorer's thread.
         on_fault: told of each explorer that is gone for good, and of loads that failed: (where, error).
     """
 
     def __init__(
         self,
-        task: Any,
+        task: Task,
         members: Members,
         rules: QueueRules,
         *,
         samples_per_prompt: int,
         normalise: bool,
         first: int,
-        position: Mapping[str, Any] | None,
+        position: Mapping[str, object] | None,
         timeout_s: float,
         on_load: Callable[[LoadReport], None],
         on_fault: Callable[[str, str], None],
@@ -128,13 +132,13 @@ class FreeRollout:
             thread.start()
 
     def published(self, step: int) -> None:
-        """The version of this step is there to be loaded. Any thread."""
+        """Take note that the version of this step can be loaded. Any thread."""
         with self._changed:
             self._queue.publish(step)
             self._changed.notify_all()
 
     def take(self, step: int) -> SampleBatch:
-        """The samples for an update, sorted. Waits while too few are ready.
+        """Return the samples for an update, sorted. Waits while too few are ready.
 
         Raises:
             RunError: no explorer is left, one of them made an error that no restart mends, or `fail` was called.
@@ -159,8 +163,8 @@ class FreeRollout:
         return _assemble([ready.samples for ready in taken])
 
     def metrics(self) -> dict[str, float]:
-        """Since the last call: groups that were dropped, and seconds that explorers waited; now: groups that are ready,
-        and explorers that are alive.
+        """Count, since the last call, dropped groups and the seconds that explorers waited; as of now, ready groups
+        and living explorers.
         """
         with self._changed:
             now = (self._queue.dropped, self._waited_s)
@@ -173,17 +177,17 @@ class FreeRollout:
                 "samples/explorers": float(len(self._alive)),
             }
 
-    def position(self) -> dict[str, Any]:
-        """Where the run is in the task's prompts, for a checkpoint of the step that was taken last."""
+    def position(self) -> Mapping[str, object]:
+        """Return where the run is in the task's prompts, for a checkpoint of the step that was taken last."""
         with self._changed:
             return self._queue.position()
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
-        """One per sample, within each prompt's group."""
+        """Compute one advantage per sample, within each prompt's group."""
         return np.asarray(group_advantages(batch, normalise=self._normalise))
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for samples is told this instead. Any thread; the first error counts."""
+        """Tell whoever waits for samples this instead. Any thread; the first error counts."""
         with self._changed:
             if self._error is None and not self._closed:
                 self._error = error
@@ -225,7 +229,7 @@ class FreeRollout:
         return None
 
     def _work(self, name: str) -> Exception | None:
-        """Until the run ends (None), or the explorer is lost: why."""
+        """Have an explorer make samples until the run ends (None), or the explorer is lost: return why."""
         failures = 0
         while groups := self._wait_for_groups(name):
             work = self._work_of(groups)
@@ -247,7 +251,7 @@ class FreeRollout:
         return None
 
     def _wait_for_groups(self, name: str) -> list[GroupId]:
-        """What to make next; nothing: the run is over."""
+        """Return what to make next; nothing: the run is over."""
         began = time.monotonic()
         with self._changed:
             most = -(-self._rules.groups_per_step // max(1, len(self._alive)))
@@ -314,7 +318,7 @@ class FreeRollout:
         return False
 
     def _starting_again(self) -> bool:
-        """Whether another explorer is being started in place of a lost one."""
+        """Tell whether another explorer is being started in place of a lost one."""
         with self._changed:
             return bool(self._busy)
 
@@ -322,27 +326,20 @@ class FreeRollout:
         if not self._closed:
             self._on_fault(name, error)
 
-    def _inside(self, name: str) -> _Inside:
-        return _Inside(self._changed, self._busy, name)
-
-
-class _Inside:
-    """While it is entered, an explorer's thread waits for its explorer."""
-
-    def __init__(self, lock: threading.Condition, busy: set[str], name: str) -> None:
-        self._lock, self._busy, self._name = lock, busy, name
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._busy.add(self._name)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._busy.discard(self._name)
+    @contextmanager
+    def _inside(self, name: str) -> Iterator[None]:
+        """Note that an explorer's thread waits for its explorer."""
+        with self._changed:
+            self._busy.add(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(name)
 
 
 def _assemble(pieces: Sequence[_Piece]) -> SampleBatch:
-    """The samples of all pieces, sorted. Pieces of one batch are cut out of it together."""
+    """Join the samples of all pieces, sorted. Pieces of one batch are cut out of it together."""
     rows: dict[int, list[NDArray[np.int64]]] = {}
     batches = {id(piece.batch): piece.batch for piece in pieces}
     for piece in pieces:

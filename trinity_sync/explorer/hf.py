@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +33,9 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task, score
 from trinity_sync.weights.tensors import saved_tensors
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
@@ -51,15 +55,15 @@ class HFEngine:
 
     Args:
         model_path: folder in Hugging Face format, or hub id. Config and tokenizer are read, weights are not.
-        dtype: in which the weights are held: ``bf16``, ``fp32`` or ``fp16``.
+        dtype: dtype in which the weights are held: ``bf16``, ``fp32`` or ``fp16``.
         temperature, top_k, top_p: see `SeededSampler`.
         batch_size: sequences that are generated at a time, at most.
         response_length: longest response in tokens.
         prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
-        seed: of the run.
-        attn_implementation: as transformers names it.
+        seed: the run's seed.
+        attn_implementation: the attention, as transformers names it.
         trust_remote_code: whether code that comes with the model may run.
-        device: where to generate; None is the current GPU, or the CPU where there is none.
+        device: the device to generate on; None is the current GPU, or the CPU where there is none.
 
     Raises:
         ConfigError: there is no causal language model at the path, or it has no end-of-sequence token.
@@ -82,7 +86,7 @@ class HFEngine:
         device: str | torch.device | None = None,
     ) -> None:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._sampling: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        self._sampler = partial(SeededSampler, temperature=temperature, top_k=top_k, top_p=top_p)
         self._batch_size = batch_size
         self._response_length = response_length
         self._prompt_length = prompt_length
@@ -105,20 +109,20 @@ class HFEngine:
         )
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """The live tensors that a load overwrites, under the names that `save_pretrained` would use; tied ones once."""
+        """Return the live tensors that a load overwrites, under `save_pretrained`'s names; tied ones once."""
         return saved_tensors(self.model)
 
     def after_load(self) -> None:
-        """To be called when new weights are in. Nothing has to be dropped: no keys and values outlive a call."""
+        """Take note that new weights are in. Nothing has to be dropped: no keys and values outlive a call."""
 
     @torch.inference_mode()
     def generate(
         self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
     ) -> SampleBatch:
-        """Scored samples for the prompts, sorted by prompt (as given) and sample.
+        """Make scored samples for the prompts, sorted by prompt (as given) and sample.
 
         Args:
-            prompts: at least one.
+            prompts: the prompts, at least one.
             task: judges the responses, in that order.
             step: the trainer step that the samples are for.
             samples_per_prompt: samples of each prompt.
@@ -162,7 +166,7 @@ class HFEngine:
         )
 
     def _generate(self, prompts: Sequence[Sequence[int]], counts: NDArray[np.int64], keys: torch.Tensor) -> _Generated:
-        """One batch: `counts[i]` responses to prompt i, one after the other."""
+        """Make one batch: `counts[i]` responses to prompt i, one after the other."""
         width = max(map(len, prompts))
         # padding stands on the left, so that all responses begin at the same place
         padded = torch.tensor([[self._pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
@@ -170,7 +174,7 @@ class HFEngine:
         ids = padded.to(self._device)
         mask = (torch.arange(width) >= width - lengths[:, None]).to(self._device, torch.int64)
         row_of = torch.from_numpy(np.repeat(np.arange(len(prompts)), counts)).to(self._device)
-        sampler = SeededSampler(keys.to(self._device), **self._sampling)
+        sampler = self._sampler(keys.to(self._device))
         output = self.model.generate(
             ids[row_of],
             attention_mask=mask[row_of],
@@ -184,7 +188,7 @@ class HFEngine:
         kept = np.arange(tokens.shape[1]) < made[:, None]
         return _Generated(TokenRows.joined(tokens[kept], made), sampler.log_probs().cpu().numpy()[kept], finished)
 
-    def _shared_prefill(self, ids: torch.Tensor, mask: torch.Tensor, row_of: torch.Tensor) -> dict[str, Any]:
+    def _shared_prefill(self, ids: torch.Tensor, mask: torch.Tensor, row_of: torch.Tensor) -> dict[str, DynamicCache]:
         """Keys and values of all prompt tokens but the last, worked out once per prompt and copied for its samples.
 
         The last token is left to `generate`, which wants at least one to begin with.
@@ -234,7 +238,7 @@ class HFEngine:
         )
 
     def _unknown(self, text: str) -> str:
-        """Which characters the tokenizer does not have, as a sentence; empty where it has each of them."""
+        """Say which characters the tokenizer does not have, as a sentence; empty where it has each of them."""
         unknown = [repr(character) for character in dict.fromkeys(text) if not self._has(character)]
         return f"the tokenizer has no token for {', '.join(unknown)}" if unknown else ""
 
@@ -263,9 +267,13 @@ class _Generated(NamedTuple):
 
 
 def _empty_model(
-    config: Any, dtype: torch.dtype, attn_implementation: str, trust_remote_code: bool, device: torch.device
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    device: torch.device,
 ) -> PreTrainedModel:
-    """A model whose parameters are allocated and not filled; buffers that no checkpoint holds have their values."""
+    """Make a model whose parameters are not filled; buffers that no checkpoint holds have their values."""
     with no_init_weights(), device:
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
@@ -276,7 +284,7 @@ def _empty_model(
 
 
 def _can_share_prefill(model: PreTrainedModel) -> bool:
-    """Whether the model keeps plain keys and values, which can be worked out ahead and copied per sequence."""
+    """Tell whether the model keeps plain keys and values, which can be worked out ahead and copied per sequence."""
     wanted = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
     layers = DynamicCache(config=model.config).layers
     return (
@@ -286,7 +294,7 @@ def _can_share_prefill(model: PreTrainedModel) -> bool:
     )
 
 
-def _end_tokens(model_path: str, tokenizer: Any) -> list[int]:
+def _end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokens that end a response: those of the model's generation config, else the tokenizer's."""
     try:
         named = GenerationConfig.from_pretrained(model_path).eos_token_id

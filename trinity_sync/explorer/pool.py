@@ -16,6 +16,7 @@ import ray
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer import ExplorerClient, LoadReport, Produced
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
@@ -25,7 +26,6 @@ from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery
-from trinity_sync.sync.synchronizer import Synchronizer
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ class ExplorerPool:
     """The run's explorers by name.
 
     Args:
-        spec: of each, but for who it is.
-        replicas: how many.
+        spec: what each explorer is built from, but for who it is.
+        replicas: number of explorers.
         synchronizer: the run's synchronizer.
-        num_gpus: GPUs reserved for each.
+        num_gpus: GPUs reserved for each explorer.
         max_restarts: deaths that the pool makes good, over the whole run.
         start_timeout_s: limit until one is up, seconds.
         timeout_s: limit of a generation, seconds.
@@ -51,7 +51,7 @@ class ExplorerPool:
         spec: ExplorerSpec,
         *,
         replicas: int,
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         num_gpus: float,
         max_restarts: int,
         start_timeout_s: float,
@@ -131,7 +131,7 @@ class ExplorerPool:
         return reports
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, deliver: Deliver) -> SampleBatch:
-        """Samples for all prompts of a step, sorted by prompt and sample.
+        """Have samples made for all prompts of a step; return them sorted by prompt and sample.
 
         Raises:
             RunError: an explorer died and no restart is left, or did not finish in time.
@@ -193,7 +193,10 @@ class ExplorerPool:
     def _forget(self, name: str) -> None:
         """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""
         ray.kill(self.clients[name].handle)
-        self._synchronizer.call("drop_reader", self._members[name])
+        self._end_leases(name)
+
+    def _end_leases(self, name: str) -> None:
+        self._synchronizer.drop_reader(self._members[name]).result(self._synchronizer.timeout_s)
 
     def _may_restart(self) -> bool:
         with self._lock:
@@ -212,5 +215,5 @@ class ExplorerPool:
             ) from death
         self._on_fault(death.who, str(death))
         log.warning("%s; starting it again (%d restarts left)", death, self._restarts_left)
-        self._synchronizer.call("drop_reader", self._members[death.who])
+        self._end_leases(death.who)
         self._start_anew(death.who)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,6 +12,9 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import SyncMode
+
+if TYPE_CHECKING:
+    from trinity_sync.tasks.base import Task
 
 
 class RolloutData:
@@ -27,7 +30,7 @@ class RolloutData:
 
     def __init__(
         self,
-        task: Any,
+        task: Task,
         pool: ExplorerPool,
         mode: SyncMode,
         *,

@@ -25,7 +25,7 @@ def sequence_keys(seed: int, step: int, prompts: ArrayLike, samples: ArrayLike) 
     """Keys of sequences, int64 of shape (sequences,) on the CPU.
 
     Args:
-        seed: of the run.
+        seed: the run's seed.
         step: trainer step that the samples are for.
         prompts: integers of shape (sequences,), `Prompt.index` of each.
         samples: integers of shape (sequences,), number of each within its prompt's group.
@@ -39,7 +39,7 @@ def uniforms(keys: torch.Tensor, position: int) -> torch.Tensor:
 
     Args:
         keys: int64 of any shape and device, from `sequence_keys`.
-        position: of the token in the response, from 0.
+        position: place of the token in the response, from 0.
 
     Returns:
         float64 of the same shape, on the same device.

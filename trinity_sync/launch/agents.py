@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trinity_sync.actors.agent import AgentClient
     from trinity_sync.actors.calls import Call
     from trinity_sync.actors.rank import RankClient, RankInfo
+    from trinity_sync.actors.synchronizer import SynchronizerClient
     from trinity_sync.weights.layout import PartLayout
 
 _CLOSE_S = 10.0
@@ -26,7 +27,7 @@ def start_agents(
     infos: Sequence[RankInfo],
     trainer: Any,
     *,
-    synchronizer: Any,
+    synchronizer: SynchronizerClient,
     monitor: Any,
     attempt: int,
     run_key: str,
@@ -39,7 +40,7 @@ def start_agents(
         cfg: the run's.
         infos: `RankInfo` of each rank, in the order of the ranks.
         trainer: the group of ranks.
-        synchronizer: the run's, see `sync.Synchronizer`.
+        synchronizer: the run's.
         monitor: handle of the checkpoint monitor.
         attempt: of the run.
         run_key: unique to the run.
@@ -82,7 +83,7 @@ def start_agents(
     for node in layouts:
         strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
         actor = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
-        agents[node] = AgentClient(actor.remote(config, synchronizer.actor, lead), node)
+        agents[node] = AgentClient(actor.remote(config, synchronizer, lead), node)
         lead = lead or agents[node]
 
     def coordinator_of(node: str) -> Any:
@@ -103,7 +104,7 @@ def start_agents(
             info = infos[rank.rank]
             paths = {slot: parts[info.part] for slot, parts in slots[info.node].paths.items() if info.part in parts}
             limit = cfg.checkpoint.timeout_s
-            return rank.attach(agents[info.node], paths, synchronizer.actor, monitor, attempt, limit)
+            return rank.attach(agents[info.node], paths, synchronizer, monitor, attempt, limit)
 
         trainer.all(attach, cfg.cluster.start_timeout_s)
     except BaseException:

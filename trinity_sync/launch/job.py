@@ -96,7 +96,7 @@ class Job:
         config = SynchronizerConfig(
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
         )
-        self._synchronizer = Synchronizer.get_actor(config, self._cluster.namespace)
+        self._synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
         handle = CheckpointMonitor.get_actor(
             self._cluster.namespace,
             cfg.checkpoint.save_strategy,
@@ -285,7 +285,7 @@ class Job:
             with contextlib.suppress(Exception):
                 self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
             raise
-        self._synchronizer.notify_no_new_model_state_dict()
+        self._synchronizer.notify_no_new_model_state_dict().result(self._synchronizer.timeout_s)
         self._finish_copies(at_once=not completed)
         if not completed:
             raise KeyboardInterrupt
@@ -405,7 +405,7 @@ class Job:
         import ray
 
         members = {
-            "synchronizer": self._synchronizer and self._synchronizer.actor,
+            "synchronizer": self._synchronizer and self._synchronizer.handle,
             "checkpoint_monitor": self._monitor and self._monitor.handle,
         }
         calls = {role: [actor.memory.remote()] for role, actor in members.items() if actor is not None}

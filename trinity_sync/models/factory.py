@@ -10,13 +10,16 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError, RunError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
 """Tokens 0, 1 and 2; one character each, so that a response has as many characters as tokens, whatever they are."""
@@ -29,7 +32,7 @@ UNUSED = 0xE000
 _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
 
 
-def make_model(architecture: Mapping[str, Any], seed: int, path: Path) -> Path:
+def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Path:
     """Write a model of random weights (bf16 safetensors) and its tokenizer in Hugging Face format.
 
     The same arguments give the same bytes. The process's random state is left as it was. The folder appears as a whole
@@ -38,7 +41,7 @@ def make_model(architecture: Mapping[str, Any], seed: int, path: Path) -> Path:
     Args:
         architecture: `model_type` and fields of that Hugging Face config. Token ids of padding, begin and end are 0, 1,
             2 and need not be given.
-        seed: of the weights.
+        seed: seed of the weights.
         path: the folder to make; must not exist, or be empty.
 
     Returns:
@@ -64,7 +67,7 @@ def make_model(architecture: Mapping[str, Any], seed: int, path: Path) -> Path:
 
 
 def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character: padding, begin, end, `CHARACTERS`, and unused ones up to `vocab_size`.
+    """Make a tokenizer with one token per character: padding, begin, end, `CHARACTERS`, unused ones up to `vocab_size`.
 
     A text gets the begin token in front. Encoding a character that it does not have raises.
 
@@ -96,7 +99,7 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def _config(architecture: Mapping[str, Any]) -> Any:
+def _config(architecture: Mapping[str, object]) -> PreTrainedConfig:
     fields = dict(architecture)
     model_type = fields.pop("model_type", None)
     if model_type not in CONFIG_MAPPING:
@@ -126,7 +129,7 @@ def _suggestion(name: str, known: list[str]) -> str:
     return f" (meant {close[0]}?)" if close else ""
 
 
-def _build(config: Any, seed: int) -> PreTrainedModel:
+def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # of the CPU alone: torch.manual_seed would reset the accelerators' generators as well
         torch.default_generator.manual_seed(seed)

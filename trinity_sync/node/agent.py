@@ -16,13 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, TypeVarTuple
 
 import numpy as np
 import ray
 
 from trinity_sync.actors.agent import AgentClient, Coordinator, Slots, StatePart
-from trinity_sync.actors.calls import this_process
+from trinity_sync.actors.calls import Call, this_process
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log
@@ -34,6 +35,9 @@ from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.row_process import RowProcesses
 from trinity_sync.weights.shard_file import ShardFile, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _ROW_PROCESSES = 8
 """At most, beside the agent itself: together they digest rows faster than ranks stage them."""
@@ -49,11 +53,11 @@ class AgentConfig:
         root: where shared memory is mounted (`sync.shm_dir`).
         fallback: folder for mapped files where `root` is too small.
         verify: ``full``, ``bucket`` or ``off``.
-        nodes: how many nodes hold parts.
+        nodes: number of nodes that hold parts.
         threads: workers for digests and writes; also how many processes help to digest rows.
         durable: fsync the files of full checkpoints (`checkpoint.fsync`).
         save_timeout_s: limit until a part of a full checkpoint has its turn to be written, seconds.
-        log_dir: where this process logs, None for Ray's own logs.
+        log_dir: folder of this process's log; None for Ray's own logs.
     """
 
     run_key: str
@@ -73,11 +77,11 @@ class NodeAgent:
 
     Args:
         config: see `AgentConfig`.
-        synchronizer: actor handle to report to.
+        synchronizer: the run's synchronizer, to which it reports.
         lead: the agent that puts the version digest together; None if this is the one.
     """
 
-    def __init__(self, config: AgentConfig, synchronizer: Any, lead: AgentClient | None = None) -> None:
+    def __init__(self, config: AgentConfig, synchronizer: SynchronizerClient, lead: AgentClient | None = None) -> None:
         own_log(config.log_dir, "node-agent")
         self._config = config
         self._synchronizer = synchronizer
@@ -107,7 +111,7 @@ class NodeAgent:
         )
         self._coordinator: Coordinator | None = None
         # While this process lives, so does the call; the synchronizer watches it.
-        self._held: Any = None
+        self._held: Call[None] | None = None
 
     async def register(
         self, layouts: dict[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
@@ -121,8 +125,8 @@ class NodeAgent:
         self._layouts = dict(layouts)
         if make_coordinator is not None:
             self._coordinator = await self._run(make_coordinator)
-        self._held = self._synchronizer.hold.remote()
-        self._synchronizer.watch.remote(this_process(f"the agent of node {self._node}"), [self._held])
+        self._held = self._synchronizer.hold()
+        self._synchronizer.watch(this_process(f"the agent of node {self._node}"), [self._held.reference])
         return await self._run(self._create)
 
     def _create(self) -> Slots:
@@ -142,8 +146,8 @@ class NodeAgent:
         return Slots(paths=paths, notes=list(self._arena.notes))
 
     async def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> None:
-        """A rank has filled its segment, for which it stood still so long. With the last one of this node the digests
-        are computed and reported.
+        """Take note that a rank has filled its segment, for which it stood still so long. With the last one the digests
+        of this node are computed and reported.
         """
         staged = self._staged.setdefault(version, {})
         staged[part] = blocked_s
@@ -152,15 +156,15 @@ class NodeAgent:
         del self._staged[version]
         try:
             parts, rows = await self._run(self._digest, slot, staged)
-            await self._synchronizer.staged.remote(version, parts)
+            await self._synchronizer.staged(version, parts).reference
             await self._contribute(version, rows)
         except Exception as error:
-            await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+            await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     async def part_failed(self, version: Version, part: str, error: str) -> None:
-        """A rank could not fill its segment."""
+        """Take note that a rank could not fill its segment."""
         self._staged.pop(version, None)
-        await self._synchronizer.failed.remote(version, f"{part}: {error}")
+        await self._synchronizer.failed(version, f"{part}: {error}").reference
 
     def _digest(self, slot: int, blocked: dict[str, float]) -> tuple[dict[str, PartInfo], RowDigests | None]:
         assert self._arena is not None
@@ -191,8 +195,8 @@ class NodeAgent:
             await self.contribute(version, self._node, rows)
 
     async def contribute(self, version: Version, node: str, rows: RowDigests | None) -> None:
-        """On the lead agent: row digests of a node (None where none are computed); with the last one the version has
-        its digest.
+        """As the lead agent, take the row digests of a node (None where none are computed); with the last one the
+        version has its digest.
         """
         nodes = self._contributed.setdefault(version, set())
         if node in nodes:
@@ -206,9 +210,9 @@ class NodeAgent:
         collected = self._rows.pop(version, [])
         try:
             digest = await self._run(self._version_digest, version, collected) if collected else None
-            await self._synchronizer.digested.remote(version, digest)
+            await self._synchronizer.digested(version, digest).reference
         except Exception as error:
-            await self._synchronizer.failed.remote(version, f"{type(error).__name__}: {error}")
+            await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     def _version_digest(self, version: Version, collected: list[RowDigests]) -> str:
         first, *others = collected
@@ -219,18 +223,18 @@ class NodeAgent:
         return rows.version_digest(tensors)
 
     async def tensor_digests(self, version: Version) -> dict[str, bytes]:
-        """On the lead agent: tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing. Readers
-        ask for it to tell what of a version came damaged.
+        """As the lead agent, return tensor name -> 16-byte digest of a version that is in a slot; elsewhere nothing.
+        Readers ask for it to tell what of a version came damaged.
         """
         return self._tensors.get(version, {})
 
     async def layout(self, part: str) -> PartLayout:
-        """How a part is laid out."""
+        """Return how a part is laid out."""
         return self._layouts[part]
 
     async def share(self, version: Version, slot: int, part: str) -> list[ray.ObjectRef]:
-        """[reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a lease
-        on the version. Made once per version, so each node fetches it once however many explorers it has.
+        """Return [reference to a copy of a staged part in Ray's object store], for readers on other nodes, who hold a
+        lease on the version. Made once per version, so each node fetches it once however many explorers it has.
         """
         shared, copying = self._shared.get(part, (None, None))
         if shared != version or copying is None:
@@ -290,7 +294,7 @@ class NodeAgent:
             await self._release(lease)
 
     async def _release(self, lease: Lease) -> bool:
-        return bool(await self._synchronizer.release.remote(lease.id))
+        return await self._synchronizer.release(lease.id).reference
 
     async def restore_published(self, version: Version, slot: int, folder: str) -> None:
         """Fill a slot with what `save_published` wrote, and report its parts as if their ranks had staged them."""
@@ -306,7 +310,7 @@ class NodeAgent:
                 file.read(0, memoryview(self._maps[slot, part])[: layout.nbytes])
 
     async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:
-        """The file into which a rank copies its training state, and what the user should know; see `StateSlots`."""
+        """Return the file into which a rank copies its training state, and notes for the user; see `StateSlots`."""
         return await self._wait(self._states.reserve, part, nbytes)
 
     async def take_state(self, given: StatePart) -> None:
@@ -320,7 +324,7 @@ class NodeAgent:
         await self._wait(self._states.wait_written, part, timeout_s)
 
     async def memory(self) -> dict[str, int]:
-        """Peak resident bytes of this process, shared slots included."""
+        """Return the peak resident bytes of this process, shared slots included."""
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
 
     async def close(self) -> None:
@@ -332,8 +336,8 @@ class NodeAgent:
             self._maps.clear()
             await self._run(self._arena.close)
 
-    async def _run(self, function: Any, *args: Any) -> Any:
+    async def _run(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._tasks, function, *args)
 
-    async def _wait(self, function: Any, *args: Any) -> Any:
+    async def _wait(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)

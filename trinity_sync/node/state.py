@@ -22,7 +22,7 @@ class StateSlots:
     """The state segments of a node, one per rank, and who writes from them.
 
     Args:
-        run_key, root, fallback: as for `SlotArena.create`.
+        run_key, root, fallback: arguments of `SlotArena.create`.
         durable: fsync the files.
         timeout_s: limit until a part has its turn, seconds.
     """
@@ -38,7 +38,7 @@ class StateSlots:
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="state")
 
     def reserve(self, part: str, nbytes: int) -> tuple[str, list[str]]:
-        """The file of a part's segment, of at least `nbytes`; and what the user should know. Made once and reused.
+        """Return the file of a part's segment, of at least `nbytes`, and notes for the user. Made once and reused.
 
         Raises:
             SegmentError: there is no room.

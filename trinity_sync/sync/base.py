@@ -21,9 +21,9 @@ from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import ANSWER_S, results
 from trinity_sync.actors.explorer import ExplorerClient, LoadReport
 from trinity_sync.actors.rank import RankClient
+from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.synchronizer import Sealed, Synchronizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class TrainerSide:
         timeout_s: limit of each wait (`sync.timeout_s`).
     """
 
-    synchronizer: Synchronizer
+    synchronizer: SynchronizerClient
     agents: Mapping[str, AgentClient]
     ranks: Sequence[RankClient]
     timeout_s: float
@@ -110,10 +110,10 @@ def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], ver
         raise
 
 
-def _check_synchronizer(synchronizer: Any, late: WaitTimeout) -> None:
+def _check_synchronizer(synchronizer: SynchronizerClient, late: WaitTimeout) -> None:
     """Say so where it is the synchronizer for whom somebody who is late waits."""
     try:
-        synchronizer.call("newest", timeout_s=ANSWER_S)
+        synchronizer.newest().result(ANSWER_S)
     except WaitTimeout:
         what = f"answer while {late.who} was to {late.what}"
         raise WaitTimeout("the synchronizer", what, late.seconds) from late

@@ -12,11 +12,11 @@ from typing import Protocol
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
-from trinity_sync.sync.synchronizer import Sealed
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFile
 
@@ -25,11 +25,11 @@ class StateDictStore(Protocol):
     """The checkpoint room's side of a weights-only save, passed in."""
 
     def begin(self, version: Version, nodes: list[str]) -> Path:
-        """A staging folder for the version; one part per node is expected."""
+        """Make a staging folder for the version; one part per node is expected."""
         ...
 
     def part_written(self, version: Version, node: str, files: list[tuple[str, int, str]]) -> None:
-        """A node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
+        """Report a node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
         ...
 
     def commit(self, version: Version, digest: str | None) -> Path:
@@ -37,7 +37,7 @@ class StateDictStore(Protocol):
         ...
 
     def fail(self, version: Version, error: str) -> None:
-        """The version will not be completed; its staging folder goes."""
+        """Give the version up; its staging folder goes."""
         ...
 
 
@@ -46,7 +46,7 @@ class CheckpointMode:
 
     Args:
         side: see `TrainerSide`.
-        store: where weights-only saves go.
+        store: takes weights-only saves.
         durable: fsync versions that are written for sync only (`sync.durable`).
     """
 
@@ -73,7 +73,8 @@ class CheckpointMode:
         except Exception as error:
             self._store.fail(version, str(error))
             raise
-        self._side.synchronizer.call("commit", version, str(location))
+        synchronizer = self._side.synchronizer
+        synchronizer.commit(version, str(location)).result(synchronizer.timeout_s)
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)

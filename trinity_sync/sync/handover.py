@@ -9,34 +9,41 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import this_process
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.actors.calls import ANSWER_S, Call, this_process
+from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.synchronizer import Described, Manifest, SynchronizerClient
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.handed import Handed, HandedVersions
 from trinity_sync.protocol.members import Member, Roll
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
 from trinity_sync.protocol.versions import Version, VersionError
-from trinity_sync.sync.waits import Waits
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
     import torch
+    from ray import ObjectRef
 
     from trinity_sync.sync.state_dicts import Tensors
 
+T = TypeVar("T")
 
-class Handover(Waits):
+
+class Handover:
     """The actor's half.
 
     Args:
-        checkpoint_dir: where announced versions are; None: not told.
+        checkpoint_dir: the checkpoint folder, in which announced versions are; None: it is not known.
     """
 
     def __init__(self, checkpoint_dir: str | None) -> None:
-        super().__init__()
+        self._changes = Changes()
         self._checkpoint_dir = checkpoint_dir
         self._handed = HandedVersions()
         self._roll = Roll()
@@ -46,21 +53,22 @@ class Handover(Waits):
 
     # -- state dicts
 
-    async def put_state(self, version: Version, manifest: Any, references: list[Any]) -> None:
-        """A state dict is in the object store.
+    async def put_state(self, version: Version, manifest: Manifest, references: list[ObjectRef[np.ndarray]]) -> None:
+        """Take note that a state dict is in the object store.
 
         Args:
+            version: the version that it is.
             manifest: what the reader needs to make tensors of the buckets (plain values).
-            references: to the buckets, nested in a list so that Ray does not fetch them.
+            references: references to the buckets, nested in a list so that Ray does not fetch them.
         """
         try:
             self._handed.publish(Version(*version), (manifest, references))
         except VersionError as error:
             raise RunError(str(error)) from None
-        await self._notify()
+        self._changes.announce()
 
     async def announce(self, version: Version, location: str | None) -> None:
-        """A version is on disk, at `location` or, where the actor knows the checkpoint folder, at its place there."""
+        """Take note that a version is on disk: at `location` or, where the actor knows the checkpoint folder, in it."""
         version = Version(*version)
         if location is None and self._checkpoint_dir is not None:
             folder = Path(self._checkpoint_dir) / f"global_step_{version.step}"
@@ -69,60 +77,61 @@ class Handover(Waits):
             elif version.step > 0:
                 raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint")
         self._handed.announce(version, location)
-        await self._notify()
+        self._changes.announce()
 
     async def get_state(self) -> Handed | None:
-        """The newest version with what is needed to have its tensors; None before the first."""
+        """Return the newest version with what is needed to have its tensors; None before the first."""
         return self._handed.get()
 
     async def state_lost(self, version: Version) -> Handed | None:
-        """A reader could not get the tensors of a version; what serves in its place."""
+        """Take note that the tensors of a version are lost; return what serves in its place."""
         return self._handed.lost(Version(*version))
 
     # -- broadcasts
 
     async def open_group(
-        self, trainer: Member, address: str, port: int, meta: list[Any] | None, explorers: int
+        self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
-        """The trainer set up where a group for broadcasts meets."""
+        """Take note of where a group for broadcasts meets, which the trainer set up."""
         try:
             group = self._rounds.open(trainer, address, port, meta, explorers)
         except RoundError as error:
             raise RunError(str(error)) from None
-        await self._notify()
+        self._changes.announce()
         return group
 
     async def join_group(self, explorer: Member, after: int, timeout_s: float) -> WeightSyncGroup:
-        """The group that an explorer is to enter: one with an id above `after`, which is waited for."""
+        """Wait for a group with an id above `after`; return it, with the explorer's place in it."""
         rounds = self._rounds
         deadline, what = time.monotonic() + timeout_s, f"set up a weight sync group for {explorer}"
         while True:
-            await self._wait_for(lambda: rounds.joinable(after), "the trainer", what, timeout_s, deadline)
+            await self._changes.wait(lambda: rounds.joinable(after), lambda: ("the trainer", what), timeout_s, deadline)
             try:
                 return rounds.join(explorer)
             except RoundError as error:
                 if rounds.joinable(after):
                     raise RunError(str(error)) from None
                 # The group was over with that: it had the process before this one. There will be another one.
-                await self._notify()
+                self._changes.announce()
 
-    async def group_meta(self) -> list[Any] | None:
-        """What is sent over the group: (name, dtype, shape) in order."""
+    async def group_meta(self) -> list[Described] | None:
+        """Return what is sent over the group: (name, dtype, shape) in order."""
         return self._rounds.group.meta if self._rounds.group is not None else None
 
     async def ready(self, member: Member, step: int | None, timeout_s: float) -> int:
-        """Wait until the trainer and all explorers of the group are here; the step that is going to be sent."""
+        """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent."""
         try:
             meeting = self._rounds.arrive(member, step)
         except RoundError as error:
             raise RunError(str(error)) from None
         finally:
-            await self._notify()
+            self._changes.announce()
         try:
-            await self._wait_for(lambda: meeting.ended, "they", "be ready", timeout_s)
-        except WaitTimeout:
-            missing = self._rounds.missing()
-            raise WaitTimeout(missing, f"come to the broadcast that {member} is ready for", timeout_s) from None
+            await self._changes.wait(
+                lambda: meeting.ended,
+                lambda: (self._rounds.missing(), f"come to the broadcast that {member} is ready for"),
+                timeout_s,
+            )
         finally:
             if not meeting.ended:
                 self._rounds.withdraw(meeting, member)
@@ -131,17 +140,17 @@ class Handover(Waits):
         return meeting.step
 
     async def sent(self, trainer: Member, version: Version) -> None:
-        """All explorers of the group have a version."""
+        """Take note that all explorers of the group have a version."""
         version = Version(*version)
         if not self._rounds.sends(trainer):
             raise RunError(f"version {version} was sent by a {trainer} of an earlier weight sync group")
         if self._sent is None or version > self._sent:
             self._sent = version
-        await self._notify()
+        self._changes.announce()
 
     # -- whom the actor serves
 
-    async def attach(self, member: Member, owned: list[Any]) -> None:
+    async def attach(self, member: Member, owned: list[ObjectRef[None]]) -> None:
         """Notice the end of a process: `owned` holds the reference to its `hold` call, which fails with its owner. When
         the last one is gone, so is the actor.
         """
@@ -151,37 +160,37 @@ class Handover(Waits):
             await owned[0]
         self._served.discard(member)
         self._gone(member)
-        await self._notify()
+        self._changes.announce()
         if not self._served:
             # Not `exit_actor`, which waits for the calls that are under way, and some never return.
             ray.kill(ray.get_runtime_context().current_actor)
 
     def _gone(self, member: Member) -> None:
-        """A process that the actor served is dead."""
+        """Forget a process that the actor served and that is dead."""
         self._rounds.gone(member)
 
 
 #: The calls by which actors watch this process; while it lives, so do they.
-_attached: dict[tuple[str, Member], tuple[Any, Any]] = {}
+_attached: dict[tuple[str, Member], tuple[Call[None], Call[None]]] = {}
 
 
 class HandoverClient:
     """The client's half."""
 
-    actor: Any
-    _timeout_s: float
+    def __init__(self, client: SynchronizerClient) -> None:
+        self.client = client
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the actor and wait for its answer."""
-        raise NotImplementedError
+    def _answer(self, call: Call[T]) -> T:
+        """Wait for the answer of a call that has no limit of its own."""
+        return call.result(self.client.timeout_s)
 
     def _attach(self, name: str) -> Member:
-        """This process under a name; the actor notices its end from now on."""
+        """Return this process under a name; the actor notices its end from now on."""
         member = this_process(name)
-        key = (self.actor._actor_id.hex(), member)
+        key = (self.client.handle._actor_id.hex(), member)
         if key not in _attached:
-            held = self.actor.hold.remote()
-            _attached[key] = (held, self.actor.attach.remote(member, [held]))
+            held = self.client.hold()
+            _attached[key] = (held, self.client.attach(member, [held.reference]))
         return member
 
     # -- whole state dicts
@@ -203,24 +212,25 @@ class HandoverClient:
             model_state_dict: name -> whole tensor on any device, or an iterable of such pairs, which is consumed one
                 tensor at a time. None: the version is the checkpoint of that step on disk.
             trainer_step: names the version.
-            attempt: of the run.
-            wire_dtype: of floating tensors on their way, such as ``"BF16"``; None: as they are.
-            location: for None: the folder of the checkpoint, where the actor was not told where checkpoints are.
+            attempt: the run's attempt.
+            wire_dtype: dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
+            location: the folder of the checkpoint, where there is no state dict and the actor does not know the
+                checkpoint folder.
 
         Raises:
             RunError: the version is not newer than the one before, or there is no committed checkpoint of the step.
         """
         version = Version(attempt, trainer_step)
         if model_state_dict is None:
-            self.call("announce", version, location)
+            self._answer(self.client.announce(version, location))
             return
         from trinity_sync.sync import state_dicts
 
         manifest, references = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
-        self.call("put_state", version, manifest, references)
+        self._answer(self.client.put_state(version, manifest, references))
 
     def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | None, int]:
-        """The newest version: its tensors, every byte checked, and its step; both of one version.
+        """Return the newest version: its tensors, every byte checked, and its step; both of one version.
 
         Args:
             copy: give tensors of their own. Else they are views of shared memory, which must not be written to.
@@ -233,7 +243,7 @@ class HandoverClient:
             RunError: the tensors are lost with the process that published them, or damaged. The newest checkpoint,
                 where one is known, serves from then on.
         """
-        handed, newest = self.call("get_state"), self.call("newest")
+        handed, newest = self._answer(self.client.get_state()), self._answer(self.client.newest())
         if newest is None:
             return None, -1
         if handed is None or handed.state is None or handed.version < newest:
@@ -241,9 +251,9 @@ class HandoverClient:
         from trinity_sync.sync import state_dicts
 
         try:
-            tensors = state_dicts.get(handed.version, handed.state, self._timeout_s)
+            tensors = state_dicts.get(handed, self.client.timeout_s)
         except state_dicts.StateLostError as error:
-            serves = self.call("state_lost", handed.version)
+            serves = self._answer(self.client.state_lost(handed.version))
             instead = (
                 "no checkpoint is known that could serve"
                 if serves is None or serves.location is None
@@ -255,18 +265,18 @@ class HandoverClient:
         return tensors, handed.version.step
 
     def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype as torch prints it, shape) of the tensors of the newest version, or of what the weight sync
-        group sends, in the order in which they come.
+        """Describe the tensors of the newest version, or of what the weight sync group sends, as (name, dtype as torch
+        prints it, shape), in the order in which they come.
 
         Raises:
             RunError: neither is known.
         """
-        handed = self.call("get_state")
+        handed = self._answer(self.client.get_state())
         if handed is not None and handed.state is not None:
             from trinity_sync.sync import state_dicts
 
-            return state_dicts.described(handed.state[0])
-        meta = self.call("group_meta")
+            return state_dicts.described(handed)
+        meta = self._answer(self.client.group_meta())
         if meta is None:
             raise RunError("nothing is known of the tensors: no state dict and no weight sync group was set up")
         return [(name, dtype, tuple(shape)) for name, dtype, shape in meta]
@@ -274,26 +284,31 @@ class HandoverClient:
     # -- broadcasts over a group of the program's own
 
     def setup_weight_sync_group(
-        self, master_address: str, master_port: int, state_dict_meta: list[Any] | None = None, *, explorers: int = 1
+        self,
+        master_address: str,
+        master_port: int,
+        state_dict_meta: Sequence[Described] | None = None,
+        *,
+        explorers: int = 1,
     ) -> WeightSyncGroup:
-        """Rank 0 of the trainer: tell the explorers where to meet for broadcasts.
+        """As rank 0 of the trainer, tell the explorers where to meet for broadcasts.
 
         Args:
-            master_address, master_port: of a store that serves already.
+            master_address, master_port: address of a store that serves already.
             state_dict_meta: (name, dtype, shape) of what is going to be sent, in order.
-            explorers: how many belong to the group. A group of before is over.
+            explorers: number of explorers in the group. The group before it is over.
         """
         trainer = self._attach(TRAINER)
         meta = (
             None if state_dict_meta is None else [(name, str(kind), list(size)) for name, kind, size in state_dict_meta]
         )
-        return self.call("open_group", trainer, master_address, int(master_port), meta, explorers)
+        return self._answer(self.client.open_group(trainer, master_address, int(master_port), meta, explorers))
 
     def join_weight_sync_group(self, explorer: str, *, after: int = 0) -> WeightSyncGroup:
-        """An explorer: wait for a group, and its place in it.
+        """As an explorer, wait for a group and take a place in it.
 
         Args:
-            explorer: its name, unique in the run.
+            explorer: the explorer's name, unique in the run.
             after: the id of the group that it was in before.
 
         Raises:
@@ -301,7 +316,8 @@ class HandoverClient:
             WaitTimeout: the trainer set up none.
         """
         member = self._attach(explorer)
-        return self.call("join_group", member, after, self._timeout_s, timeout_s=self._timeout_s + 5)
+        limit = self.client.timeout_s
+        return self.client.join_group(member, after, limit).result(limit + ANSWER_S)
 
     def ready_to_nccl_sync(
         self, module: str, trainer_step: int | None = None, *, timeout_s: float | None = None
@@ -310,7 +326,7 @@ class HandoverClient:
 
         Args:
             module: ``"trainer"``, or the explorer's name.
-            trainer_step: from the trainer: what it is going to send.
+            trainer_step: the step that the trainer is going to send; None from an explorer.
             timeout_s: limit, seconds; the configured one unless given.
 
         Returns:
@@ -322,9 +338,9 @@ class HandoverClient:
             WaitTimeout: names who did not come. Whoever waited is not counted as ready any more.
         """
         member = self._attach(module)
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        return self.call("ready", member, trainer_step, limit, timeout_s=limit + 5)
+        limit = self.client.timeout_s if timeout_s is None else timeout_s
+        return self.client.ready(member, trainer_step, limit).result(limit + ANSWER_S)
 
     def notify_nccl_sync_done(self, trainer_step: int, *, attempt: int = 0) -> None:
-        """The trainer: the version was sent to all explorers of the group."""
-        self.call("sent", this_process(TRAINER), Version(attempt, trainer_step))
+        """As the trainer, say that the version was sent to all explorers of the group."""
+        self._answer(self.client.sent(this_process(TRAINER), Version(attempt, trainer_step)))

@@ -25,7 +25,7 @@ class LayoutCache:
         self._known: dict[str, PartLayout] = {}
 
     def get(self, info: PartInfo) -> PartLayout:
-        """The layout of a part.
+        """Return the layout of a part.
 
         Raises:
             RunError: the agent answered with another one than the version was staged in.
@@ -42,7 +42,7 @@ class LayoutCache:
         return self._known[info.layout]
 
     def tensor_digests(self, version: Version) -> dict[str, bytes]:
-        """The 16-byte digests of a version's tensors as they were staged; empty where they are not known any more."""
+        """Return the 16-byte digests of a version's tensors as they were staged; empty where they are forgotten."""
         found: dict[str, bytes] = {}
         for agent in self._agents.values():
             found |= agent.tensor_digests(version).result(self._timeout_s)

@@ -9,21 +9,20 @@ is checked beside it, and a label can never stand on other bytes than its own.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
-from typing import Any
 
 import torch
 
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Transport
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import listed
@@ -49,7 +48,7 @@ class WeightLoader:
         self,
         member: Member,
         destinations: Mapping[str, torch.Tensor],
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         transport: Transport,
         layouts: LayoutCache,
         verify: str,
@@ -74,13 +73,14 @@ class WeightLoader:
                 trainer published.
         """
         started = time.perf_counter()
-        lease = self._synchronizer.call("lease", self._member, version)
+        synchronizer = self._synchronizer
+        lease = synchronizer.lease(self._member, version).result(synchronizer.timeout_s)
         try:
             self._check(lease)
             paused = time.perf_counter()
             moved, digest = self._take(lease, broadcast)
         finally:
-            in_time = self._synchronizer.call("release", lease.id)
+            in_time = synchronizer.release(lease.id).result(synchronizer.timeout_s)
         if not in_time and (digest is None or lease.digest is None):
             raise RunError(
                 f"{self._name} lost its lease on version {lease.version} while it loaded, so other bytes may have "
@@ -112,7 +112,7 @@ class WeightLoader:
         return moved, digest
 
     def _check(self, lease: Lease) -> None:
-        """Names and shapes must fit before the first byte is applied. Done once per set of layouts."""
+        """Check that names and shapes fit, before the first byte is applied. Done once per set of layouts."""
         digests = frozenset(info.layout for info in lease.parts.values())
         if digests == self._checked:
             return
@@ -137,7 +137,7 @@ class WeightLoader:
         return moved
 
     def _prove(self, lease: Lease) -> str:
-        """The digest of what is held now.
+        """Compute the digest of what is held now.
 
         Raises:
             ChecksumError: it is not the one that was published.
@@ -150,7 +150,7 @@ class WeightLoader:
             )
         return digest
 
-    def _damage(self, lease: Lease, taken: Any) -> str:
+    def _damage(self, lease: Lease, taken: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> str:
         try:
             published = self._layouts.tensor_digests(lease.version)
         except RunError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -11,12 +11,17 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.synchronizer import Sealed
 from trinity_sync.weights.slots import MappedSegments
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trinity_sync.weights.layout import Segment
 
 
 class MemoryMode:
@@ -28,7 +33,8 @@ class MemoryMode:
         self._side = side
 
     def publish(self, sealed: Sealed) -> None:
-        self._side.synchronizer.call("commit", sealed.version)
+        synchronizer = self._side.synchronizer
+        synchronizer.commit(sealed.version).result(synchronizer.timeout_s)
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
@@ -56,14 +62,15 @@ class MemoryTransport:
         for _, info in sorted(lease.parts.items()):
             layout = self._layouts.get(info)
             if info.node == self._node:
-                segment = self._segments.get(info.path, info.nbytes)
+                segment: Segment = self._segments.get(info.path, info.nbytes)
             else:
                 segment = self._fetch(lease, info)
             for number, data, digest in in_buckets(layout, segment, info.buckets):
                 yield Bucket(layout, number, data, digest)
 
-    def _fetch(self, lease: Lease, info: PartInfo) -> Any:
-        """A part of another node; what another explorer of this node has fetched is there already."""
+    def _fetch(self, lease: Lease, info: PartInfo) -> memoryview:
+        """Fetch a part of another node; what another explorer of this node has fetched is there already."""
         agent = self._agents[info.node]
         [shared] = agent.share(lease.version, lease.slot, info.part).result(self._timeout_s)
-        return Call(shared, agent.who, f"send {info.part} of version {lease.version}").result(self._timeout_s)
+        fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
+        return fetching.result(self._timeout_s).data

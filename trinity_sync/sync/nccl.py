@@ -11,26 +11,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import mmap
 import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer import ExplorerClient, LoadReport
+from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.synchronizer import Sealed
+from trinity_sync.sync.process_group import Group, begin_broadcast, make_group
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from torch.distributed import Store, TCPStore
+    from torch.distributed.distributed_c10d import Work
+
+    from trinity_sync.weights.layout import Cut, PartLayout
 
 _AHEAD = 4
 """Pieces on their way at a time."""
@@ -54,10 +61,11 @@ class NcclMode:
         self._transport = transport
         self._ids = itertools.count(1)
         self._sealed: Sealed | None = None
-        self._store: Any = None
+        self._store: TCPStore | None = None
 
     def publish(self, sealed: Sealed) -> None:
-        self._side.synchronizer.call("commit", sealed.version)
+        synchronizer = self._side.synchronizer
+        synchronizer.commit(sealed.version).result(synchronizer.timeout_s)
         self._sealed = sealed
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
@@ -92,18 +100,19 @@ class NcclMode:
             cut="tensor" if all(info.buckets is None for info in sealed.parts.values()) else "bucket",
             timeout_s=limit,
         )
-        sending: list[Call[Any]] = [ranks[part].send(broadcast) for part in senders]
+        sending = [ranks[part].send(broadcast) for part in senders]
         loading = [explorer.load(sealed.version, broadcast) for explorer in explorers.values()]
+        together: list[Call[object]] = [*sending, *loading]
         try:
-            answers = results([*sending, *loading], limit * 2, f"exchange version {sealed.version}")
+            results(together, limit * 2, f"exchange version {sealed.version}")
         except BaseException:
             _give_up(store, broadcast)
             raise
         _forget(store, broadcast)
-        return answers[len(sending) :]
+        return results(loading, limit)
 
-    def _open_store(self, timeout_s: float) -> Any:
-        """Where the members of all rounds meet. The driver serves it, as it never takes part in a round."""
+    def _open_store(self, timeout_s: float) -> TCPStore:
+        """Serve the store at which the members of all rounds meet: the driver's work, as it is in no round."""
         if self._store is None:
             from torch.distributed import TCPStore
 
@@ -114,14 +123,14 @@ class NcclMode:
         return self._store
 
 
-def _give_up(store: Any, broadcast: Broadcast) -> None:
+def _give_up(store: Store, broadcast: Broadcast) -> None:
     """Send home who still waits for the others, and who comes later. Who has met already finds connections closed."""
     for sender in range(len(broadcast.senders)):
         store.compare_set(f"{broadcast.prefix(sender)}decision", "", "over")
     _forget(store, broadcast, but="decision")
 
 
-def _forget(store: Any, broadcast: Broadcast, but: str | None = None) -> None:
+def _forget(store: Store, broadcast: Broadcast, but: str | None = None) -> None:
     """Remove the keys of a round: what is not removed would grow with every version."""
     prefixes = tuple(broadcast.prefix(sender) for sender in range(len(broadcast.senders)))
     for key in store.list_keys():
@@ -130,17 +139,17 @@ def _forget(store: Any, broadcast: Broadcast, but: str | None = None) -> None:
 
 
 @functools.cache
-def _connect(host: str, port: int, timeout_s: float) -> Any:
-    """This process's client of the store, kept: torch looks up the names of both ends for every connection, which takes
-    seconds where there is no name server.
+def _connect(host: str, port: int, timeout_s: float) -> Store:
+    """Return this process's client of the store. It is kept: torch looks up the names of both ends for each connection,
+    which takes seconds where there is no name server.
     """
     from torch.distributed import TCPStore
 
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _meet(broadcast: Broadcast, sender: int) -> Any:
-    """Wait until the sender and all explorers are there; the store for their group.
+def _meet(broadcast: Broadcast, sender: int) -> Store:
+    """Wait until the sender and all explorers are there; return the store for their group.
 
     Raises:
         RunError: the round was given up meanwhile.
@@ -158,22 +167,14 @@ def _meet(broadcast: Broadcast, sender: int) -> Any:
     return PrefixStore(f"{prefix}group", store)
 
 
-def _group(broadcast: Broadcast, sender: int, rank: int) -> Any:
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=broadcast.timeout_s)
-    store = _meet(broadcast, sender)
+def _group(broadcast: Broadcast, sender: int, rank: int) -> Group:
     size = 1 + len(broadcast.explorers)
-    if broadcast.transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, limit)
+    return make_group(_meet(broadcast, sender), rank, size, broadcast.transport, broadcast.timeout_s)
 
 
-def _wait(work: Any, broadcast: Broadcast) -> None:
-    """Until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait; gloo
-    keeps the group's limit, and closes its connections when a wait with another one ends.
+def _wait(work: Work, broadcast: Broadcast) -> None:
+    """Wait until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait;
+    gloo keeps the group's limit, and closes its connections when a wait with another one ends.
     """
     if broadcast.transport == "nccl":
         work.wait(timedelta(seconds=broadcast.timeout_s))
@@ -181,7 +182,7 @@ def _wait(work: Any, broadcast: Broadcast) -> None:
         work.wait()
 
 
-def _close(groups: list[Any], broadcast: Broadcast) -> None:
+def _close(groups: list[Group], broadcast: Broadcast) -> None:
     """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
     connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
     shutdown before.
@@ -194,21 +195,13 @@ def _close(groups: list[Any], broadcast: Broadcast) -> None:
     groups.clear()
 
 
-def _begin(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
-    import torch.distributed as dist
-
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
-    return group.broadcast([tensor], options)
-
-
-def send(broadcast: Broadcast, part: str, layout: Any, segment: Any) -> int:
-    """A trainer rank's share of a round: broadcast its staged part piece by piece.
+def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
+    """Do a trainer rank's share of a round: broadcast its staged part piece by piece.
 
     Args:
         broadcast: the round.
-        part: the part that this rank staged.
-        layout: its `PartLayout`.
+        part: name of the part that this rank staged.
+        layout: how the part is laid out.
         segment: the slot's bytes, mapped.
 
     Returns:
@@ -222,17 +215,18 @@ def send(broadcast: Broadcast, part: str, layout: Any, segment: Any) -> int:
     return sent
 
 
-def _send(broadcast: Broadcast, group: Any, layout: Any, segment: Any) -> int:
+def _send(broadcast: Broadcast, group: Group, layout: PartLayout, segment: mmap.mmap) -> int:
     import torch
 
     staged = torch.frombuffer(segment, dtype=torch.uint8)[: layout.nbytes]
-    under_way: deque[Any] = deque()
+    under_way: deque[Work] = deque()
     sent = 0
     for start, stop in layout.pieces(broadcast.cut):
         if len(under_way) == _AHEAD:
             _wait(under_way.popleft(), broadcast)
         piece = staged[start:stop]
-        under_way.append(_begin(group, piece.cuda() if broadcast.transport == "nccl" else piece, broadcast.timeout_s))
+        there = piece.cuda() if broadcast.transport == "nccl" else piece
+        under_way.append(begin_broadcast(group, there, broadcast.timeout_s))
         sent += stop - start
     for work in under_way:
         _wait(work, broadcast)
@@ -269,10 +263,10 @@ class NcclTransport:
                 if not arriving.close():
                     self._rooms = []
 
-    def _arrived(self, data: Any) -> Any:
+    def _arrived(self, data: np.ndarray | None) -> np.ndarray | None:
         return data
 
-    def _make_rooms(self, layout: Any) -> list[torch.Tensor]:
+    def _make_rooms(self, layout: PartLayout) -> list[torch.Tensor]:
         import torch
 
         if not self._rooms or self._rooms[0].numel() < layout.bucket_bytes:
@@ -285,17 +279,17 @@ class _Arriving:
     valid until the next piece.
 
     Args:
-        group: of the sender and all explorers.
+        group: the group of the sender and all explorers.
         broadcast: the round.
-        layout: `PartLayout` of the part.
+        layout: how the part is laid out.
         find_room: see `FindRoom`.
         rooms: memory for pieces that have no place of their own.
     """
 
     def __init__(
-        self, group: Any, broadcast: Broadcast, layout: Any, find_room: FindRoom, rooms: list[torch.Tensor]
+        self, group: Group, broadcast: Broadcast, layout: PartLayout, find_room: FindRoom, rooms: list[torch.Tensor]
     ) -> None:
-        self._group = group
+        self._groups = [group]
         self._broadcast = broadcast
         self._layout = layout
         self._sizes = [stop - start for start, stop in layout.pieces(broadcast.cut)]
@@ -305,7 +299,7 @@ class _Arriving:
         self._next = 0
         self._under_way: deque[_Receiving] = deque()
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
+    def __iter__(self) -> Iterator[tuple[int, np.ndarray | None]]:
         for number in range(len(self._sizes)):
             self._go_on()
             receiving = self._under_way[0]
@@ -328,14 +322,13 @@ class _Arriving:
         try:
             if not clean and self._broadcast.transport == "nccl":
                 with contextlib.suppress(RuntimeError):
-                    self._group.abort()
+                    self._groups[0].abort()
             for receiving in self._under_way:
                 with contextlib.suppress(RuntimeError):
                     receiving.wait()
         finally:
             self._under_way.clear()
-            groups, self._group = [self._group], None
-            _close(groups, self._broadcast)
+            _close(self._groups, self._broadcast)
         return clean
 
     def _go_on(self) -> None:
@@ -346,12 +339,12 @@ class _Arriving:
             if place is None and not self._free:
                 return
             room = None if place is not None else self._free.pop()
-            self._under_way.append(_Receiving(self._group, place, room, self._sizes[self._next], self._broadcast))
+            self._under_way.append(_Receiving(self._groups[0], place, room, self._sizes[self._next], self._broadcast))
             self._next += 1
 
-    def _reaches(self, place: Any) -> bool:
-        """The group can write there: gloo to the CPU's memory, NCCL to the one device that it was made for, and through
-        that to the CPU's.
+    def _reaches(self, place: torch.Tensor) -> bool:
+        """Tell whether the group can write there: gloo to the CPU's memory, NCCL to the one device that it was made
+        for, and through that to the CPU's.
         """
         if not place.is_cuda:
             return True
@@ -364,36 +357,39 @@ class _Receiving:
     """One piece on its way.
 
     Args:
-        group: of the sender and all explorers.
-        place: where it belongs, or None.
-        room: for its bytes, in the CPU's memory, where there is no such place.
-        nbytes: its length.
+        group: the group of the sender and all explorers.
+        place: memory in which the piece belongs, or None.
+        room: memory of the CPU for its bytes, where there is no such place.
+        nbytes: length of the piece.
         broadcast: the round.
     """
 
-    def __init__(self, group: Any, place: Any, room: Any, nbytes: int, broadcast: Broadcast) -> None:
+    def __init__(
+        self, group: Group, place: torch.Tensor | None, room: torch.Tensor | None, nbytes: int, broadcast: Broadcast
+    ) -> None:
         import torch
 
         self.room = room
         self._bytes = None if room is None else room[:nbytes]
         target = place if self._bytes is None else self._bytes
+        assert target is not None, "a piece has a place or a room"
         # NCCL knows no memory but the device's.
         there = broadcast.transport == "gloo" or target.is_cuda
         self._target = target if there else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         self._copy_to = None if there else target
         self._broadcast = broadcast
-        self._work = _begin(group, self._target, broadcast.timeout_s)
+        self._work = begin_broadcast(group, self._target, broadcast.timeout_s)
 
     def wait(self) -> None:
-        """Until all of it is there."""
+        """Wait until all of it is there."""
         _wait(self._work, self._broadcast)
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 
-    def data(self) -> Any:
-        """The bytes in the room, None where they are in their place."""
+    def data(self) -> np.ndarray | None:
+        """Return the bytes in the room, None where they are in their place."""
         return None if self._bytes is None else self._bytes.numpy()
 
 
-def _nowhere(layout: Any, number: int, cut: Any) -> None:
-    """A `FindRoom` for pieces that all arrive in rooms."""
+def _nowhere(layout: PartLayout, number: int, cut: Cut) -> None:
+    """Find no place, for pieces that all arrive in rooms (a `FindRoom`)."""

@@ -7,55 +7,61 @@ The buckets belong to the process that put them: when it dies, so do they, and r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import ray
 import torch
 from ray.exceptions import GetTimeoutError, RayError
 
+from trinity_sync.actors.synchronizer import Manifest
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.versions import Version
+from trinity_sync.protocol.handed import Handed
 from trinity_sync.weights.packing import BUCKET_BYTES, BucketPlan, Packed, bucket_digest, check_bucket, pack, unpack
 from trinity_sync.weights.tensors import byte_tensor, to_torch
 
 Tensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 
-#: For each bucket: its tensors, its bytes and its digest.
-Manifest = list[tuple[list[tuple[Any, ...]], int, bytes]]
+if TYPE_CHECKING:
+    import numpy as np
+    from ray import ObjectRef
+
+    State = tuple[Manifest, list[ObjectRef[np.ndarray]]]
 
 
 class StateLostError(RunError):
     """The tensors of a version are gone with the process that owned them."""
 
 
-def put(
-    tensors: Tensors, *, wire_dtype: str | None = None, bucket_bytes: int = BUCKET_BYTES
-) -> tuple[Manifest, list[Any]]:
-    """Put tensors into the object store; what the actor is told of them, and the references.
+def put(tensors: Tensors, *, wire_dtype: str | None = None, bucket_bytes: int = BUCKET_BYTES) -> State:
+    """Put tensors into the object store; return what the actor is told of them, and the references.
 
     Raises:
         RunError: there is no tensor, or a name came twice.
     """
     pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
     manifest: Manifest = []
-    references = []
+    references: list[ObjectRef[np.ndarray]] = []
     for bucket, data in pack(pairs, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes):
-        manifest.append(([tuple(packed) for packed in bucket.tensors], bucket.nbytes, bucket_digest(data)))
+        manifest.append(([(*packed,) for packed in bucket.tensors], bucket.nbytes, bucket_digest(data)))
         references.append(ray.put(data.numpy()))
     if not references:
         raise RunError("the state dict is empty: nothing can be published")
     return manifest, references
 
 
-def get(version: Version, state: tuple[Manifest, list[Any]], timeout_s: float) -> dict[str, torch.Tensor]:
+def get(handed: Handed, timeout_s: float) -> dict[str, torch.Tensor]:
     """Fetch and check all buckets; the tensors are views of shared memory and must not be written to.
+
+    Args:
+        handed: a version with its state, which is what `put` returned.
+        timeout_s: limit of the fetch, seconds.
 
     Raises:
         StateLostError: the process that put them is gone.
         WaitTimeout: they did not come in time.
         ChecksumError: a bucket is damaged.
     """
-    manifest, references = state
+    version, (manifest, references) = handed.version, cast("State", handed.state)
     try:
         arrays = ray.get(references, timeout=timeout_s)
     except GetTimeoutError:
@@ -70,7 +76,10 @@ def get(version: Version, state: tuple[Manifest, list[Any]], timeout_s: float) -
     return found
 
 
-def described(manifest: Manifest) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, torch dtype such as ``torch.bfloat16``, shape) of all tensors, in the order in which they came."""
+def described(handed: Handed) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Describe all tensors of a version with its state as (name, torch dtype such as ``torch.bfloat16``, shape), in the
+    order in which they came.
+    """
+    manifest, _ = cast("State", handed.state)
     tensors = [Packed(*packed) for bucket, _, _ in manifest for packed in bucket]
     return [(packed.name, str(to_torch(packed.dtype)), tuple(packed.shape)) for packed in tensors]

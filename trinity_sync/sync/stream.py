@@ -9,26 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trinity_sync.actors.synchronizer import Described
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
+from trinity_sync.sync.process_group import Group, begin_broadcast, make_group
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.digests import DIGEST_BYTES
 from trinity_sync.weights.packing import BUCKET_BYTES, bucket_digest, cast_for_wire, check_bucket, pack, plan, unpack
 from trinity_sync.weights.tensors import from_torch, to_torch, wire_name
 
-Meta = Sequence[tuple[str, str, Sequence[int]]]
-"""(name, dtype as torch prints it such as ``torch.bfloat16``, shape), in the order of travel."""
+Meta = Sequence[Described]
+"""What is sent, in the order of travel."""
 
 
 def describe(
     tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: str | None = None
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """What a receiver has to be told of these tensors."""
+    """Describe tensors as a receiver has to know them."""
     return [
         (name, str(to_torch(wire_name(from_torch(tensor.dtype), wire_dtype))), tuple(tensor.shape))
         for name, tensor in tensors
@@ -46,60 +47,56 @@ def open_group(
     explorers: int,
     transport: str = "gloo",
     timeout_s: float,
-) -> Any:
-    """The trainer's rank 0: serve a store, tell the explorers of it, and wait for them. Returns the group.
+) -> Group:
+    """As the trainer's rank 0, serve a store, tell the explorers of it, and wait for them; return the group.
 
     Args:
         host: an address of this node that the explorers reach.
         meta: what is going to be sent.
-        explorers: how many belong to it.
+        explorers: number of explorers in the group.
         transport: ``gloo`` or ``nccl``.
         timeout_s: limit of the meeting and of each operation, seconds.
     """
     limit = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
     told = synchronizer.setup_weight_sync_group(host, store.port, list(meta) if meta else None, explorers=explorers)
-    return _group(store, told, transport, limit)
+    return _group(store, told, transport, timeout_s)
 
 
 def join_group(
     synchronizer: Synchronizer, explorer: str, *, after: int = 0, transport: str = "gloo", timeout_s: float
-) -> tuple[Any, WeightSyncGroup]:
-    """An explorer: wait for the group and enter it. Returns the group, and what was told of it.
+) -> tuple[Group, WeightSyncGroup]:
+    """As an explorer, wait for the group and enter it; return the group, and what was told of it.
 
     Args:
-        explorer: its name.
+        explorer: the explorer's name.
         after: id of the group that it was in before.
         transport, timeout_s: as for `open_group`.
     """
     told = synchronizer.join_weight_sync_group(explorer, after=after)
-    limit = timedelta(seconds=timeout_s)
-    return _group(dist.TCPStore(told.address, told.port, is_master=False, timeout=limit), told, transport, limit), told
+    store = dist.TCPStore(told.address, told.port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    return _group(store, told, transport, timeout_s), told
 
 
-def _group(store: Any, told: WeightSyncGroup, transport: str, limit: timedelta) -> Any:
+def _group(store: dist.Store, told: WeightSyncGroup, transport: str, timeout_s: float) -> Group:
     prefixed = dist.PrefixStore(f"weights-{told.id}/", store)
-    if transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(prefixed, told.rank, told.world_size, options)
-    return dist.ProcessGroupGloo(prefixed, told.rank, told.world_size, limit)
+    return make_group(prefixed, told.rank, told.world_size, transport, timeout_s)
 
 
 # ---- sending
 
 
 def broadcast_each(
-    group: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, wire_dtype: str | None = None, timeout_s: float
+    group: Group, tensors: Iterable[tuple[str, torch.Tensor]], *, wire_dtype: str | None = None, timeout_s: float
 ) -> None:
-    """One broadcast per tensor, from rank 0 of the group."""
+    """Send each tensor in a broadcast of its own, from rank 0 of the group."""
     device = _device_of(group)
     for name, tensor in tensors:
         _broadcast(group, cast_for_wire(tensor, wire_dtype).to(device), timeout_s, name)
 
 
 def broadcast_packed(
-    group: Any,
+    group: Group,
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
     wire_dtype: str | None = None,
@@ -107,7 +104,7 @@ def broadcast_packed(
     verify: bool = True,
     timeout_s: float,
 ) -> None:
-    """Large buckets of tensors, from rank 0 of the group, each followed by its digest where `verify` is set."""
+    """Send tensors in large buckets, from rank 0 of the group, each followed by its digest where `verify` is set."""
     device = _device_of(group)
     for number, (_, data) in enumerate(pack(tensors, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, device=device)):
         _broadcast(group, data, timeout_s, f"bucket {number}")
@@ -120,7 +117,7 @@ def broadcast_packed(
 
 
 def receive(
-    group: Any,
+    group: Group,
     meta: Meta,
     *,
     packed: bool = False,
@@ -128,11 +125,11 @@ def receive(
     verify: bool = True,
     timeout_s: float,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What rank 0 of the group sends. Go through all of it, and take the new version for loaded only after that.
+    """Receive what rank 0 of the group sends. Go through all of it, and take the version for loaded only after that.
 
     Args:
         meta: what is sent, in the dtypes in which it is sent.
-        packed, bucket_bytes, verify: as at the sender.
+        packed, bucket_bytes, verify: the same as at the sender.
         timeout_s: limit of every broadcast, seconds.
 
     Yields:
@@ -161,20 +158,19 @@ def receive(
         yield from unpack(bucket, data)
 
 
-def _broadcast(group: Any, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
+def _broadcast(group: Group, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
     try:
-        group.broadcast([tensor], options).wait()
+        begin_broadcast(group, tensor, timeout_s).wait()
     except RuntimeError as error:
         raise RunError(f"{what} could not be broadcast within {timeout_s:g} s: {error}") from error
 
 
-def _device_of(group: Any) -> torch.device:
+def _device_of(group: Group) -> torch.device:
     if group.name().lower() == "gloo" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name.removeprefix("torch."))
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype

@@ -21,18 +21,24 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import Call, MemberDied
+from trinity_sync.actors.calls import ANSWER_S, MemberDied
+from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log, small_actor
 from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
 from trinity_sync.sync.handover import Handover, HandoverClient
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 ACTOR_NAME = "synchronizer"
 
@@ -47,8 +53,8 @@ class SynchronizerConfig:
         slots: snapshots held at a time (`sync.slots`).
         lease_s: seconds until a lease ends by itself (`sync.lease_s`).
         timeout_s: limit of the waits that name none (`sync.timeout_s`), seconds.
-        log_dir: where the actor logs, None for Ray's own logs.
-        checkpoint_dir: where versions that are announced without a folder are to be found; None: not told.
+        log_dir: folder of the actor's log; None for Ray's own logs.
+        checkpoint_dir: folder in which versions are found that are announced without one; None: it is not known.
         detached: the actor outlives the process that made it, and ends with the last one that uses it.
     """
 
@@ -58,28 +64,6 @@ class SynchronizerConfig:
     log_dir: str | None = None
     checkpoint_dir: str | None = None
     detached: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sealed:
-    """A version whose bytes are all in the slots: what publishing it needs.
-
-    Attributes:
-        version: which.
-        slot: where in every node's arena.
-        digest: version digest, or None where `sync.verify` is not ``full``.
-        parts: part name -> `protocol.staged.PartInfo`.
-    """
-
-    version: Version
-    slot: int
-    digest: str | None
-    parts: dict[str, Any]
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds in which the trainer stood still for it."""
-        return max((info.blocked_s for info in self.parts.values()), default=0.0)
 
 
 class SynchronizerActor(Handover):
@@ -104,7 +88,7 @@ class SynchronizerActor(Handover):
     # -- trainer's side
 
     async def begin(self, version: Version, parts: list[str], timeout_s: float) -> int:
-        """A slot for the version; waits while every slot is read or still on its way."""
+        """Return a slot for the version; wait while every slot is read or still on its way."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._check_members(f"take version {version}")
@@ -112,7 +96,8 @@ class SynchronizerActor(Handover):
             if slot is not None:
                 return slot
             # An expired lease frees a slot without anybody calling, so wake up for that too.
-            if not await self._wait_change(min(deadline, time.monotonic() + 1.0)) and time.monotonic() >= deadline:
+            changed = await self._changes.next(min(deadline - time.monotonic(), 1.0))
+            if not changed and time.monotonic() >= deadline:
                 raise WaitTimeout(
                     "the readers of older versions",
                     f"free one of {self._config.slots} slots for version {version}",
@@ -120,32 +105,32 @@ class SynchronizerActor(Handover):
                 )
 
     async def begin_if_free(self, version: Version, parts: list[str]) -> int | None:
-        """A slot for the version, None where none is free now. Does not wait."""
+        """Return a slot for the version, None where none is free now. Does not wait."""
         self._check_members(f"take version {version}")
         return self._book.open(version, parts)
 
-    async def staged(self, version: Version, parts: dict[str, Any]) -> None:
-        """Parts of a node are in its slot."""
+    async def staged(self, version: Version, parts: dict[str, PartInfo]) -> None:
+        """Take note that parts of a node are in its slot."""
         self._book.stage(version, parts)
-        await self._notify()
+        self._changes.announce()
 
     async def digested(self, version: Version, digest: str | None) -> None:
-        """The digest of the whole version is known (None: not asked for)."""
+        """Take note of the digest of the whole version (None: not asked for)."""
         self._book.digest(version, digest)
-        await self._notify()
+        self._changes.announce()
 
     async def failed(self, version: Version, error: str) -> None:
-        """A part of the version cannot be had; whoever waits for it is told."""
+        """Take note that a part of the version cannot be had; whoever waits for it is told."""
         self._book.fail(version, error)
-        await self._notify()
+        self._changes.announce()
 
     async def wait_sealed(self, version: Version, timeout_s: float) -> Sealed:
-        """The version as staged by all ranks."""
+        """Wait until all ranks have staged the version; return what publishing it needs."""
 
         def ready() -> bool:
             return bool(self._dead) or self._book.state(version) is not State.OPENED
 
-        await self._wait_for(ready, "the node agents", f"seal version {version}", timeout_s)
+        await self._changes.wait(ready, lambda: ("the node agents", f"seal version {version}"), timeout_s)
         if self._book.state(version) is State.OPENED:
             self._check_members(f"seal version {version}")
         if self._book.state(version) is State.FAILED:
@@ -154,14 +139,14 @@ class SynchronizerActor(Handover):
         return Sealed(version=version, slot=slot, digest=digest, parts=parts)
 
     async def commit(self, version: Version, location: str | None = None) -> None:
-        """The version is available; explorers that wait for one are woken."""
+        """Make the version the newest one; explorers that wait for one are woken."""
         self._book.commit(version, location)
-        await self._notify()
+        self._changes.announce()
 
     async def discard(self, version: Version) -> None:
-        """The version was staged for a checkpoint only; its slot is free again."""
+        """Free the slot of a version that was staged for a checkpoint only."""
         self._book.discard(version)
-        await self._notify()
+        self._changes.announce()
 
     # -- watching agents and ranks
 
@@ -169,7 +154,7 @@ class SynchronizerActor(Handover):
         """Never returns. What it would return belongs to the caller; see `watch`."""
         await asyncio.Event().wait()
 
-    async def watch(self, member: Member, owned: list[Any]) -> None:
+    async def watch(self, member: Member, owned: list[ObjectRef[None]]) -> None:
         """Notice the death of a node agent or a rank: `owned` holds the reference to its `hold` call, which fails with
         its owner. One that is started again takes the place of the one before, whatever is heard of that.
         """
@@ -181,7 +166,7 @@ class SynchronizerActor(Handover):
         except RayError:
             if self._roll.gone(member):
                 self._dead[member.name] = member
-                await self._notify()
+                self._changes.announce()
 
     def _check_members(self, what: str) -> None:
         for member in self._dead.values():
@@ -197,33 +182,32 @@ class SynchronizerActor(Handover):
             raise RunError(f"{reader} cannot load: {error}") from None
 
     async def release(self, lease_id: int) -> bool:
-        """The reader is done. False: the lease had ended before, so the slot may hold another version by now."""
+        """End a lease. False: it had ended before, so the slot may hold another version by now."""
         in_time = self._book.release(lease_id)
-        await self._notify()
+        self._changes.announce()
         return in_time
 
     async def drop_reader(self, reader: Hashable) -> None:
-        """The reader is gone; its leases end, and what it asked for before comes too late."""
+        """End the leases of a reader that is gone; what it asked for before comes too late."""
         self._book.drop_reader(reader)
-        await self._notify()
+        self._changes.announce()
 
     async def wait_newer(self, version: Version | None, timeout_s: float) -> Version | None:
-        """The newest version once it is newer than `version`; None when the trainer said that none will come."""
+        """Wait for a version newer than `version`; return the newest, or None when none will come."""
 
         def newer() -> Version | None:
             newest = self._newest()
             return newest if newest is not None and (version is None or newest > version) else None
 
-        await self._wait_for(
+        await self._changes.wait(
             lambda: self._no_new_version or newer() is not None,
-            "the trainer",
-            f"publish a version after {version}",
+            lambda: ("the trainer", f"publish a version after {version}"),
             timeout_s,
         )
         return newer()
 
     async def newest(self) -> Version | None:
-        """The newest committed version."""
+        """Return the newest committed version."""
         return self._newest()
 
     def _newest(self) -> Version | None:
@@ -231,7 +215,7 @@ class SynchronizerActor(Handover):
         return max((version for version in newest if version is not None), default=None)
 
     async def newest_location(self) -> str | None:
-        """The folder of the newest version where the sync mode has one."""
+        """Return the folder of the newest version where the sync mode writes one."""
         if self._book.newest is None:
             return self._handed.location
         lease = self._book.lease("location", 0.0)
@@ -241,16 +225,16 @@ class SynchronizerActor(Handover):
     # -- status
 
     async def set_trainer_status(self, status: str) -> None:
-        """What the trainer is doing, one of `STATUSES`."""
+        """Take note of what the trainer is doing, one of `STATUSES`."""
         self._trainer_status = _known(status)
-        await self._notify()
+        self._changes.announce()
 
     async def get_trainer_status(self) -> str:
-        """What the trainer said last."""
+        """Return what the trainer said last."""
         return self._trainer_status
 
     async def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> None:
-        """One explorer of a process goes from `old_status` (None: it is new) to `status`."""
+        """Take note that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
         _known(status)
         if not self._roll.present(member):
             raise RunError(f"{member} is dead, so no explorer of it is {status}")
@@ -260,23 +244,23 @@ class SynchronizerActor(Handover):
                 raise ValueError(f"no explorer of {member} is {old_status}, so none can go from there to {status}")
             counts[old_status] -= 1
         counts[status] += 1
-        await self._notify()
+        self._changes.announce()
 
     def _gone(self, member: Member) -> None:
         super()._gone(member)
         self._explorers.pop(member, None)
 
     async def get_explorer_status_counts(self) -> dict[str, int]:
-        """Explorers per status, of processes that live."""
+        """Count explorers per status, of processes that live."""
         return {status: sum(counts[status] for counts in self._explorers.values()) for status in STATUSES}
 
     async def notify_no_new_model_state_dict(self) -> None:
-        """The trainer has ended: whoever waits for a version waits no longer."""
+        """Take note that the trainer has ended: whoever waits for a version waits no longer."""
         self._no_new_version = True
-        await self._notify()
+        self._changes.announce()
 
-    async def memory(self) -> dict[str, Any]:
-        """Peak resident bytes of this process and whether torch was loaded into it (it must not be)."""
+    async def memory(self) -> SynchronizerMemory:
+        """Return the peak resident bytes of this process, and whether torch was loaded into it (it must not be)."""
         return {"peak_rss": peak_rss(), "pid": os.getpid(), "torch": "torch" in sys.modules}
 
 
@@ -299,14 +283,18 @@ class Synchronizer(HandoverClient):
         state_dict, version = Synchronizer.get_actor(namespace="run").get_model_state_dict()        # an explorer
     """
 
-    def __init__(self, actor: Any, timeout_s: float) -> None:
-        self.actor = actor
-        self._timeout_s = timeout_s
+    def __init__(self, actor: ActorHandle, timeout_s: float) -> None:
+        super().__init__(SynchronizerClient(actor, timeout_s))
+
+    @property
+    def actor(self) -> ActorHandle:
+        """Ray's handle of the actor."""
+        return self.client.handle
 
     @classmethod
     def get_actor(cls, config: SynchronizerConfig | None = None, namespace: str | None = None) -> Synchronizer:
-        """The run's synchronizer. With a config it is created or the one that is there is returned; without one it
-        must be there. The actor serves the calling process from now on, and ends when the last one it serves is gone.
+        """Return the run's synchronizer. With a config it is created where there is none; without one it must be there.
+        The actor serves the calling process from now on, and ends when the last one it serves is gone.
 
         Raises:
             RunError: no config was given and there is none.
@@ -337,62 +325,54 @@ class Synchronizer(HandoverClient):
         made._attach(_process_name())
         return made
 
-    def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Call a method of the actor and wait for its answer.
-
-        Args:
-            method: its name.
-            args: its arguments.
-            timeout_s: limit for this wait in seconds; the configured one unless given.
-        """
-        limit = self._timeout_s if timeout_s is None else timeout_s
-        return Call(getattr(self.actor, method).remote(*args), "the synchronizer", f"answer {method}").result(limit)
-
     def get_latest_model_version(self) -> int:
-        """The step of the newest committed version, -1 before the first."""
-        newest = self.call("newest")
+        """Return the step of the newest committed version, -1 before the first."""
+        newest = self._answer(self.client.newest())
         return -1 if newest is None else newest.step
 
     def get_latest_model_path(self, use_huggingface: bool = False) -> str | None:
-        """The folder of the newest version on disk, None where the sync mode writes none."""
-        location = self.call("newest_location")
+        """Return the folder of the newest version on disk, None where the sync mode writes none."""
+        location = self._answer(self.client.newest_location())
         if location is None:
             return None
         return f"{location}/actor/huggingface" if use_huggingface else f"{location}/actor"
 
     def wait_new_model_state_dict(self, current_version: int) -> int:
-        """The newest step once it is past `current_version`; that one itself when the trainer has ended.
+        """Wait for a step past `current_version` and return it; that one itself when the trainer has ended.
 
         Raises:
             WaitTimeout: nothing came within the configured timeout.
         """
-        newest = self.call("newest")
+        newest = self._answer(self.client.newest())
         held = Version(newest.attempt if newest else 0, current_version)
-        found = self.call("wait_newer", held, self._timeout_s, timeout_s=self._timeout_s + 5)
+        limit = self.client.timeout_s
+        found = self.client.wait_newer(held, limit).result(limit + ANSWER_S)
         return current_version if found is None else found.step
 
     def notify_no_new_model_state_dict(self) -> None:
-        """The trainer has ended; waits for a new version end."""
-        self.call("notify_no_new_model_state_dict")
+        """Say that the trainer has ended; waits for a new version end."""
+        self._answer(self.client.notify_no_new_model_state_dict())
 
     def set_trainer_status(self, status: str) -> None:
-        """What the trainer is doing: running, requires_sync or stopped."""
-        self.call("set_trainer_status", status)
+        """Say what the trainer is doing: running, requires_sync or stopped."""
+        self._answer(self.client.set_trainer_status(status))
 
     def get_trainer_status(self) -> str:
-        """What the trainer said last."""
-        return self.call("get_trainer_status")
+        """Return what the trainer said last."""
+        return self._answer(self.client.get_trainer_status())
 
     def set_explorer_status(self, status: str, old_status: str | None = None) -> None:
-        """One explorer of this process goes from `old_status` (None: it is new) to `status`; counted while it lives."""
-        self.call("set_explorer_status", self._attach(_process_name()), status, old_status)
+        """Say that one explorer of this process goes from `old_status` (None: it is new) to `status`. It counts while
+        the process lives.
+        """
+        self._answer(self.client.set_explorer_status(self._attach(_process_name()), status, old_status))
 
     def get_explorer_status_counts(self) -> dict[str, int]:
-        """How many explorers are in each status."""
-        return self.call("get_explorer_status_counts")
+        """Count the explorers in each status."""
+        return self._answer(self.client.get_explorer_status_counts())
 
 
 class _Actor(SynchronizerActor):
     async def timeout_s(self) -> float:
-        """Limit of a wait, for clients that join by name."""
+        """Return the limit of a wait, for clients that join by name."""
         return self._config.timeout_s

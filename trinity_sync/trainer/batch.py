@@ -8,7 +8,6 @@ sequence and marks response tokens; `old_log_probs`, `advantages` and `response_
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from verl.utils.dataset.dataset_utils import DatasetPadMode
 
 
 def share(count: int, rank: int, ranks: int, mini_batches: int) -> np.ndarray:
-    """Indices of the sequences that a data-parallel rank trains on, mini-batch after mini-batch.
+    """Return the indices of the sequences that a data-parallel rank trains on, mini-batch after mini-batch.
 
     Mini-batch m is the m-th contiguous block of the sorted samples and is cut evenly over the ranks, so which samples
     meet in an optimizer step does not depend on the number of ranks.
@@ -32,8 +31,8 @@ def share(count: int, rank: int, ranks: int, mini_batches: int) -> np.ndarray:
 
 
 def micro_batch_size(local: int, at_most: int) -> int:
-    """The largest number of sequences that divides `local` and is at most `at_most`: verl takes equal micro-batches
-    only.
+    """Find the largest number of sequences that divides `local` and is at most `at_most`: verl takes equal
+    micro-batches only.
     """
     return next(size for size in range(min(local, at_most), 0, -1) if local % size == 0)
 
@@ -48,14 +47,14 @@ def grpo_batch(
     micro_batch: int,
     global_mini_batch: int,
 ) -> TensorDict:
-    """A rank's share of a GRPO step for verl's `ppo_loss`.
+    """Make a rank's share of a GRPO step for verl's `ppo_loss`.
 
     Args:
         prompts: int64 token ids per sequence, at least one.
         responses: int64 token ids per sequence, at least one, end-of-sequence included.
         log_probs: float32 log-probs of the response tokens under the sampler.
         advantages: float64, one per sequence, given to each of its response tokens.
-        temperature: of the sampler.
+        temperature: the sampler's temperature.
         micro_batch: sequences per forward and backward.
         global_mini_batch: sequences per optimizer step over all ranks.
     """
@@ -81,7 +80,7 @@ def grpo_batch(
 def sft_batch(
     prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, micro_batch: int, global_mini_batch: int
 ) -> TensorDict:
-    """A rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`."""
+    """Make a rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`."""
     return _with_settings(
         _sequences(prompts, responses), temperature=1.0, micro_batch=micro_batch, global_mini_batch=global_mini_batch
     )
@@ -107,7 +106,7 @@ def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
 def _with_settings(
     tensors: dict[str, torch.Tensor], *, temperature: float, micro_batch: int, global_mini_batch: int
 ) -> TensorDict:
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "use_remove_padding": False,
         "use_dynamic_bsz": False,
         "use_fused_kernels": False,

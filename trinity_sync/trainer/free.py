@@ -16,17 +16,18 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.host import interrupts
+from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import SyncMode
-from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
 from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, batch_metrics
@@ -40,27 +41,27 @@ class SampleSource(Protocol):
         ...
 
     def published(self, step: int) -> None:
-        """The version of this step can be loaded. Any thread."""
+        """Take note that the version of this step can be loaded. Any thread."""
         ...
 
     def take(self, step: int) -> SampleBatch:
-        """The samples for the update of this step; waits while too few are ready."""
+        """Return the samples for the update of this step; wait while too few are ready."""
         ...
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
-        """One per sample."""
+        """Compute one advantage per sample."""
         ...
 
     def metrics(self) -> dict[str, float]:
-        """What happened since the last call."""
+        """Return what happened since the last call."""
         ...
 
-    def position(self) -> dict[str, Any]:
-        """Where the run is in its data, as JSON."""
+    def position(self) -> Mapping[str, object]:
+        """Return where the run is in its data, as JSON values."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits for samples is told this. Any thread."""
+        """Tell this to whoever waits for samples. Any thread."""
         ...
 
     def close(self) -> None:
@@ -78,12 +79,12 @@ class FreeLoop:
     Args:
         settings: see `LoopSettings`.
         trainer: the group of ranks, initialised and attached.
-        source: where samples come from.
+        source: gives the samples.
         mode: the sync mode, for `publish` only.
         synchronizer: the run's synchronizer.
         parts: names of the parts that make a version.
         saves: full checkpoints.
-        log: where to report.
+        log: takes what is reported.
         stop: once set, the step under way is finished and saved, and is the last.
     """
 
@@ -94,7 +95,7 @@ class FreeLoop:
         trainer: TrainerGroup,
         source: SampleSource,
         mode: SyncMode,
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         parts: list[str],
         saves: FullSaves,
         log: Log,
@@ -111,7 +112,7 @@ class FreeLoop:
         self._newest = -1
 
     def run(self) -> bool:
-        """All steps; whether they were done, and not stopped before."""
+        """Do all steps; return whether they were done, and not stopped before."""
         settings = self._settings
         with contextlib.ExitStack() as ending:
             try:
@@ -130,7 +131,7 @@ class FreeLoop:
         return step == settings.steps
 
     def _step(self, step: int) -> bool:
-        """One step; whether the run is to stop after it."""
+        """Do one step; return whether the run is to stop after it."""
         settings, timing = self._settings, Timing()
         started = time.perf_counter()
         with timing.of("generate"):  # what the trainer waited for samples
@@ -153,11 +154,11 @@ class FreeLoop:
         return stops
 
     def _can_do_without(self, step: int) -> bool:
-        """Whether the version before is fresh enough for all updates until the next one that publishes."""
+        """Tell whether the version before is fresh enough for all updates until the next one that publishes."""
         return step + self._settings.sync_interval - 1 - self._newest <= self._settings.max_staleness
 
     def _save(self, step: int, metrics: dict[str, float]) -> None:
-        """A checkpoint bears the digest of its weights, so it waits for their version. It does not for a load."""
+        """Begin a checkpoint. It bears the digest of its weights, so it waits for their version, but for no load."""
         staged = self._wait_published()
         assert staged is not None, "a step that is saved begins a version"
         self._saves.begin(step, staged.sealed.digest, metrics, data=self._source.position())
@@ -168,7 +169,7 @@ class FreeLoop:
         """Begin to copy the weights, to be published behind the trainer's back; or leave this version out.
 
         Args:
-            step: of the version.
+            step: the version's step.
             needed: wait for a slot, as the next update needs samples of this version, or a checkpoint its digest.
         """
         version = Version(self._settings.attempt, step)
@@ -187,7 +188,7 @@ class FreeLoop:
             return
         self._steps.copy(version, slot, lazily=True)
         self._newest = step
-        self._publishing = _in_background(lambda: self._publish(version, started), f"publish-{step}")
+        self._publishing = in_background(lambda: self._publish(version, started), f"publish-{step}")
 
     def _leave_out(self, step: int, reason: str) -> None:
         self._log.event("skip", version=step, reason=reason)
@@ -205,7 +206,7 @@ class FreeLoop:
         return staged
 
     def _end_publishing(self) -> None:
-        """Where the run fails with a version on its way: its thread must not be inside Ray when Ray goes."""
+        """End the thread of a version on its way, where the run fails: it must not be inside Ray when Ray goes."""
         if self._publishing is None or self._publishing.done():
             return
         with contextlib.suppress(Exception):
@@ -214,19 +215,5 @@ class FreeLoop:
             self._publishing.result(timeout=_ENDED_S)
 
     def _wait_published(self) -> Staged | None:
-        """The version that is on its way, once it is there. Each of the waits inside has its limit."""
+        """Wait for the version that is on its way, and return it. Each of the waits inside has its limit."""
         return self._publishing.result() if self._publishing is not None else None
-
-
-def _in_background(function: Callable[[], Staged], name: str) -> Future[Staged]:
-    """Run a function in a thread that does not keep the process alive."""
-    future: Future[Staged] = Future()
-
-    def body() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=body, name=name, daemon=True).start()
-    return future

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -60,19 +60,19 @@ class TrainerGroup:
                 self.ranks.append(RankClient(handle, rank))
         self._importing = [rank.import_engine() for rank in self.ranks]
 
-    def make_model(self, architecture: dict[str, Any], seed: int, folder: str) -> None:
+    def make_model(self, architecture: dict[str, object], seed: int, folder: str) -> None:
         """Have rank 0 write the initial model of a run, which all ranks and explorers then read.
 
         Args:
             architecture: `model_type` and fields of that Hugging Face config.
-            seed: of the weights.
+            seed: seed of the weights.
             folder: to be made; all nodes share it.
         """
         results(self._importing[:1], self._start_timeout_s)
         self.ranks[0].make_model(architecture, seed, folder).result(self._start_timeout_s)
 
     def initialise(self) -> list[RankInfo]:
-        """Build the engines; what each rank holds, in rank order."""
+        """Build the engines; return what each rank holds, in rank order."""
         results(self._importing, self._start_timeout_s)
         return self.all(RankClient.initialise, self._start_timeout_s)
 

@@ -17,11 +17,11 @@ from typing import Protocol
 import numpy as np
 
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync.base import SyncMode
-from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
 from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, batch_metrics, record_load
@@ -31,11 +31,11 @@ class Data(Protocol):
     """Where a step's batch comes from: explorers (GRPO) or a file of pairs (SFT)."""
 
     def batch(self, step: int) -> SampleBatch | PairBatch:
-        """The batch of a step, the same whenever it is asked for."""
+        """Return the batch of a step, the same whenever it is asked for."""
         ...
 
     def advantages(self, batch: SampleBatch | PairBatch) -> np.ndarray | None:
-        """One advantage per sequence, None where the loss needs none."""
+        """Return one advantage per sequence, None where the loss needs none."""
         ...
 
     def load(self, version: Version) -> list[LoadReport]:
@@ -49,12 +49,12 @@ class TrainingLoop:
     Args:
         settings: see `LoopSettings`.
         trainer: the group of ranks, initialised and attached.
-        data: where batches come from.
+        data: gives the batches.
         mode: the sync mode.
         synchronizer: the run's synchronizer.
         parts: names of the parts that make a version.
         saves: full checkpoints.
-        log: where to report.
+        log: takes what is reported.
         restored: the step of the version that explorers begin with, where it is not the trainer's, and what fills a
             slot with it.
         stop: once set, the step under way is finished and saved, and is the last.
@@ -67,7 +67,7 @@ class TrainingLoop:
         trainer: TrainerGroup,
         data: Data,
         mode: SyncMode,
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         parts: list[str],
         saves: FullSaves,
         log: Log,
@@ -84,7 +84,7 @@ class TrainingLoop:
         self._log = log
 
     def run(self) -> bool:
-        """All steps; whether they were done, and not stopped before."""
+        """Do all steps; return whether they were done, and not stopped before."""
         settings = self._settings
         self._publish(self._first_version(), Timing())
         with interrupts.finishing_steps(self._stop):
@@ -95,7 +95,7 @@ class TrainingLoop:
         return step == settings.steps
 
     def _step(self, step: int) -> bool:
-        """One step; whether the run is to stop after it."""
+        """Do one step; return whether the run is to stop after it."""
         settings, timing = self._settings, Timing()
         started = time.perf_counter()
         with timing.of("generate"):
@@ -124,7 +124,7 @@ class TrainingLoop:
         return stops
 
     def _first_version(self) -> Staged:
-        """The trainer's weights; after a resume, what the explorers held where that was something else."""
+        """Stage the trainer's weights; after a resume, what the explorers held where that was something else."""
         settings = self._settings
         if self._restored is None:
             return self._steps.stage(Version(settings.attempt, settings.first - 1))

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import results
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync.synchronizer import Synchronizer
 
 EXPLORER = "explorer"
 """Folder of the shard files below the checkpoint's."""
@@ -28,17 +28,17 @@ class PublishedState:
 
     Args:
         synchronizer: the run's synchronizer.
-        agents: of the nodes that hold parts, by Ray node id.
+        agents: the agents of the nodes that hold parts, by Ray node id.
         timeout_s: limit of each wait, seconds.
     """
 
-    def __init__(self, synchronizer: Synchronizer, agents: Mapping[str, AgentClient], timeout_s: float) -> None:
+    def __init__(self, synchronizer: SynchronizerClient, agents: Mapping[str, AgentClient], timeout_s: float) -> None:
         self._synchronizer = synchronizer
         self._agents = agents
         self._timeout_s = timeout_s
 
     def parts(self) -> list[str]:
-        """Names of the parts that `save` adds to a checkpoint."""
+        """Name the parts that `save` adds to a checkpoint."""
         return [_part(node) for node in self._agents]
 
     def save(self, step: int, folder: Path) -> tuple[str, str]:
@@ -47,11 +47,12 @@ class PublishedState:
         Returns:
             (name below `folder`, contents) of a file that goes into the driver's part.
         """
-        newest = self._synchronizer.call("newest")
+        synchronizer = self._synchronizer
+        newest = synchronizer.newest().result(synchronizer.timeout_s)
         assert newest is not None, "explorers hold a version before the first step"
         for node, agent in self._agents.items():
-            lease = self._synchronizer.call("lease", f"{_part(node)} of step {step}", newest)
-            agent.save_published(step, str(folder), _part(node), lease)
+            leased = synchronizer.lease(f"{_part(node)} of step {step}", newest)
+            agent.save_published(step, str(folder), _part(node), leased.result(synchronizer.timeout_s))
         return f"{EXPLORER}/{_FILE}", json.dumps({"step": newest.step}) + "\n"
 
     def restore(self, folder: Path, version: Version, slot: int) -> None:
@@ -61,11 +62,11 @@ class PublishedState:
 
 
 def published_step(folder: Path, parts: Sequence[str]) -> int | None:
-    """The step of the version in a checkpoint's folder that explorers held; None: that of the checkpoint itself.
+    """Read the step of the version in a checkpoint's folder that explorers held; None: the checkpoint's own.
 
     Args:
-        folder: the checkpoint's.
-        parts: of the run; where they are not those that were saved, the version cannot be restored part by part.
+        folder: the checkpoint's folder.
+        parts: names of the run's parts; where other ones were saved, the version cannot be restored part by part.
     """
     path = folder / EXPLORER / _FILE
     if not path.exists():

@@ -7,10 +7,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trinity_sync.actors.rank import RankClient, RankInfo
 from trinity_sync.host.process import own_log
+
+if TYPE_CHECKING:
+    from trinity_sync.trainer.spec import WorkerSpec
 
 OWN = ("import_engine", "make_model", "initialise")
 """What a rank's actor answers itself."""
@@ -35,7 +38,7 @@ def rank_actor(worker: type | None) -> type:
             log_dir: folder of its log; None for Ray's own.
         """
 
-        def __init__(self, spec: Any, environment: Mapping[str, str], log_dir: str | None) -> None:
+        def __init__(self, spec: WorkerSpec, environment: Mapping[str, str], log_dir: str | None) -> None:
             own_log(log_dir, f"trainer-rank-{environment['RANK']}")
             os.environ.update(environment)
             self._spec = spec
@@ -45,7 +48,7 @@ def rank_actor(worker: type | None) -> type:
             """Import what the engine needs. Called at once, while the model may still be in the making."""
             _worker_class(worker)
 
-        def make_model(self, architecture: Mapping[str, Any], seed: int, folder: str) -> None:
+        def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
             """Write the initial model of the run; see `make_model` of the factory."""
             from transformers.utils import logging
 
@@ -74,8 +77,8 @@ def _worker_class(worker: type | None) -> type:
     return TrinityWorker
 
 
-def _passed_on(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _passed_on(name: str) -> Callable[..., object]:
+    def method(self: Any, *args: object, **kwargs: object) -> object:
         return getattr(self._worker, name)(*args, **kwargs)
 
     method.__name__ = method.__qualname__ = name

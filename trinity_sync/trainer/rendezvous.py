@@ -26,7 +26,7 @@ def join_group(backend: str, timeout_s: float) -> None:
 
     Args:
         backend: torch's name of it; gloo is among the ones it names, so that no rank returns before all have come.
-        timeout_s: of the wait for rank 0, and of the group's collectives, seconds.
+        timeout_s: limit of the wait for rank 0, and of the group's collectives, seconds.
 
     Raises:
         WaitTimeout: rank 0 has opened no port.

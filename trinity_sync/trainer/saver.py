@@ -29,8 +29,8 @@ class Saver(ABC):
 
     Args:
         deadline: when what the engine holds changes.
-        coordinator: of this process.
-        meetings: of this rank; their limit is that of all waits of a save.
+        coordinator: the process's coordinator.
+        meetings: the rank's meetings with the others; their limit is that of all waits of a save.
         part: name of the rank's part.
         lazy: copy during the next forward and backward where the engine allows it.
     """
@@ -49,7 +49,7 @@ class Saver(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """After a training step, before the first save."""
+        """Get ready for saves, after a training step and before the first save."""
 
     def save(self, step: int, folder: Path) -> float:
         """Begin to save the state after `step` into the staging folder `folder`. What it fails of fails the step at the
@@ -72,7 +72,7 @@ class Saver(ABC):
         return self._blocked_s
 
     def blocked_s(self, step: int) -> float:
-        """Seconds in which training stood still for the save of `step`, or 0 where that was long ago."""
+        """Return the seconds in which training stood still for the save of `step`, or 0 where that was long ago."""
         return self._blocked_s if step == self._step else 0.0
 
     def finish(self) -> None:
@@ -80,7 +80,7 @@ class Saver(ABC):
         self._coordinator.wait_all()
 
     def _ready(self, step: int) -> None:
-        """What was saved before is in other hands, or done."""
+        """Wait until what was saved before is in other hands, or done."""
         self._hold()
         self._coordinator.settle()
 
@@ -89,7 +89,7 @@ class Saver(ABC):
         """Copy, and have the copy written in the background."""
 
     def _hold(self) -> None:
-        """Called on the training thread before the state changes."""
+        """Wait for the copy, on the training thread, before the state changes."""
         if self._copying is not None:
             self._blocked_s += self._copying.hold_until_copied(self._timeout_s)
             self._copying = None

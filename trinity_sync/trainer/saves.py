@@ -12,9 +12,10 @@ the next save is tried. Where the newest save of a run has failed, `finish` rais
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trinity_sync.actors.calls import ANSWER_S, Call, ended
 from trinity_sync.actors.monitor import Committed, MonitorClient
@@ -42,16 +43,16 @@ _WAITS_OF_A_RANK = 3
 class SaveLog(Protocol):
     """Where saves report."""
 
-    def event(self, name: str, **fields: Any) -> None:
-        """One event."""
+    def event(self, name: str, **fields: object) -> None:
+        """Record one event."""
         ...
 
     def fault(self, where: str, error: BaseException | str) -> None:
-        """Something failed."""
+        """Record that something failed."""
         ...
 
     def saving(self, step: int) -> None:
-        """A save has begun."""
+        """Take note that a save has begun."""
         ...
 
 
@@ -60,8 +61,8 @@ class SaveSettings:
     """What every save of a run has in common.
 
     Attributes:
-        attempt: of the run.
-        seed: of the run.
+        attempt: the run's attempt.
+        seed: the run's seed.
         meta: manifest fields: backend, world_size, config_digest.
         ranks: names of the ranks' parts.
         timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
@@ -69,7 +70,7 @@ class SaveSettings:
 
     attempt: int
     seed: int
-    meta: dict[str, Any]
+    meta: Mapping[str, object]
     ranks: list[str]
     timeout_s: float
 
@@ -81,7 +82,7 @@ class FullSaves:
         monitor: the checkpoint monitor.
         trainer: the group of ranks.
         settings: see `SaveSettings`.
-        log: where to report.
+        log: takes what is reported.
         published: saves what explorers hold; None where there are none.
     """
 
@@ -110,7 +111,7 @@ class FullSaves:
         metrics: dict[str, float],
         *,
         published: bool = True,
-        data: dict[str, Any] | None = None,
+        data: Mapping[str, object] | None = None,
     ) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps. It is not committed before
         the next call of `poll`.
@@ -118,7 +119,7 @@ class FullSaves:
         Args:
             step: the global step.
             digest: version digest of the weights, None where versions are not digested.
-            metrics: of the step, for the manifest and the retention policies.
+            metrics: the step's metrics, for the manifest and the retention policies.
             published: the explorers hold the version of this step; else what they hold is saved, too.
             data: where the run is in its data, where that is more than the step; see `data_position`.
 
@@ -134,7 +135,12 @@ class FullSaves:
             self._fail(step, self._first_failure(step) or failure)
 
     def _begin(
-        self, step: int, digest: str | None, metrics: dict[str, float], published: bool, data: dict[str, Any] | None
+        self,
+        step: int,
+        digest: str | None,
+        metrics: dict[str, float],
+        published: bool,
+        data: Mapping[str, object] | None,
     ) -> None:
         settings = self._settings
         behind = self._published if not published else None
@@ -147,7 +153,7 @@ class FullSaves:
         limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
         self._pending[call] = (step, max(blocked))
-        state: dict[str, Any] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
+        state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
         state["next_data_step"] = step + 1
         if data is not None:
             state["data"] = data
@@ -176,8 +182,8 @@ class FullSaves:
         told.result(self._settings.timeout_s if timeout_s is None else timeout_s)
 
     def poll(self) -> None:
-        """After each step, when it is on record: let the save that it began be committed, and record the saves that
-        ended since the last call. Waits for none.
+        """Let the save be committed that the step began, which is on record by now, and record the saves that ended
+        since the last call. Called after each step; waits for none.
         """
         self._tell()
         while self._pending:
@@ -221,8 +227,8 @@ class FullSaves:
         record_commit(self._log, result, self._blocked(step, blocked))
 
     def _first_failure(self, step: int) -> TrinityError | None:
-        """What the monitor was told first of a step that has failed: what a rank failed of, because of which the folder
-        is gone, says more than that it is gone.
+        """Return what the monitor was told first of a step that has failed: what a rank failed of, because of which the
+        folder is gone, says more than that it is gone.
         """
         for call, (pending, _) in self._pending.items():
             if pending == step:
@@ -253,8 +259,8 @@ class FullSaves:
             raise RunError(f"the newest checkpoint could not be saved: {error}") from error
 
 
-def data_position(folder: Path) -> dict[str, Any] | None:
-    """What `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
+def data_position(folder: Path) -> Mapping[str, object] | None:
+    """Read what `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
     try:
         state = json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file
@@ -272,7 +278,7 @@ class WeightSaves:
     Args:
         monitor: the checkpoint monitor.
         settings: see `SaveSettings`.
-        log: where to report.
+        log: takes what is reported.
         durable: make the commits survive a power cut (`sync.durable`).
     """
 

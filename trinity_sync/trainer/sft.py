@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch
 
+if TYPE_CHECKING:
+    from trinity_sync.tasks.pairs import PairsTask
+
 
 class PairsData:
     """A step's batch is the file's pairs of that step.
 
     Args:
-        task: gives the pairs (`tasks.pairs.PairsTask`).
+        task: gives the pairs.
         model_path: whose tokenizer is used.
         batch_size: pairs per step.
         max_length: longest prompt and response together, tokens.
@@ -22,7 +26,7 @@ class PairsData:
     """
 
     def __init__(
-        self, task: Any, model_path: str, *, batch_size: int, max_length: int, trust_remote_code: bool
+        self, task: PairsTask, model_path: str, *, batch_size: int, max_length: int, trust_remote_code: bool
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -32,7 +36,7 @@ class PairsData:
         self._max_length = max_length
 
     def batch(self, step: int) -> PairBatch:
-        """The pairs of a step, with an end-of-sequence token after each response.
+        """Return the pairs of a step, with an end-of-sequence token after each response.
 
         Raises:
             RunError: a pair is empty or longer than `max_length`; names its place in the file.
@@ -54,7 +58,7 @@ class PairsData:
             responses.append(response)
         return PairBatch.of(prompts, responses)
 
-    def _prompt_ids(self, prompt: Any) -> list[int]:
+    def _prompt_ids(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt)["input_ids"])
         return list(
@@ -62,8 +66,8 @@ class PairsData:
         )
 
     def advantages(self, batch: PairBatch) -> None:
-        """The supervised loss has none."""
+        """Return nothing: the supervised loss has no advantages."""
 
     def load(self, version: Version) -> list[LoadReport]:
-        """Nobody generates, so nobody loads."""
+        """Report no load: nobody generates."""
         return []

@@ -26,10 +26,10 @@ class WeightStager:
     """Stages versions of one rank.
 
     Args:
-        backend: of the engine.
-        layout: of what this rank stages.
+        backend: the engine's backend.
+        layout: how the part is laid out that this rank stages.
         segments: slot -> this rank's bytes in it; empty for a rank that holds nothing of its own.
-        agent: of this node.
+        agent: the node's agent.
         part: name of the rank's part.
         timeout_s: limit of the wait for a copy, seconds.
     """
@@ -62,8 +62,8 @@ class WeightStager:
         """Copy into the slot and tell the agent. Collective where the engine offloads.
 
         Args:
-            version: which.
-            slot: where.
+            version: the version that the weights are.
+            slot: number of the slot.
             lazily: return at once and copy on, where the engine allows that.
 
         Returns:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.actors.agent import AgentClient, StatePart
 from trinity_sync.actors.calls import ANSWER_S, Call
@@ -21,6 +21,7 @@ from trinity_sync.backends.meetings import Meeting, Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import TrinityError
 from trinity_sync.trainer.saver import Saver
+from trinity_sync.weights.image import Extent
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.staging import pin_segment, unpin_segment
@@ -30,9 +31,9 @@ class StateSaver(Saver):
     """Saves of one rank.
 
     Args:
-        backend: of the engine.
-        agent: of this node.
-        coordinator, meetings, part, lazy: see `Saver`.
+        backend: the engine's backend.
+        agent: the node's agent.
+        coordinator, meetings, part, lazy: as for `Saver`.
         writes_metadata: this rank writes what all have in common (rank 0).
         form: format of the files.
     """
@@ -99,7 +100,7 @@ class StateSaver(Saver):
         names = snapshot.names
         target = folder / "actor"
         target.mkdir(parents=True, exist_ok=True)
-        files: list[tuple[str, Any]] = [
+        files: list[tuple[str, Sequence[Extent]]] = [
             (str(Path(image.path).relative_to(folder)), image.extents)
             for image in snapshot.file_images(target, self._timeout_s, names - {DISTRIBUTED})
         ]

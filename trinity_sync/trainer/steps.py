@@ -5,32 +5,34 @@ driver.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import ray
 
+from trinity_sync.actors.calls import ANSWER_S
 from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.staleness import staleness
-from trinity_sync.sync.synchronizer import Sealed, Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 
 
 class Log(Protocol):
     """Where the loops report; `tracking.Recorder` is one."""
 
-    def metrics(self, step: int, values: dict[str, Any]) -> None:
-        """One trainer step's numbers."""
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Record one trainer step's numbers."""
         ...
 
-    def event(self, name: str, **fields: Any) -> None:
-        """One event."""
+    def event(self, name: str, **fields: object) -> None:
+        """Record one event."""
         ...
 
 
@@ -41,7 +43,7 @@ class LoopSettings:
     Attributes:
         steps: the last step.
         first: the first step to do (1, or one past the step that was resumed).
-        attempt: of the run.
+        attempt: the run's attempt.
         sync_interval: steps between versions.
         max_staleness: largest staleness that a sample may have.
         save_interval: steps between full checkpoints, 0 for the last only.
@@ -58,11 +60,11 @@ class LoopSettings:
     step_timeout_s: float
 
     def publishes(self, step: int) -> bool:
-        """Whether a step's weights are to become a version."""
+        """Tell whether a step's weights are to become a version."""
         return step == self.steps or step % self.sync_interval == 0
 
     def saves(self, step: int) -> bool:
-        """Whether a step is to be checkpointed."""
+        """Tell whether a step is to be checkpointed."""
         return step == self.steps or bool(self.save_interval and step % self.save_interval == 0)
 
 
@@ -73,7 +75,7 @@ class Timing:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def of(self, name: str) -> Any:
+    def of(self, name: str) -> Iterator[None]:
         """Measure the block."""
         started = time.perf_counter()
         yield
@@ -98,7 +100,7 @@ class Steps:
         synchronizer: the run's synchronizer.
         parts: names of the parts that make a version.
         mode: name of the sync mode.
-        log: where to report.
+        log: takes what is reported.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Steps:
         settings: LoopSettings,
         *,
         trainer: TrainerGroup,
-        synchronizer: Synchronizer,
+        synchronizer: SynchronizerClient,
         parts: list[str],
         mode: str,
         log: Log,
@@ -119,7 +121,7 @@ class Steps:
         self._log = log
 
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
-        """Have all ranks train on a batch; their metrics.
+        """Have all ranks train on a batch; return their metrics.
 
         Raises:
             RunError: the loss is not finite.
@@ -135,7 +137,7 @@ class Steps:
         return metrics
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
-        """Of the samples of a batch, as metrics.
+        """Measure the staleness of a batch's samples, as metrics.
 
         Raises:
             RunError: a sample is staler than is allowed.
@@ -152,21 +154,21 @@ class Steps:
         return {"staleness/mean": float(np.average(lags, weights=counts)), "staleness/max": float(max(lags))}
 
     def begin(self, version: Version) -> int:
-        """A slot for a version; waits for one."""
+        """Return a slot for a version; wait for one."""
         limit = self._settings.sync_timeout_s
-        return self._synchronizer.call("begin", version, self._parts, limit, timeout_s=limit + 5)
+        return self._synchronizer.begin(version, self._parts, limit).result(limit + ANSWER_S)
 
     def begin_if_free(self, version: Version) -> int | None:
-        """A slot for a version, None where none is free now."""
+        """Return a slot for a version, None where none is free now."""
         limit = self._settings.sync_timeout_s
-        return self._synchronizer.call("begin_if_free", version, self._parts, timeout_s=limit)
+        return self._synchronizer.begin_if_free(version, self._parts).result(limit)
 
     def copy(self, version: Version, slot: int, *, lazily: bool = False) -> float:
         """Have all ranks copy their weights into a slot.
 
         Args:
-            version: which.
-            slot: where.
+            version: the version that the weights are.
+            slot: number of the slot.
             lazily: the ranks may go on copying while they train, until their weights change.
 
         Returns:
@@ -178,21 +180,21 @@ class Steps:
     def wait_sealed(self, version: Version) -> Sealed:
         """Wait until all of a version is in its slot and digested. Any thread."""
         limit = self._settings.sync_timeout_s
-        return self._synchronizer.call("wait_sealed", version, limit, timeout_s=limit + 5)
+        return self._synchronizer.wait_sealed(version, limit).result(limit + ANSWER_S)
 
     def stage(self, version: Version) -> Staged:
-        """`begin`, `copy` and `wait_sealed`."""
+        """Do `begin`, `copy` and `wait_sealed`."""
         started = time.perf_counter()
         blocked = self.copy(version, self.begin(version))
         return Staged(self.wait_sealed(version), blocked, started)
 
     def give_up(self, version: Version, error: str) -> None:
-        """The version will not be complete: whoever waits for it is told. Any thread."""
-        self._synchronizer.call("failed", version, error)
+        """Say that the version will not be complete: whoever waits for it is told. Any thread."""
+        self._synchronizer.failed(version, error).result(self._synchronizer.timeout_s)
 
     def discard(self, version: Version) -> None:
         """Give back the slot of a version that is not to be published."""
-        self._synchronizer.call("discard", version)
+        self._synchronizer.discard(version).result(self._synchronizer.timeout_s)
 
     def record_publish(self, staged: Staged) -> None:
         """Write down that a version is available. Any thread."""
@@ -225,7 +227,7 @@ def record_load(log: Log, report: LoadReport) -> None:
 
 
 def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
-    """What is known of a batch before it is trained on."""
+    """Measure what is known of a batch before it is trained on."""
     if not isinstance(batch, SampleBatch):
         return {"batch/tokens": float(batch.token_count)}
     metrics = {

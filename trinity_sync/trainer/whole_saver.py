@@ -20,8 +20,8 @@ class WholeSaver(Saver):
     """Saves of one rank.
 
     Args:
-        backend: of the engine.
-        coordinator, meetings, part, lazy: see `Saver`.
+        backend: the engine's backend.
+        coordinator, meetings, part, lazy: as for `Saver`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class WholeSaver(Saver):
             backend.before_change(self._hold)
 
     def prepare(self) -> None:
-        """Nothing: there is no segment to be made."""
+        """Do nothing: there is no segment to be made."""
 
     def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
         self._copying, write = self._backend.begin_save(folder / "actor", meeting, lazily=self._lazy)

@@ -110,14 +110,14 @@ class TrinityWorker(TrainingWorker):
         Args:
             agent: of this node.
             paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
-            synchronizer: handle of the synchronizer's actor.
+            synchronizer: the run's synchronizer.
             monitor: handle of the checkpoint monitor.
             attempt: of the run.
             timeout_s: limit of the waits for a background save, seconds.
         """
         # While this process lives, so does the call: in a free run no other may be under way when it dies.
-        self._held = synchronizer.hold.remote()
-        synchronizer.watch.remote(this_process(f"trainer rank {self.rank}"), [self._held])
+        self._held = synchronizer.hold()
+        synchronizer.watch(this_process(f"trainer rank {self.rank}"), [self._held.reference])
         self._segments = {
             slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
         }

@@ -23,7 +23,6 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.checkpoint import catalog, commits, holds, trash
 from trinity_sync.checkpoint.layout import (
@@ -370,10 +369,10 @@ def _folder(step: int) -> str:
     return f"{STEP_PREFIX}{step}"
 
 
-def _problem(path: Path, entry: FileEntry, **options: Any) -> str | None:
+def _problem(path: Path, entry: FileEntry, *, durable: bool = False) -> str | None:
     """How a file differs from its entry; None where it does not."""
     try:
-        size, digest = digest_file(path, **options)
+        size, digest = digest_file(path, durable=durable)
     except FileNotFoundError:
         return f"{entry.path} is missing"
     if size != entry.bytes:

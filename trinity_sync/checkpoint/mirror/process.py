@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Literal, TypeVar, cast
 
 import tenacity
 
@@ -46,14 +46,14 @@ class MirrorSettings:
     """How a mirror is kept (`checkpoint.mirror_*`).
 
     Args:
-        options: for the fsspec class of the place.
+        options: options of the fsspec class of the place.
         keep: ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
-        tries: how often one piece of work is tried.
+        tries: number of times that one piece of work is tried.
         backoff_s: wait after the first failure; doubles with each one, up to a minute.
         timeout_s: a try that moves no bytes for so long is broken off.
     """
 
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     keep: Literal["same", "all"] = "same"
     tries: int = 8
     backoff_s: float = 2.0
@@ -113,10 +113,10 @@ def call(
                     heard = time.monotonic()
                     match _receive(connection, child):
                         case "done", result:
-                            return result
-                        case "failed", text, final:
+                            return cast(T, result)
+                        case "failed", str(text), bool(final):
                             raise MirrorError(without_secrets(text, place, settings.options), final=final)
-                        case "say", text:
+                        case "say", str(text):
                             say(text)
                 elif time.monotonic() - heard > settings.timeout_s:
                     raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
@@ -133,7 +133,7 @@ def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
     for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _MESSAGE_S, 0))
     with ours, theirs, contextlib.ExitStack() as opened:
-        output: Any = 2
+        output: int | IO[bytes] = 2
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             output = opened.enter_context(open(log, "ab"))
@@ -156,7 +156,7 @@ def _open_standard_descriptors() -> None:
     os.close(spare)
 
 
-def _send(connection: Connection, message: tuple[Any, ...]) -> None:
+def _send(connection: Connection, message: tuple[object, ...]) -> None:
     try:
         connection.send(message)
     except BlockingIOError:
@@ -165,9 +165,10 @@ def _send(connection: Connection, message: tuple[Any, ...]) -> None:
         pass  # it died at once; `_receive` finds its end
 
 
-def _receive(connection: Connection, child: subprocess.Popen[bytes]) -> tuple[Any, ...]:
+def _receive(connection: Connection, child: subprocess.Popen[bytes]) -> tuple[object, ...]:
     try:
-        return connection.recv()
+        message: tuple[object, ...] = connection.recv()
+        return message
     except BlockingIOError:
         raise MirrorError(f"the copying process has not ended a message within {_MESSAGE_S} s") from None
     except (EOFError, OSError):
@@ -230,10 +231,10 @@ def try_again(
 
 
 def serve(descriptor: int) -> None:
-    """The program of the child: do what the parent asks for, and end with it.
+    """Run as the child: do what the parent asks for, and end with it.
 
     Args:
-        descriptor: of the connection to it.
+        descriptor: file descriptor of the connection to the parent.
     """
     os.set_inheritable(descriptor, False)
     connection, lock = Connection(descriptor), threading.Lock()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
@@ -129,7 +129,7 @@ class RunMirror:
 
         Args:
             monitor: the checkpoint monitor.
-            limit_s: how long to wait, seconds.
+            limit_s: limit of the wait, seconds.
         """
         try:
             left = monitor.wait_mirrored(limit_s).result(limit_s + _ANSWER_S)
@@ -170,7 +170,7 @@ class Uploads:
         *,
         policies: Sequence[Policy],
         start: int | None,
-        report: Callable[[str, dict[str, Any]], object],
+        report: Callable[[str, dict[str, object]], object],
         on_idle: Callable[[], object] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -188,14 +188,14 @@ class Uploads:
         threading.Thread(target=self._run, name="mirror", daemon=True).start()
 
     def add(self, step: int) -> None:
-        """A step was committed."""
+        """Queue a step that was committed."""
         with self._changed:
             if step not in self._waiting:
                 self._waiting.append(step)
             self._changed.notify()
 
     def catch_up(self, steps: Collection[int]) -> None:
-        """These are here already; those of them that the mirror does not have are copied first."""
+        """Queue steps that are here already: those of them that the mirror does not have are copied first."""
         with self._changed:
             self._unsure = sorted(steps)
             self._changed.notify()
@@ -207,7 +207,7 @@ class Uploads:
             return bool(self._working or self._waiting or self._unsure)
 
     def left(self) -> dict[int, str]:
-        """Steps that are not at the mirror, and why."""
+        """Return the steps that are not at the mirror, and why."""
         with self._changed:
             waiting = dict.fromkeys((*self._unsure, *self._waiting), "still waiting or under way")
             return dict(sorted((self._lost | self._given_up | waiting).items()))
@@ -318,14 +318,14 @@ class Uploads:
         return try_again(self._settings, once, partial(self._fault, where), self._stop, tick)
 
     def _settle(self, step: int | None, problem: str | None = None, *, final: bool = False) -> None:
-        """A step's turn is over. What failed for good is not tried again, and stays among what is left."""
+        """End a step's turn. What failed for good is not tried again, and stays among what is left."""
         with self._changed:
             if step is not None and step in self._waiting:
                 self._waiting.remove(step)
             if step is not None and problem is not None:
                 (self._lost if final else self._given_up)[step] = problem
 
-    def _told(self, step: int, **fields: Any) -> None:
+    def _told(self, step: int, **fields: object) -> None:
         self._report("mirror", {"step": step, "url": shown(self._place), **fields})
 
     def _fault(self, where: str, text: str) -> None:

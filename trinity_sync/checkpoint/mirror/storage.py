@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
+
+
+class _Info(TypedDict):
+    """What is used of what fsspec tells of a file or folder."""
+
+    name: str
+    type: str
+    size: int | None
 
 
 class Storage:
@@ -18,10 +26,10 @@ class Storage:
 
     Args:
         place: a path, or a URL that fsspec knows; it need not exist yet.
-        options: for the fsspec class of the place.
+        options: options of the fsspec class of the place.
     """
 
-    def __init__(self, place: str, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, place: str, options: Mapping[str, object] | None = None) -> None:
         from fsspec.core import url_to_fs
 
         # fsspec hands out one instance per place, whose connection may be a dead one of an earlier try.
@@ -53,16 +61,17 @@ class Storage:
             UnicodeDecodeError: it holds no text.
         """
         try:
-            return self._fs.cat_file(self._path(name)).decode()
+            text: str = self._fs.cat_file(self._path(name)).decode()
         except FileNotFoundError:
             return None
+        return text
 
     def files(self, name: str = "") -> dict[str, int]:
-        """All files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
+        """List all files below a folder: name relative to it -> bytes. Empty where there is no such folder."""
         return dict(self._walk(self._path(name), ""))
 
     def folders(self) -> list[str]:
-        """Names of the folders that lie here directly."""
+        """List the names of the folders that lie here directly."""
         return sorted(name for name, info in self._children(self._base) if info["type"] == "directory")
 
     def delete(self, name: str) -> None:
@@ -93,7 +102,7 @@ class Storage:
             else:
                 yield f"{prefix}{name}", int(info["size"] or 0)
 
-    def _children(self, folder: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _children(self, folder: str) -> Iterator[tuple[str, _Info]]:
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(folder or "/", detail=True)

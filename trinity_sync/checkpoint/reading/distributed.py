@@ -12,7 +12,6 @@ import pickle
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import torch
 
@@ -32,7 +31,7 @@ class _Index(Record):
 
 
 _PLACE = "torch.distributed.checkpoint"
-_KNOWN: dict[str, Any] = {
+_KNOWN: dict[str, type[object]] = {
     f"{_PLACE}.metadata.TensorStorageMetadata": _Tensor,
     f"{_PLACE}.metadata.MetadataIndex": _Index,
     **{
@@ -65,7 +64,7 @@ _KNOWN: dict[str, Any] = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> type[object] | torch.dtype:
         path = f"{module}.{name}"
         if path in _KNOWN:
             return _KNOWN[path]
@@ -103,7 +102,7 @@ def open_distributed(folder: Path, prefix: str) -> dict[str, Assembled]:
 _Places = Mapping[tuple[str, tuple[int, ...]], Record]
 
 
-def _contents(metadata: Any) -> tuple[dict[str, _Tensor], _Places]:
+def _contents(metadata: Record) -> tuple[dict[str, _Tensor], _Places]:
     tensors = {str(key): entry for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, _Tensor)}
     places = {
         (index.fqn, tuple(index.offset)): place
@@ -113,7 +112,7 @@ def _contents(metadata: Any) -> tuple[dict[str, _Tensor], _Places]:
     return tensors, places
 
 
-def _open(folder: Path, key: str, entry: Any, places: _Places) -> Assembled:
+def _open(folder: Path, key: str, entry: Record, places: _Places) -> Assembled:
     path = folder / METADATA
     try:
         info = TensorInfo(from_torch(entry.properties.state[0]), tuple(entry.size))
@@ -126,7 +125,7 @@ def _open(folder: Path, key: str, entry: Any, places: _Places) -> Assembled:
     return assembled(key, info, pieces)
 
 
-def _piece(folder: Path, key: str, start: tuple[int, ...], sizes: tuple[int, ...], place: Any) -> Piece:
+def _piece(folder: Path, key: str, start: tuple[int, ...], sizes: tuple[int, ...], place: Record) -> Piece:
     relative = PurePosixPath(place.relative_path)
     if relative.is_absolute() or ".." in relative.parts:
         raise ValueError(f"it is said to be in {relative}, outside of the folder")

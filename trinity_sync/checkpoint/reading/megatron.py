@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -126,7 +125,10 @@ def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterat
             yield f"self_attn.{name}_proj.{key.rpartition('.')[2]}", _cut(layer, shape, part)
     elif key == "mlp.linear_fc1.weight":
         half = rows // 2
-        parts: Mapping[str, Any] = {"gate": lambda whole: whole[:half], "up": lambda whole: whole[half:]}
+        parts: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "gate": lambda whole: whole[:half],
+            "up": lambda whole: whole[half:],
+        }
         for name, half_of in parts.items():
             yield f"mlp.{name}_proj.weight", _cut(layer, (half, *rest), half_of)
     else:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class Record:
     """An object of a class that is not loaded: its fields as attributes; what is no set of fields as ``state``."""
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: object) -> Record:
         return super().__new__(cls)
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: object) -> None:
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The fields are those of the pickle, whatever they are."""
+
+    def __setstate__(self, state: object) -> None:
         # dataclasses with slots are pickled as a pair of their (empty) dict and their slots
         fields = state if isinstance(state, tuple) and len(state) == 2 else (state,)
         if all(part is None or isinstance(part, dict) for part in fields):
             for part in fields:
-                vars(self).update(part or {})
+                vars(self).update(part if isinstance(part, dict) else {})
         else:
             self.state = state

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -42,7 +41,7 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
         raise WeightsError(
             f"{type(model).__name__}, which {config / CONFIG} describes, has no {listed(unknown)}, which is stored"
         )
-    names: dict[Any, str] = {}
+    names: dict[int, str] = {}
     for name in state:
         if name in sources:
             names.setdefault(_storage(state[name]), name)
@@ -88,5 +87,5 @@ def _model(config: Path) -> torch.nn.Module | None:
     return model
 
 
-def _storage(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

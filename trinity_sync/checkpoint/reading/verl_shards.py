@@ -33,8 +33,8 @@ _LOADING = threading.Lock()
 class _ShardedTensor(torch.Tensor):
     """Stands in for torch's ShardedTensor, which cannot be unpickled without a process group."""
 
-    local: list[Any]
-    announced: Any
+    local: list[Record]
+    announced: Record
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.local, self.announced = state[0], state[1]
@@ -44,13 +44,13 @@ class _ShardedTensor(torch.Tensor):
         raise NotImplementedError(f"{func} on a tensor that only describes its parts")
 
 
-def _nested_class(owner: Any, name: str) -> type[Record]:
+def _nested_class(owner: object, name: str) -> type[Record]:
     """What the pickle of a ShardedTensor uses ``getattr`` for."""
     return Record
 
 
 _SHARDED = "torch.distributed._shard"
-_STAND_INS: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+_STAND_INS: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
     (_ShardedTensor, f"{_SHARDED}.sharded_tensor.api.ShardedTensor"),
     (_nested_class, "builtins.getattr"),
     *(

@@ -1,0 +1,221 @@
+"""Client of the synchronizer, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from trinity_sync.actors.calls import Call, T
+from trinity_sync.actors.client import Client
+from trinity_sync.protocol.handed import Handed
+from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.rounds import WeightSyncGroup
+from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.versions import Lease, Version
+
+if TYPE_CHECKING:
+    import numpy as np
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+Described = tuple[str, str, Sequence[int]]
+"""A tensor as a receiver has to know it: name, dtype as torch prints it such as ``torch.bfloat16``, shape."""
+
+Manifest = list[tuple[list[tuple[str, str, tuple[int, ...], int]], int, bytes]]
+"""How the tensors of a state dict are packed: for each bucket the fields of its `weights.packing.Packed`, its size
+in bytes, and its digest.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sealed:
+    """A version whose bytes are all in the slots: what publishing it needs.
+
+    Attributes:
+        version: the version that is sealed.
+        slot: number of the slot that holds it in every node's arena.
+        digest: the version's digest, or None where `sync.verify` is not ``full``.
+        parts: part name -> what readers need to know of it.
+    """
+
+    version: Version
+    slot: int
+    digest: str | None
+    parts: dict[str, PartInfo]
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds in which the trainer stood still for it."""
+        return max((info.blocked_s for info in self.parts.values()), default=0.0)
+
+
+class SynchronizerMemory(TypedDict):
+    """Peak resident bytes of the synchronizer's process, its pid, and whether torch was loaded into it."""
+
+    peak_rss: int
+    pid: int
+    torch: bool
+
+
+class SynchronizerClient(Client):
+    """See `trinity_sync.sync.synchronizer.SynchronizerActor`, of which each method here has one. Programs use
+    `trinity_sync.sync.Synchronizer`, which waits for the answers.
+
+    Args:
+        handle: Ray's handle of the synchronizer.
+        timeout_s: limit of the waits that have none of their own (`sync.timeout_s`), seconds.
+    """
+
+    def __init__(self, handle: ActorHandle, timeout_s: float) -> None:
+        super().__init__(handle, "the synchronizer")
+        self.timeout_s = timeout_s
+
+    # -- trainer's side
+
+    def begin(self, version: Version, parts: Sequence[str], timeout_s: float) -> Call[int]:
+        """Ask for a slot for the version; answered when one is free."""
+        return self._ask("begin", version, list(parts), timeout_s)
+
+    def begin_if_free(self, version: Version, parts: Sequence[str]) -> Call[int | None]:
+        """Ask for a slot for the version; the answer is None where none is free now."""
+        return self._ask("begin_if_free", version, list(parts))
+
+    def staged(self, version: Version, parts: Mapping[str, PartInfo]) -> Call[None]:
+        """Say that parts of a node are in its slot."""
+        return self._ask("staged", version, dict(parts))
+
+    def digested(self, version: Version, digest: str | None) -> Call[None]:
+        """Say that the digest of the whole version is known (None: not asked for)."""
+        return self._ask("digested", version, digest)
+
+    def failed(self, version: Version, error: str) -> Call[None]:
+        """Say that a part of the version cannot be had; whoever waits for it is told."""
+        return self._ask("failed", version, error)
+
+    def wait_sealed(self, version: Version, timeout_s: float) -> Call[Sealed]:
+        """Wait until all ranks have staged the version."""
+        return self._ask("wait_sealed", version, timeout_s)
+
+    def commit(self, version: Version, location: str | None = None) -> Call[None]:
+        """Say that the version is available, in a folder where the sync mode writes one."""
+        return self._ask("commit", version, location)
+
+    def discard(self, version: Version) -> Call[None]:
+        """Give back the slot of a version that was staged for a checkpoint only."""
+        return self._ask("discard", version)
+
+    # -- watching agents and ranks
+
+    def hold(self) -> Call[None]:
+        """Make a call that is never answered; see `watch`."""
+        return self._ask("hold")
+
+    def watch(self, member: Member, owned: Sequence[ObjectRef[None]]) -> None:
+        """Have the death of a node agent or a rank noticed: `owned` holds the reference to its call of `hold`."""
+        self._tell("watch", member, list(owned))
+
+    # -- explorers' side
+
+    def lease(self, reader: Hashable, version: Version | None = None) -> Call[Lease]:
+        """Hold a committed version, the newest unless named."""
+        return self._ask("lease", reader, version)
+
+    def release(self, lease_id: int) -> Call[bool]:
+        """Say that the reader is done; the answer is whether it still held its lease."""
+        return self._ask("release", lease_id)
+
+    def drop_reader(self, reader: Hashable) -> Call[None]:
+        """Say that the reader is gone; its leases end."""
+        return self._ask("drop_reader", reader)
+
+    def wait_newer(self, version: Version | None, timeout_s: float) -> Call[Version | None]:
+        """Wait for a version newer than this one; the answer is the newest, or None where none will come."""
+        return self._ask("wait_newer", version, timeout_s)
+
+    def newest(self) -> Call[Version | None]:
+        """Ask for the newest committed version."""
+        return self._ask("newest")
+
+    def newest_location(self) -> Call[str | None]:
+        """Ask for the folder of the newest version, which exists where the sync mode writes one."""
+        return self._ask("newest_location")
+
+    # -- status
+
+    def set_trainer_status(self, status: str) -> Call[None]:
+        """Say what the trainer is doing, one of `sync.synchronizer.STATUSES`."""
+        return self._ask("set_trainer_status", status)
+
+    def get_trainer_status(self) -> Call[str]:
+        """Ask what the trainer said last."""
+        return self._ask("get_trainer_status")
+
+    def set_explorer_status(self, member: Member, status: str, old_status: str | None = None) -> Call[None]:
+        """Say that one explorer of a process goes from `old_status` (None: it is new) to `status`."""
+        return self._ask("set_explorer_status", member, status, old_status)
+
+    def get_explorer_status_counts(self) -> Call[dict[str, int]]:
+        """Ask how many explorers are in each status, of processes that live."""
+        return self._ask("get_explorer_status_counts")
+
+    def notify_no_new_model_state_dict(self) -> Call[None]:
+        """Say that the trainer has ended: whoever waits for a version waits no longer."""
+        return self._ask("notify_no_new_model_state_dict")
+
+    def memory(self) -> Call[SynchronizerMemory]:
+        """Ask for the peak resident bytes of its process, and whether torch was loaded into it (it must not be)."""
+        return self._ask("memory")
+
+    # -- whole state dicts
+
+    def put_state(
+        self, version: Version, manifest: Manifest, references: Sequence[ObjectRef[np.ndarray]]
+    ) -> Call[None]:
+        """Say that a state dict is in the object store: how its buckets are packed, and the references to them."""
+        return self._ask("put_state", version, manifest, list(references))
+
+    def announce(self, version: Version, location: str | None) -> Call[None]:
+        """Say that a version is on disk, at `location` or at its place in the checkpoint folder."""
+        return self._ask("announce", version, location)
+
+    def get_state(self) -> Call[Handed | None]:
+        """Ask for the newest version with what is needed to have its tensors; None before the first."""
+        return self._ask("get_state")
+
+    def state_lost(self, version: Version) -> Call[Handed | None]:
+        """Say that the tensors of a version cannot be had; the answer is what serves in its place."""
+        return self._ask("state_lost", version)
+
+    # -- broadcasts of a program's own
+
+    def open_group(
+        self, trainer: Member, address: str, port: int, meta: Sequence[Described] | None, explorers: int
+    ) -> Call[WeightSyncGroup]:
+        """Say that the trainer has set up where a group for broadcasts meets."""
+        return self._ask("open_group", trainer, address, port, meta, explorers)
+
+    def join_group(self, explorer: Member, after: int, timeout_s: float) -> Call[WeightSyncGroup]:
+        """Wait for a group with an id above `after`; the answer holds the explorer's place in it."""
+        return self._ask("join_group", explorer, after, timeout_s)
+
+    def group_meta(self) -> Call[Sequence[Described] | None]:
+        """Ask what is sent over the group, in order; None: no group was set up, or it was not said."""
+        return self._ask("group_meta")
+
+    def ready(self, member: Member, step: int | None, timeout_s: float) -> Call[int]:
+        """Wait until the trainer and all explorers of the group are here; the answer is the step that will be sent."""
+        return self._ask("ready", member, step, timeout_s)
+
+    def sent(self, trainer: Member, version: Version) -> Call[None]:
+        """Say that all explorers of the group have a version."""
+        return self._ask("sent", trainer, version)
+
+    # -- whom it serves
+
+    def attach(self, member: Member, owned: Sequence[ObjectRef[None]]) -> Call[None]:
+        """Have the end of a process noticed, as `watch`; when the last one that attached is gone, so is the actor."""
+        return self._ask("attach", member, list(owned))
+
+    def _ask(self, method: str, *args: object) -> Call[T]:
+        return self._call(f"answer {method}", method, *args)
