@@ -1,4 +1,4 @@
-# make install | run | test | test-all | campaign | lint | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
+# make install | run | test | test-all | campaign | lint | figures | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
 #   make test-all PART=2/4                        the second of four parts, each of which takes less than half an hour
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
@@ -37,7 +37,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(B
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install run test test-all campaign lint clean
+.PHONY: install run test test-all campaign lint figures clean
 
 install: $(STAMP)
 
@@ -59,6 +59,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m tests.beside "$(LINT)" $(PYTEST)
+
+# The SVG files of docs/figures from their sources; a test fails where they are out of date.
+figures: $(STAMP)
+	$(BIN)/python -m docs.figures
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.kills --trials $(N) --seed $(SEED) --parallel 2
