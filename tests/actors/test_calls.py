@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 from tests import local_ray
 from tests.sync.light import Member, Stillborn
@@ -157,6 +158,11 @@ def test_on_an_event_loop_a_call_says_the_same(member: Any, hanging: Any, mortal
         answer(member.fail.remote(ValueError("no such tensor")))
     with pytest.raises(ConfigError, match=r"^no such task$"):
         answer(member.fail.remote(ConfigError("no such task")))
+    with pytest.raises(RunError, match=r"^rank 0 could not train step 2: TimeoutError: the disk") as told:
+        answer(member.fail.remote(TimeoutError("the disk")))  # its own, not that of our wait
+    assert isinstance(told.value.__cause__, RayTaskError)
+    with pytest.raises(RunError, match=r"^rank 0 could not train step 2: GetTimeoutError: "):
+        Call(member.fail.remote(GetTimeoutError("of a peer")), "rank 0", "train step 2").result(LIMIT)
     (tmp_path / "now").touch()
     with pytest.raises(MemberDied, match=r"^rank 0 died while it was to train step 2$"):
         answer(mortal.die_when.remote(tmp_path / "now"))

@@ -78,10 +78,11 @@ class Call(Generic[T]):
 
         try:
             return await asyncio.wait_for(wait(), timeout_s)
+        except RayError as error:  # first: an actor's own TimeoutError comes as both
+            found = _cause(self, error, [], None)
+            raise found from found.__cause__
         except TimeoutError:
             raise WaitTimeout(self.who, self.what, timeout_s) from None
-        except RayError as error:
-            raise _cause(self, error, [], None) from None
 
     def is_answered(self) -> bool:
         """Whether it has ended well by now."""
@@ -143,8 +144,9 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
 def _failure(call: Call[T]) -> tuple[Call[T], Exception] | None:
     try:
         ray.get(call.reference, timeout=0)
-    except GetTimeoutError:
-        return None
+    except GetTimeoutError as error:
+        # of this look, or what the member itself ran into
+        return (call, error) if isinstance(error, RayTaskError) else None
     except Exception as error:
         return call, error
     return None
