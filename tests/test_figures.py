@@ -33,6 +33,7 @@ def test_every_package_has_its_place_once() -> None:
     there = {path.parent.name for path in house.ROOT.glob("trinity_sync/*/__init__.py")} | {"errors"}
     drawn = [name for layer in house.layers() for name in layer] + house.BESIDE
     assert sorted(drawn) == sorted(there)
+    assert house.PURPOSES.keys() == there
 
 
 def test_the_arrows_of_the_house_lead_to_all_that_is_imported() -> None:

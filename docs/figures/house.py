@@ -24,6 +24,7 @@ PURPOSES = {
     "actors": "calls between processes: a typed client of each actor",
     "config": "schema, composition, checks between fields",
     "protocol": "pure state machines: commit, versions, rounds, leases, retention",
+    "models": "the one a run begins with where it names none",
     "weights": "the data plane: shards, slots, digests, layouts, staging, applying",
     "host": "locks, durable files, signals, logs",
     "errors": "what a user is told, and exit codes",
