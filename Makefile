@@ -1,5 +1,6 @@
-# make install | run | test | test-all | campaign | lint | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
+# make install | run | test | test-all | campaign | lint | figures | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
+#   make test-all PART=2/4                        the second of four parts, each of which takes less than half an hour
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
 #   make install TORCH_BACKEND=cpu                fetch torch's CPU build from its own index (where pip finds none)
 PYTHON ?= python3
@@ -8,6 +9,7 @@ ARGS ?=
 TORCH_BACKEND ?=
 N ?= 20
 SEED ?= 0
+PART ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -20,10 +22,22 @@ UV_FLAGS := --python $(BIN)/python --constraint constraints.txt \
 # ones are among the first, and not left for the end, when one of the two has nothing more to do.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
+PYTEST = $(BIN)/python -m pytest $(BESIDE) $(if $(PART),--part $(PART))
+
+# A part that is none is refused at once, in one line and with exit code 2.
+ifdef PART
+WRONG_PART := $(shell $(PYTHON) -m tests.parts check '$(PART)')
+ifneq ($(WRONG_PART),)
+$(error $(WRONG_PART))
+endif
+endif
+
+LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install run test test-all campaign lint clean
+.PHONY: install run test test-all campaign lint figures clean
 
 install: $(STAMP)
 
@@ -37,16 +51,18 @@ run: $(STAMP)
 	$(BIN)/python launch.py $(ARGS)
 
 lint: $(STAMP)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(LINT)
 
-test: lint
-	$(BIN)/python -m pytest $(BESIDE) -m "not all"
+# Lint runs beside the tests, see tests/beside.py.
+test: $(STAMP)
+	$(BIN)/python -m tests.beside "$(LINT)" $(PYTEST) -m "not all"
 
-test-all: lint
-	$(BIN)/python -m pytest $(BESIDE)
+test-all: $(STAMP)
+	$(BIN)/python -m tests.beside "$(LINT)" $(PYTEST)
+
+# The SVG files of docs/figures from their sources; a test fails where they are out of date.
+figures: $(STAMP)
+	$(BIN)/python -m docs.figures
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.kills --trials $(N) --seed $(SEED) --parallel 2

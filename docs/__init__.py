@@ -1,0 +1,1 @@
+"""The documentation. Only the sources of its figures are code."""

@@ -1,0 +1,89 @@
+"""The documentation names what there is: modules, files, links; and its examples do what it says of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from trinity_sync import config
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tracking.trackers import TrackedRun, build_trackers
+
+ROOT = config.conf_dir().parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def defined(dotted: str) -> bool:
+    """Whether a name such as ``trinity_sync.sync.stream.receive`` is a module, or stands in the module that it begins
+    with. Nothing is imported.
+    """
+    words = dotted.split(".")
+    for length in range(len(words), 0, -1):
+        path = ROOT.joinpath(*words[:length])
+        module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if module.is_file():
+            return length == len(words) or bool(re.search(rf"\b{words[length]}\b", module.read_text()))
+    return False
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_modules_that_there_are(page: Path) -> None:
+    dotted = set(re.findall(r"\btrinity_sync(?:\.\w+)+", page.read_text()))
+    assert not [name for name in dotted if not (defined(name) or (ROOT / name.replace(".", "/")).exists())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_files_that_there_are(page: Path) -> None:
+    text = page.read_text()
+    named = set(re.findall(r"`((?:trinity_sync|tests|docs|benchmarks)/[\w/.-]+|[\w-]+(?:/[\w-]+)*/[\w-]+\.py)`", text))
+    assert not [name for name in named if not any((top / name).exists() for top in (ROOT, ROOT / "trinity_sync"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        there = (page.parent / path).resolve() if path else page
+        assert there.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", there.read_text(), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in slugs, target
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of `docs/extending.md`, written where they can be imported and composed from."""
+    text = (ROOT / "docs" / "extending.md").read_text()
+    files = dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert set(files) == {"my_tasks.py", "my_trackers.py", "my_conf/task/sums.yaml", "my_conf/tracker/csv.yaml"}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_task_of_the_guide_composes_and_judges(examples: Path) -> None:
+    cfg = config.compose(["task=sums"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    task = config.build_task(cfg.task, cfg.seed)
+    prompts = task.prompts(3, 5)
+    assert prompts == config.build_task(cfg.task, cfg.seed).prompts(3, 5)
+    assert [prompt.index for prompt in prompts] == list(range(5))
+    assert task.reward(Prompt(index=0, text="1+2=", answer="3"), "3", True) == (1.0, 1.0)
+    assert task.reward(prompts[0], "no", True) == (0.0, 0.0)
+
+
+def test_the_tracker_of_the_guide_composes_and_writes(examples: Path) -> None:
+    cfg = config.compose(["tracker=[csv,tensorboard]"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    tracker, _ = build_trackers(OmegaConf.to_container(cfg.tracker))  # type: ignore[arg-type]
+    tracker.start(TrackedRun(folder=examples, name="a run"))
+    tracker.log(1, {"loss": 0.5})
+    tracker.close()
+    assert (examples / "metrics.csv").read_text() == "1,loss,0.5\n"

@@ -1,0 +1,101 @@
+"""The division of the tests into parts (`make test-all PART=2/4`)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import parts
+
+NAMES = st.sampled_from([f"tests/test_{number}.py" for number in range(40)])
+SECONDS = st.floats(min_value=0, max_value=2000)
+
+
+@given(files=st.sets(NAMES), seconds=st.dictionaries(NAMES, SECONDS), count=st.integers(1, 12), data=st.data())
+def test_every_file_is_in_exactly_one_part_whatever_order_they_come_in(
+    files: set[str], seconds: dict[str, float], count: int, data: st.DataObject
+) -> None:
+    divided = parts.divide(files, seconds, count)
+    assert len(divided) == count
+    assert sorted(file for part in divided for file in part) == sorted(files)
+    assert parts.divide(data.draw(st.permutations(sorted(files))), seconds, count) == divided
+
+
+@given(seconds=st.dictionaries(NAMES, SECONDS, min_size=1), count=st.integers(1, 12))
+def test_no_part_takes_longer_than_an_equal_share_and_one_file(seconds: dict[str, float], count: int) -> None:
+    loads = [sum(seconds[file] for file in part) for part in parts.divide(seconds, seconds, count)]
+    assert max(loads) <= sum(seconds.values()) / count + max(seconds.values()) + 1e-6
+
+
+def test_a_file_that_was_not_measured_counts_as_the_median() -> None:
+    seconds = {"a": 1.0, "b": 10.0, "c": 100.0}
+    assert parts.divide({"a", "b", "c", "new"}, seconds, 2) == [["c"], ["b", "new", "a"]]
+    assert parts.divide({"new", "newer"}, {}, 2) == [["new"], ["newer"]]
+
+
+@pytest.mark.parametrize("text", ["5/4", "0/4", "x", "", "2", "2/", "-1/4", "2/4/5", " 2/4", "1/0", "٢/٤"])
+def test_what_names_no_part_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="names no part"):
+        parts.parse(text)
+
+
+def test_a_part_by_its_name() -> None:
+    assert parts.parse("2/4") == (2, 4)
+
+
+def test_seconds_come_from_reports_and_the_later_of_a_test_counts(tmp_path: Path) -> None:
+    for file in ("tests/e2e/test_a.py", "tests/test_b.py"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).touch()
+
+    def report(name: str, *cases: tuple[str, str, str]) -> Path:
+        lines = "".join(f'<testcase classname="{c}" name="{n}" time="{t}" />' for c, n, t in cases)
+        (tmp_path / name).write_text(f"<testsuites><testsuite>{lines}</testsuite></testsuites>")
+        return tmp_path / name
+
+    first = report("1.xml", ("tests.e2e.test_a", "test_x", "3"), ("tests.e2e.test_a.TestC", "test_x", "0.25"))
+    second = report("2.xml", ("tests.e2e.test_a", "test_x", "2"), ("tests.test_b", "test_x", "0"), ("", "broken", "1"))
+    assert parts.measured([first, second], tmp_path) == {"tests/e2e/test_a.py": 2.2, "tests/test_b.py": 0.0}
+    with pytest.raises(ValueError, match=r"tests\.gone is in no file"):
+        parts.measured([report("3.xml", ("tests.gone", "test_x", "1"))], tmp_path)
+
+
+def test_what_was_measured_is_of_files_that_are_there() -> None:
+    gone = [file for file in json.loads(parts.DURATIONS.read_text()) if not (parts.ROOT / file).is_file()]
+    assert not gone, f"renamed or removed: follow in {parts.DURATIONS}"
+
+
+def collect(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", *arguments, "tests/protocol"]
+    return subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)
+
+
+def test_pytest_collects_every_test_in_one_part() -> None:
+    collected = [
+        [line for line in collect(*chosen).stdout.splitlines() if "::" in line]
+        for chosen in ((), ("--part", "1/2"), ("--part", "2/2"))
+    ]
+    assert all(collected)
+    assert sorted(collected[1] + collected[2]) == sorted(collected[0])
+
+
+def test_pytest_refuses_what_names_no_part() -> None:
+    done = collect("--part", "5/4")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "PART=5/4 names no part" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("text", ["5/4", "x"])
+def test_make_refuses_it_at_once_in_one_line(text: str) -> None:
+    command = ["make", "test-all", f"PART={text}", f"PYTHON={sys.executable}", "VENV=nowhere"]
+    done = subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"PART={text} names no part; write one such as 2/4" in line
