@@ -41,6 +41,7 @@ from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log, small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, Kind
 from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
@@ -200,7 +201,7 @@ class CheckpointMonitor:
         attempt: int | None,
         kind: Kind,
         parts: Sequence[str],
-        meta: Mapping[str, Any] | None = None,
+        meta: CommitMeta | None = None,
         *,
         weights_parts: Collection[str] = (),
         durable: bool | None = None,
