@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
@@ -43,7 +42,7 @@ class StateCopy:
         self._memory: mmap.mmap | None = None
         self._snapshot: Snapshot | None = None
 
-    def take(self, files: Mapping[str, Any], what: str) -> None:
+    def take(self, files: Mapping[str, object], what: str) -> None:
         """Copy a state; the copy before must not be needed any more.
 
         Args:
@@ -56,8 +55,8 @@ class StateCopy:
         self._snapshot = Snapshot(planned, self._memory, what)
         self._snapshot.copy(in_background=False)
 
-    def writer(self, name: str, folder: Path, staging: Path, *, durable: bool) -> Any:
-        """A function that writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
+    def writer(self, name: str, folder: Path, staging: Path, *, durable: bool) -> Callable[[], list[FileTuple]]:
+        """Return what writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
 
         Args:
             staging: the step's staging folder, to which the entry is relative.
