@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+from trinity_sync.backends.sharded import sharded
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import contents, files
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
-from trinity_sync.integrations.verl.state import StateCopy, sharded
+from trinity_sync.integrations.verl.state import StateCopy
 from trinity_sync.integrations.verl.weights import Pairs
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.transformers_compat import drop_tied_target_keys, get_auto_model_for_vision2seq
 
+from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl.state import sharded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -8,12 +8,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trinity_sync.backends.engines import Engine, FsdpEngine
+from trinity_sync.backends.sharded import sharded
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.integrations.verl import files, weights
-from trinity_sync.integrations.verl.engines import Engine, FsdpEngine
 from trinity_sync.integrations.verl.parameters import parameters
 from trinity_sync.integrations.verl.ranks import together
-from trinity_sync.integrations.verl.state import StateCopy, sharded
+from trinity_sync.integrations.verl.state import StateCopy
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.stream import BUCKET_BYTES
 

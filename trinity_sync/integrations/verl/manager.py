@@ -39,7 +39,7 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.sync import Synchronizer
 
 if TYPE_CHECKING:
-    from trinity_sync.integrations.verl.engines import FsdpEngine
+    from trinity_sync.backends.engines import FsdpEngine
     from trinity_sync.integrations.verl.weights import Pairs
 
 

@@ -6,17 +6,21 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from trinity_sync.backends.engines import Engine, MegatronEngine
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.integrations.verl import weights
-from trinity_sync.integrations.verl.engines import Engine, MegatronCheckpointConfig, MegatronEngine, MegatronManager
 from trinity_sync.integrations.verl.parameters import parameters
 from trinity_sync.integrations.verl.ranks import together, together_inside
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.stream import BUCKET_BYTES
+
+if TYPE_CHECKING:
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
 
 
 def megatron_save_state_dict(
@@ -84,7 +88,7 @@ def _written(place: Path) -> list[Path]:
 
 
 @contextmanager
-def _model_only(manager: MegatronManager) -> Iterator[None]:
+def _model_only(manager: MegatronCheckpointManager) -> Iterator[None]:
     contents, later = manager.checkpoint_save_contents, manager.checkpoint_config.async_save
     paths = list(manager.previous_saved_paths)
     manager.checkpoint_save_contents = ["model", *(name for name in contents if name == "hf_model")]
@@ -98,7 +102,7 @@ def _model_only(manager: MegatronManager) -> Iterator[None]:
         _set(manager.checkpoint_config, "async_save", later)
 
 
-def _set(config: MegatronCheckpointConfig, name: str, value: bool) -> None:
+def _set(config: object, name: str, value: bool) -> None:
     """Set a field of a config of verl's, which are frozen."""
     object.__setattr__(config, name, value)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from trinity_sync.backends.engines import Engine
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.engines import Engine
 
 
 def parameters(engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:

@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import torch
-from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
-from verl.utils.fsdp_utils import get_fsdp_state_ctx
 
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.image import fill
 from trinity_sync.weights.snapshot import Snapshot, plan
-
-
-@contextmanager
-def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
-    """State dicts of this rank's shards, with both generations of FSDP.
-
-    Args:
-        offload: what FSDP1 gives lies on the CPU.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
-        with get_fsdp_state_ctx(
-            model,
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(offload_to_cpu=offload),
-            ShardedOptimStateDictConfig(offload_to_cpu=offload),
-        ):
-            yield
 
 
 class StateCopy:
