@@ -39,7 +39,7 @@ def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
 
     Args:
         key: unsigned 64-bit keys.
-        number: which child of each, at least 0; broadcast against `key`.
+        number: the number of the child of each key, at least 0; broadcast against `key`.
 
     Returns:
         uint64 keys of the broadcast shape, at least one-dimensional.

@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
-Message = Mapping[str, Any]
-"""One turn of a chat: ``{"role": "user", "content": "..."}``."""
+
+class Message(TypedDict):
+    """One turn of a chat. Further keys that it may have go to the chat template as they are."""
+
+    role: str
+    content: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +32,8 @@ class Prompt:
     index: int
     text: str
     messages: tuple[Message, ...] | None = None
-    answer: Any = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    answer: object = None
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
