@@ -12,10 +12,13 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from trinity_sync.errors import RunError
 from trinity_sync.tracking.files import plain, write_atomic
+
+Record: TypeAlias = Mapping[str, object]
+"""One line: an object as JSON has it."""
 
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
@@ -42,7 +45,7 @@ class JsonlWriter:
         except OSError as error:
             raise _write_error(path, error) from error
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         """Writes one line; it is in the operating system's hands on return.
 
         Raises:
@@ -79,7 +82,7 @@ class JsonlWriter:
                 os.close(handle)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, object]]:
     """The objects of a log, oldest first; none if the file does not exist. A torn last line is skipped.
 
     Raises:
@@ -88,7 +91,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _lines(path)]
 
 
-def cut_after(path: Path, step: int, *, key: Callable[[Mapping[str, Any]], int | None]) -> int:
+def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
     """Drops the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
 
     Args:
@@ -110,17 +113,22 @@ def cut_after(path: Path, step: int, *, key: Callable[[Mapping[str, Any]], int |
     return len(lines) - len(kept)
 
 
-def metrics_step(record: Mapping[str, Any]) -> int | None:
+def metrics_step(record: Record) -> int | None:
     """The trainer step of a line of metrics.jsonl."""
-    return record.get("step")
+    return _whole(record.get("step"))
 
 
-def event_step(record: Mapping[str, Any]) -> int | None:
+def event_step(record: Record) -> int | None:
     """The step whose work an event is about: of the version, or of the checkpoint. Faults belong to no step."""
-    return record.get(_STEP_FIELD.get(record.get("event", ""), ""))
+    field = _STEP_FIELD.get(str(record.get("event")))
+    return None if field is None else _whole(record.get(field))
 
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, object]]]:
     try:
         pieces = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -141,9 +149,9 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return found
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, object] | None:
     try:
-        record = json.loads(line)
+        record: object = json.loads(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trinity_sync.errors import ConfigError, TrinityError
 
@@ -38,7 +38,7 @@ class TrackedRun:
 
     folder: Path
     name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     attempt: int = 0
     resumed_from: int | None = None
 
@@ -56,7 +56,7 @@ class Tracker(Protocol):
         """Delivers what is pending."""
 
 
-def build_trackers(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Tracker]:
+def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
     """The trackers that the config names, not started yet.
 
     Args:
@@ -109,7 +109,7 @@ class Trackers:
                 raise ConfigError(f"tracker {name} cannot start: {error or type(error).__name__}") from error
             self._started.append(tracker)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
+    def log(self, step: int, values: Mapping[str, object]) -> None:
         """Hands the finite numbers among `values` to every tracker."""
         numbers = {
             name: float(value)
