@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import sync_folder
+from trinity_sync.host.durable import replace_file
 
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
@@ -21,16 +20,9 @@ def write_atomic(path: Path, data: bytes) -> None:
     Raises:
         RunError: the disk refuses (full, read-only, gone); the old file is still there.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        sync_folder(path.parent)
+        replace_file(path, data)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
 
 

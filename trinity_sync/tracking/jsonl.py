@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import write_all
 from trinity_sync.tracking.files import plain, write_atomic
 
 Record: TypeAlias = Mapping[str, object]
@@ -57,7 +58,7 @@ class JsonlWriter:
                 raise RunError(f"{self.path} is closed: nothing more can be recorded in it")
             start = os.lseek(self._handle, 0, os.SEEK_END)
             try:
-                _write_all(self._handle, line)
+                write_all(self._handle, line)
             except OSError as error:
                 # A full disk may have taken half a line: take it back, or the next one would be glued to it.
                 with contextlib.suppress(OSError):
@@ -169,15 +170,9 @@ def _mend_tail(handle: int) -> None:
     if not torn:
         return
     if _parse(torn) is not None:
-        _write_all(handle, b"\n")
+        write_all(handle, b"\n")
     else:
         os.ftruncate(handle, end - len(torn))
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]
 
 
 def _write_error(path: Path, error: OSError) -> RunError:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from xxhash import xxh3_128
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import write_all
 from trinity_sync.weights.layout import ALIGNMENT, LayoutError, PartLayout, Segment
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def write_shard_file(
         with path.open("wb", buffering=0) as file:
             for piece in pieces:
                 hasher.update(piece)  # while it is in the cache for the write
-                _write_all(file.fileno(), piece)
+                write_all(file.fileno(), piece)
             if fsync:
                 os.fsync(file.fileno())
     except BaseException:
@@ -183,10 +184,3 @@ def _parse(path: str | Path, header: bytes) -> PartLayout:
         raise ShardFileError(
             f"{path} is not a shard file: its metadata holds no valid {LAYOUT_KEY} ({error})"
         ) from error
-
-
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """One write call may take only part of it."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
