@@ -166,10 +166,10 @@ def smooth(
     return result
 
 
-def steps_to(run: Run, target: float = TARGET_REWARD) -> int | None:
-    """The first step at which the mean reward of ten steps reaches `target`; None if it never does."""
+def steps_to(run: Run) -> int | None:
+    """Find the first step at which the mean reward of ten steps reaches `TARGET_REWARD`; None if it never does."""
     for index, (step, value) in enumerate(smooth(run.series("reward/mean"))):
-        if index + 1 >= _SMOOTH_STEPS and value is not None and value >= target:
+        if index + 1 >= _SMOOTH_STEPS and value is not None and value >= TARGET_REWARD:
             return int(step)
     return None
 
