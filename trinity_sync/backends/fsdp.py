@@ -217,7 +217,7 @@ def _local_rows(parameter: DTensor) -> torch.Tensor:
 
 
 def _local_range(handle: FlatParamHandle, begin: int, count: int) -> torch.Tensor:
-    """Elements of the master copy of what this rank holds of a flat parameter, whatever the forward pass has
+    """Return elements of the master copy of what this rank holds of a flat parameter, whatever the forward pass has
     unsharded.
     """
     held: torch.Tensor = getattr(handle.flat_param, "_local_shard", handle.flat_param)

@@ -108,7 +108,7 @@ class Sweep:
 
 
 def load(path: Path) -> Run | Sweep:
-    """Reads the folder of a run or of a sweep.
+    """Read the folder of a run or of a sweep.
 
     Raises:
         ConfigError: it is neither, or no folder.
@@ -128,7 +128,7 @@ def load(path: Path) -> Run | Sweep:
 
 
 def load_run(path: Path) -> Run:
-    """Reads the folder of a run; whatever cannot be read is left out and noted."""
+    """Read the folder of a run; whatever cannot be read is left out and noted."""
     run = Run(path=path, checkpoints=path / "checkpoints")
     if (path / "run.json").exists():
         run.record = _read(run, "run.json", read_record, RunJson())

@@ -47,7 +47,7 @@ class JsonlWriter:
             raise _write_error(path, error) from error
 
     def append(self, record: Record) -> None:
-        """Writes one line; it is in the operating system's hands on return.
+        """Write one line; it is in the operating system's hands on return.
 
         Raises:
             RunError: the disk refuses (full, gone), or the writer is closed. The lines written before are unharmed.
@@ -66,7 +66,7 @@ class JsonlWriter:
                 raise _write_error(self.path, error) from error
 
     def close(self) -> None:
-        """Makes the lines durable and closes the file; closing twice is fine.
+        """Make the lines durable and close the file; closing twice is fine.
 
         Raises:
             RunError: the disk did not take the lines.
@@ -93,7 +93,7 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
-    """Drops the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
+    """Drop the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
 
     Args:
         path: the log; a missing one is left missing.
@@ -159,7 +159,7 @@ def _parse(line: bytes) -> dict[str, object] | None:
 
 
 def _mend_tail(handle: int) -> None:
-    """Ends the file after its last whole line: a torn one is cut, one that lacks only its newline gets it."""
+    """End the file after its last whole line: a torn one is cut, one that lacks only its newline gets it."""
     end = os.lseek(handle, 0, os.SEEK_END)
     tail, start = b"", end
     while start > 0 and b"\n" not in tail:

@@ -112,7 +112,7 @@ class LiveView:
 
     @_never_raises
     def phase(self, text: str) -> None:
-        """Says what the run is busy with outside of its steps, such as ``starting Ray``."""
+        """Say what the run is busy with outside of its steps, such as ``starting Ray``."""
         with self._lock:
             self._phases.append((text, self._clock()))
             self._say(text)
@@ -120,7 +120,7 @@ class LiveView:
 
     @_never_raises
     def step(self, metrics: jsonl.Record) -> None:
-        """Takes the metrics of a completed step; `step` must be among them."""
+        """Take the metrics of a completed step; `step` must be among them."""
         with self._lock:
             now = self._clock()
             if self._stepped is not None:
@@ -137,7 +137,7 @@ class LiveView:
 
     @_never_raises
     def event(self, event: jsonl.Record) -> None:
-        """Takes an event as it stands in events.jsonl."""
+        """Take an event as it stands in events.jsonl."""
         step = jsonl.event_step(event)
         with self._lock:
             match event["event"]:
@@ -159,14 +159,14 @@ class LiveView:
 
     @_never_raises
     def saving(self, step: int) -> None:
-        """Says that a checkpoint is being written. Its commit ends that, or the commit of a later one."""
+        """Say that a checkpoint is being written. Its commit ends that, or the commit of a later one."""
         with self._lock:
             self._saving = step
         self._repaint()
 
     @_never_raises
     def close(self) -> None:
-        """Takes the panel away and gives the terminal back; closing twice is fine."""
+        """Take the panel away and give the terminal back; closing twice is fine."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()

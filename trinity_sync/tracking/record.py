@@ -127,7 +127,7 @@ class RunRecord:
         source: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> RunRecord:
-        """Describes an attempt; nothing is written before `start`.
+        """Describe an attempt; nothing is written before `start`.
 
         Args:
             path: run.json. If it exists this is one attempt more, else attempt 0.
@@ -158,7 +158,7 @@ class RunRecord:
         )
 
     def start(self) -> None:
-        """Writes the record with status `running`.
+        """Write the record with status `running`.
 
         Raises:
             RunError: the disk refuses.
@@ -167,7 +167,7 @@ class RunRecord:
         self._write()
 
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Writes how the attempt ended.
+        """Write how the attempt ended.
 
         Args:
             status: completed, failed or interrupted.

@@ -105,7 +105,7 @@ class Recorder:
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
     ) -> Recorder:
-        """Opens the record of an attempt: starts the trackers, cuts abandoned lines, writes run.json, shows the view.
+        """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
 
         Args:
             folder: the held run folder.
@@ -164,15 +164,15 @@ class Recorder:
             raise
 
     def phase(self, text: str) -> None:
-        """Shows what the start-up is doing."""
+        """Show what the start-up is doing."""
         self.view.phase(text)
 
     def saving(self, step: int) -> None:
-        """Shows that a checkpoint of this step is being written; its commit event ends that."""
+        """Show that a checkpoint of this step is being written; its commit event ends that."""
         self.view.saving(step)
 
     def metrics(self, step: int, values: Mapping[str, object] | None = None, **more: object) -> None:
-        """Records one trainer step.
+        """Record one trainer step.
 
         Args:
             step: the global step.
@@ -188,7 +188,7 @@ class Recorder:
         self.view.step(line)
 
     def event(self, name: str, **fields: object) -> None:
-        """Records one event. Any thread; after `finish` a late one is dropped with a log line.
+        """Record one event. Any thread; after `finish` a late one is dropped with a log line.
 
         Args:
             name: a key of `EVENT_FIELDS`.
@@ -208,7 +208,7 @@ class Recorder:
         self.view.event(line)
 
     def fault(self, where: str, error: BaseException | str) -> None:
-        """Records that something failed and the run goes on, or is about to end for it. Any thread.
+        """Record that something failed and the run goes on, or is about to end for it. Any thread.
 
         Args:
             where: the part that failed: an actor, a rank, a step of the work.
@@ -219,7 +219,7 @@ class Recorder:
         self.event("fault", where=where, error=text)
 
     def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
-        """Ends the record: run.json, summary.json and the report are written, the summary is printed.
+        """End the record: run.json, summary.json and the report are written, the summary is printed.
 
         All of it is tried, whatever fails on the way. The second call does nothing.
 

@@ -228,7 +228,7 @@ def wall_seconds(record: RunJson, metrics: Iterable[Record], events: Iterable[Re
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
-    """Replaces summary.json.
+    """Replace summary.json.
 
     Raises:
         RunError: the disk refuses.

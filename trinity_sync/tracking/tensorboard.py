@@ -32,7 +32,7 @@ class TensorBoardTracker:
         self._writer: _Writer | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Opens a new event file.
+        """Open a new event file.
 
         Raises:
             ConfigError: TensorBoard is not installed, or the folder takes no writes.
@@ -58,7 +58,7 @@ class TensorBoardTracker:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one point to each curve."""
+        """Add one point to each curve."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
         assert self._writer is not None, "`start` comes first"
@@ -67,7 +67,7 @@ class TensorBoardTracker:
         self._writer.add_event(event_pb2.Event(wall_time=self._clock(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Writes what is pending and closes the file."""
+        """Write what is pending and close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

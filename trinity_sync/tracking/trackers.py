@@ -47,13 +47,13 @@ class Tracker(Protocol):
     """Takes the metrics elsewhere. `start` comes first, `close` last, all from the driver."""
 
     def start(self, run: TrackedRun) -> None:
-        """Gets ready; raises ConfigError where that cannot work, naming what to install or set."""
+        """Get ready; raise ConfigError where that cannot work, naming what to install or set."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the finite numbers of one step."""
+        """Take the finite numbers of one step."""
 
     def close(self) -> None:
-        """Delivers what is pending."""
+        """Deliver what is pending."""
 
 
 def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
@@ -110,7 +110,7 @@ class Trackers:
             self._started.append(tracker)
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Hands the finite numbers among `values` to every tracker."""
+        """Hand the finite numbers among `values` to every tracker."""
         numbers = {
             name: float(value)
             for name, value in values.items()
@@ -123,7 +123,7 @@ class Trackers:
                 self._warn(tracker, error)
 
     def close(self) -> None:
-        """Closes every tracker; closing twice is fine."""
+        """Close every tracker; closing twice is fine."""
         started, self._started = self._started, []
         for tracker in started:
             try:

@@ -32,7 +32,7 @@ class WandbTracker:
         self._run: Run | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Opens the run, the earlier one on a resume.
+        """Open the run, the earlier one on a resume.
 
         Raises:
             ConfigError: wandb is not installed, or refuses (no login, wrong mode).
@@ -66,12 +66,12 @@ class WandbTracker:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one row."""
+        """Add one row."""
         assert self._run is not None, "`start` comes first"
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Finishes the run; waits for what is to be uploaded."""
+        """Finish the run; wait for what is to be uploaded."""
         if self._run is not None:
             self._run.finish()
             self._run = None
