@@ -158,6 +158,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
     try:
         with nothing_runs(path):
-            return torch.load(path, weights_only=True, map_location="cpu")
+            state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+            return state
     except (RuntimeError, EOFError) as error:
         raise RunError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error

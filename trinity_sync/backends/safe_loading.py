@@ -105,7 +105,8 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
-        return super().find_class(module, name)
+        found: Callable[..., object] = super().find_class(module, name)
+        return found
 
 
 def _telling(error: BaseException) -> str:

@@ -124,7 +124,8 @@ class MegatronBackend:
         """The parameter's current values: in the host copy while the model is offloaded and has no storage."""
         buffer, start, stop = self._places[parameter]
         if buffer.param_data.untyped_storage().size() == 0:
-            return buffer.param_data.cpu_data[start:stop].view(parameter.shape)
+            held: torch.Tensor = buffer.param_data.cpu_data
+            return held[start:stop].view(parameter.shape)
         return parameter.detach()
 
     def _find_pieces(self) -> list[tuple[torch.nn.Parameter, Piece]]:

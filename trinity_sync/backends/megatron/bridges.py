@@ -80,9 +80,12 @@ class TrinityBridge(LLMBridge):
             self._DIRECT_MAPPING = {**self._DIRECT_MAPPING, "output_layer.weight": "model.embed_tokens.weight"}
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        names: list[str]
         if mcore_weights_name.endswith("pre_mlp_layernorm.weight"):
-            return self._weight_name_mapping_other(mcore_weights_name)  # mbridge would look among the mlp's weights
-        return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+            names = self._weight_name_mapping_other(mcore_weights_name)  # mbridge would look among the mlp's weights
+        else:
+            names = super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+        return names
 
     def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         if has_transformer_engine():
@@ -104,7 +107,7 @@ class TrinityBridge(LLMBridge):
         provide = super()._model_provider(post_model_creation_callbacks)
 
         def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
-            model = provide(pre_process, post_process, vp_stage)
+            model: torch.nn.Module = provide(pre_process, post_process, vp_stage)
             if post_process:
                 _silence_padding(model, self.hf_config.vocab_size)
             return model

@@ -42,7 +42,8 @@ class CausalAttention(DotProductAttention):
         **kwargs: object,
     ) -> torch.Tensor:
         assert (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal, "decoders attend causally"
-        return super().forward(query, key, value, None, attn_mask_type=attn_mask_type, **kwargs)
+        found: torch.Tensor = super().forward(query, key, value, None, attn_mask_type=attn_mask_type, **kwargs)
+        return found
 
 
 def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:

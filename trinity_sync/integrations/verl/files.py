@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -138,7 +138,7 @@ def auto_class(config: PretrainedConfig) -> type[_BaseAutoModelClass]:
         ConfigError: of an architecture that is not known to be one of the three kinds.
     """
     architectures = getattr(config, "architectures", None) or [""]
-    kinds = {
+    kinds: dict[str, Callable[[], type[_BaseAutoModelClass]]] = {
         "ForTokenClassification": lambda: AutoModelForTokenClassification,
         "ForCausalLM": lambda: AutoModelForCausalLM,
         "ForConditionalGeneration": get_auto_model_for_vision2seq,

@@ -369,9 +369,9 @@ def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCh
     Args:
         engine: verl's `FSDPEngine`.
         ray_namespace: the namespace of the run's actors.
-        kwargs: for `FSDPCheckpointManager`.
+        kwargs: what else `FSDPCheckpointManager` takes.
     """
-    engine.checkpoint_manager = FSDPCheckpointManager(
+    manager = FSDPCheckpointManager(
         model=engine.module,
         optimizer=engine.optimizer,
         lr_scheduler=engine.lr_scheduler,
@@ -381,4 +381,5 @@ def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCh
         ray_namespace=ray_namespace,
         **kwargs,
     )
-    return engine.checkpoint_manager
+    engine.checkpoint_manager = manager
+    return manager
