@@ -43,9 +43,12 @@ class Handle:
 
 
 def rank_client(handle: Any) -> tuple[RankClient, type]:
+    from trinity_sync.trainer.rank import OWN, rank_actor
     from trinity_sync.trainer.worker import TrinityWorker
 
-    return RankClient(handle, 0), TrinityWorker
+    actor = rank_actor(None)
+    answers = {name: getattr(actor if name in OWN else TrinityWorker, name) for name in vars(actor) if name[0] != "_"}
+    return RankClient(handle, 0), type("Rank", (), answers)
 
 
 MAKE: dict[str, Any] = {

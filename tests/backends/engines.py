@@ -42,7 +42,7 @@ def make_models(folder: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from trinity_sync.explorer.model_factory import character_tokenizer
+    from trinity_sync.models.factory import character_tokenizer
 
     for name, tied in (("tied", True), ("untied", False)):
         torch.manual_seed(3)

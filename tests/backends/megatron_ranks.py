@@ -27,7 +27,7 @@ def make_models(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    from trinity_sync.explorer.model_factory import character_tokenizer
+    from trinity_sync.models.factory import character_tokenizer
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,

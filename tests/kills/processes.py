@@ -23,7 +23,7 @@ _BY_LOG = {
     "explorer-": "explorer",
 }
 _BY_TITLE = {
-    "ray::TrinityWorker": "rank",
+    "ray::TrainerRank": "rank",
     "ray::NodeAgent": "agent",
     "ray::CheckpointMonitor": "monitor",
     "ray::Explorer": "explorer",

@@ -5,6 +5,7 @@ that their processes stay light.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from trinity_sync.actors.rank import RankClient, RankInfo
@@ -21,15 +22,23 @@ class Asked(RankClient):
         return method, args
 
 
+@dataclass(frozen=True)
+class PretendSpec:
+    """In place of a `WorkerSpec`."""
+
+    name: str
+    log_dir: str | None = None
+
+
 class PretendWorker:
     """Says where and with what it was started."""
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: PretendSpec) -> None:
         self._spec = spec
 
     def initialise(self) -> RankInfo:
         rank = int(os.environ["RANK"])
-        return RankInfo(rank=rank, part=f"{self._spec}-{rank}", layout=None, node="here", pid=os.getpid())
+        return RankInfo(rank=rank, part=f"{self._spec.name}-{rank}", layout=None, node="here", pid=os.getpid())
 
     def environment(self, *names: str) -> list[str]:
         return [os.environ[name] for name in names]

@@ -1,39 +1,35 @@
-"""The group of ranks as verl starts it, with ranks that hold no engine; those that do are tested in tests/e2e."""
+"""The group of ranks, with ranks that hold no engine; those that do are tested in tests/e2e."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from tests import local_ray
-from tests.trainer.ranks import PretendWorker
+from tests.trainer.ranks import PretendSpec, PretendWorker
 from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.rank import RankClient
+from trinity_sync.errors import WaitTimeout
 from trinity_sync.trainer.group import TrainerGroup
 
 LIMIT = 60.0
-
-# Starting verl's worker group takes longer than all other tests of this room together.
-pytestmark = pytest.mark.all
 
 cluster = local_ray.cluster
 
 
 @pytest.fixture(scope="module")
-def group(cluster: None) -> Iterator[TrainerGroup]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trinity_sync.trainer.worker.TrinityWorker", PretendWorker)
-        yield TrainerGroup(
-            "spec",  # type: ignore[arg-type]
-            process_on_nodes=[2],
-            use_gpu=False,
-            on_this_node=True,
-            start_timeout_s=LIMIT,
-        )
+def group(cluster: None) -> TrainerGroup:
+    return make_group(2)
+
+
+def make_group(ranks: int, limit_s: float = LIMIT) -> TrainerGroup:
+    spec: Any = PretendSpec("spec")
+    return TrainerGroup(spec, process_on_nodes=[ranks], use_gpu=False, start_timeout_s=limit_s, worker=PretendWorker)
 
 
 def ask(rank: RankClient, method: str, *args: Any, what: str = "add") -> Call[Any]:
@@ -48,11 +44,33 @@ def test_results_come_in_rank_order(group: TrainerGroup) -> None:
     assert group.all(lambda rank: ask(rank, "add", *[(1, 2), (3, 4)][rank.rank]), LIMIT) == [3, 7]
 
 
-def test_ranks_of_this_node_are_told_where_to_meet(group: TrainerGroup) -> None:
-    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+def test_ranks_are_told_what_verl_looks_for(group: TrainerGroup) -> None:
+    names = ("RANK", "WORLD_SIZE", "RAY_LOCAL_WORLD_SIZE", "WG_BACKEND", "WG_PREFIX")
     first, second = group.all(lambda rank: ask(rank, "environment", *names), LIMIT)
-    assert first == second
-    assert first[0] == "2"
+    assert (first[:4], second[:4]) == (["0", "2", "2", "ray"], ["1", "2", "2", "ray"])
+    assert first[4] == second[4]
+    other = make_group(1)
+    other.initialise()
+    assert other.all(lambda rank: ask(rank, "environment", "WG_PREFIX"), LIMIT) != [[first[4]]]
+
+
+def test_ranks_for_which_there_is_no_room_are_not_waited_for_without_end(cluster: None) -> None:
+    with pytest.raises(WaitTimeout, match=r"^Ray did not find a node with a processor for each of 5000 trainer ranks"):
+        make_group(5000, limit_s=0.5)
+
+
+def test_the_driver_needs_no_engine() -> None:
+    """Neither for what starts a run nor for what drives it."""
+    code = (
+        "import sys\n"
+        "from trinity_sync.launch import agents, job, launcher\n"
+        "from trinity_sync.explorer import free, pool, rollout\n"
+        "from trinity_sync.trainer import free, group, loop, published, saves\n"
+        "from trinity_sync.sync import checkpoint, memory, nccl, synchronizer\n"
+        "print(*({'torch', 'verl', 'transformers', 'pandas'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=LIMIT)
+    assert done.stdout.split() == []
 
 
 def test_a_rank_that_dies_is_named(group: TrainerGroup) -> None:

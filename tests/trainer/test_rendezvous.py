@@ -1,9 +1,8 @@
-"""Ranks find each other though the port that verl had looked for is taken by then."""
+"""Ranks find each other: rank 0 opens a port, the others learn where."""
 
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import ray
@@ -21,13 +20,12 @@ cluster = local_ray.cluster
 class Rank:
     """A rank of a group of two, without an engine."""
 
-    def __init__(self, port: int, rank: int) -> None:
+    def __init__(self, rank: int) -> None:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "WG_PREFIX": "group"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         self._rank = rank
 
-    def meet(self, timeout_s: float) -> int:
-        """The sum of what the ranks bring."""
+    def meet(self, timeout_s: float) -> tuple[int, str, str]:
+        """The sum of what the ranks bring, and where verl is told that they met."""
         import torch
         import torch.distributed as dist
 
@@ -37,13 +35,17 @@ class Rank:
         brought = torch.tensor([10 + self._rank])
         dist.all_reduce(brought)
         dist.destroy_process_group()
-        return int(brought)
+        return int(brought), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
 
-def test_ranks_meet_where_their_port_is_taken_and_say_for_whom_they_wait(cluster: None) -> None:
-    with socket.create_server(("", 0)) as taken:
-        first, second = (Rank.remote(taken.getsockname()[1], rank) for rank in range(2))
-        with pytest.raises(WaitTimeout, match=r"trainer rank 0 did not open a port .*within 0.1 s"):
-            ray.get(second.meet.remote(0.1), timeout=2 * LIMIT)
-        assert ray.get([rank.meet.remote(LIMIT) for rank in (first, second)], timeout=2 * LIMIT) == [21, 21]
+def test_ranks_meet_at_a_port_of_rank_0_and_say_for_whom_they_wait(cluster: None) -> None:
+    first, second = (Rank.remote(rank) for rank in range(2))
+    with pytest.raises(WaitTimeout, match=r"trainer rank 0 did not open a port .*within 0.1 s"):
+        ray.get(second.meet.remote(0.1), timeout=2 * LIMIT)
+    met = ray.get([rank.meet.remote(LIMIT) for rank in (first, second)], timeout=2 * LIMIT)
+    assert met[0] == met[1]
+    brought, host, port = met[0]
+    assert brought == 21
+    assert host == ray.util.get_node_ip_address()
+    assert int(port) > 0
     assert internal_kv._internal_kv_list("trinity-sync/") == []

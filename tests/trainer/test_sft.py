@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.explorer.helpers import ARCHITECTURE
-from trinity_sync.explorer.model_factory import make_model
+from trinity_sync.models.factory import make_model
 from trinity_sync.tasks.pairs import PairsTask
 from trinity_sync.trainer.sft import PairsData
 

@@ -101,6 +101,19 @@ def test_a_description_that_makes_no_sense_is_refused(change: dict[str, object])
         PartLayout.from_json({**example().to_json(), **change})
 
 
+def test_who_receives_a_layout_checks_it_and_works_its_digest_out_anew() -> None:
+    layout = example()
+    digest = layout.digest
+    sent = pickle.dumps(layout)
+    assert digest.encode() not in sent
+    assert pickle.loads(sent) == layout
+    assert pickle.loads(sent).digest == digest
+    altered = example()
+    object.__setattr__(altered, "nbytes", altered.nbytes + 1)
+    with pytest.raises(LayoutError, match="not a valid part layout"):
+        pickle.loads(pickle.dumps(altered))
+
+
 def test_a_buffer_that_is_too_small_is_named_and_a_larger_one_is_cut() -> None:
     with pytest.raises(LayoutError, match="part rank-00000 needs 544 bytes, but only 500 are there"):
         example().view(bytes(500))

@@ -54,6 +54,14 @@ class RankClient(Client):
         super().__init__(handle, f"trainer rank {rank}")
         self.rank = rank
 
+    def import_engine(self) -> Call[None]:
+        """Import what the engine needs."""
+        return self._call("import its engine", "import_engine")
+
+    def make_model(self, architecture: Mapping[str, Any], seed: int, folder: str) -> Call[None]:
+        """Write a model of random weights and its tokenizer."""
+        return self._call(f"make the model {folder}", "make_model", architecture, seed, folder)
+
     def initialise(self) -> Call[RankInfo]:
         """Build model, optimizer and scheduler. Collective."""
         return self._call("build its engine", "initialise")

@@ -146,6 +146,8 @@ class ExplorerPool:
             try:
                 batches = results(calls, self._timeout_s)
             except MemberDied as death:
+                if death.who not in self.clients:
+                    raise
                 self._replace(death)
                 assert self._held is not None, "explorers load before they generate"
                 # The others hold it, and may be generating for longer than a load may take.

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import shutil
 import sys
 import threading
-from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -18,8 +19,8 @@ from omegaconf import DictConfig
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.config import build_task, config_digest, retention_policies
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.config import build_task, config_digest, plain, retention_policies
+from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.launch.agents import close_agents, start_agents
 from trinity_sync.launch.cluster import Cluster
@@ -79,7 +80,7 @@ class Job:
 
     # -- build
 
-    def start(self, preparing: Future[None]) -> None:
+    def start(self) -> None:
         from trinity_sync.actors.monitor import MonitorClient
         from trinity_sync.checkpoint import CheckpointMonitor
         from trinity_sync.checkpoint.monitor import MonitorConfig
@@ -89,6 +90,7 @@ class Job:
 
         cfg, recorder, mirror = self._cfg, self._recorder, self._mirror
         self._phase("starting the coordinators")
+        self._trainer = self._make_trainer()  # first: what the ranks import takes longest
         kept = self._start.step if self._start.continued else 0
         rollback.set_start(self._start.checkpoints, kept, recorder.attempt)
         config = SynchronizerConfig(
@@ -111,12 +113,11 @@ class Job:
         )
         self._monitor = MonitorClient(handle)
         self._relay = EventRelay(self._monitor, recorder.event)
-        self._phase("making the model, importing verl")
         if self._with_explorers:
             self._pool = self._make_pool()
-        _prepared(preparing, cfg.cluster.start_timeout_s)
+        self._phase("importing the engines, making the model")
+        self._make_model()
         self._phase("loading trainer and explorers")
-        self._trainer = self._make_trainer()
         if self._pool is not None:
             self._pool.start()
         self._infos = self._trainer.initialise()
@@ -184,9 +185,22 @@ class Job:
             worker=self.worker,
             process_on_nodes=_placement(cfg.backend.ranks, self._cluster.gpus_per_node if self._use_gpu else 0),
             use_gpu=self._use_gpu,
-            on_this_node=cfg.cluster.address is None,
             start_timeout_s=cfg.cluster.start_timeout_s,
         )
+
+    def _make_model(self) -> None:
+        """Make the model that ranks and explorers begin with, where there is none yet."""
+        cfg, made = self._cfg, self._folder.model
+        if cfg.model.path is None and not (made / "config.json").exists():
+            self._trainer.make_model(plain(cfg.model.architecture), cfg.seed, str(made))
+        if self._start.weights_only:
+            from trinity_sync.checkpoint.export import export_checkpoint
+
+            assert self._start.folder is not None, "weights are taken from a checkpoint"
+            taken = self._start.taken_weights(made)
+            shutil.rmtree(taken, ignore_errors=True)
+            given = Path(cfg.model.path) if cfg.model.path else made
+            export_checkpoint(self._start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
 
     def _check_shared_folder(self) -> None:
         folder, token = str(self._start.checkpoints), secrets.token_hex(8)
@@ -418,15 +432,6 @@ class Job:
             with contextlib.suppress(Exception):
                 self._relay.close()
         close_agents(self._agents)
-
-
-def _prepared(preparing: Future[None], timeout_s: float) -> None:
-    try:
-        preparing.result(timeout=timeout_s)
-    except TimeoutError:
-        raise WaitTimeout("the driver", "import verl (cluster.start_timeout_s)", timeout_s) from None
-    except ImportError as error:
-        raise RunError(f"verl cannot be imported: {error}") from error
 
 
 def _placement(ranks: int, gpus_per_node: int) -> list[int]:

@@ -1,7 +1,7 @@
 """From a checked config to a finished run, with nothing left behind: the run's folder and record, Ray, and the `job`
 in between.
 
-The entry points call `run` once the config is known to be good. Ray starts while the driver imports verl.
+The entry points call `run` once the config is known to be good. The driver loads neither torch nor verl.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -124,7 +120,6 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    preparing = _in_background(lambda: _prepare(cfg, folder.model, start))
     replicas = 0 if cfg.algorithm.kind == "sft" else cfg.explorer.replicas
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
@@ -133,7 +128,7 @@ def _run(
         with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
             job = job_class(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
             try:
-                job.start(preparing)
+                job.start()
                 job.loop()
             finally:
                 with contextlib.suppress(Exception):
@@ -163,51 +158,6 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
             print(f"{root} was not tidied up ({error}); the next run there does it", file=sys.stderr)
     with contextlib.suppress(OSError):
         folder.slots.rmdir()
-
-
-def _prepare(cfg: DictConfig, model_folder: Path, start: Start) -> None:
-    """While Ray starts: make the initial model, or one of another engine's weights, import verl."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    if cfg.model.path is None and not (model_folder / "config.json").exists():
-        from trinity_sync.explorer.model_factory import make_model
-
-        make_model(plain(cfg.model.architecture), cfg.seed, model_folder)
-    if start.weights_only:
-        from trinity_sync.checkpoint.export import export_checkpoint
-
-        assert start.folder is not None, "weights are taken from a checkpoint"
-        taken = start.taken_weights(model_folder)
-        shutil.rmtree(taken, ignore_errors=True)
-        given = Path(cfg.model.path) if cfg.model.path else model_folder
-        export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
-    with _quiet_imports():
-        import trinity_sync.trainer.worker  # noqa: F401
-
-
-@contextlib.contextmanager
-def _quiet_imports() -> Iterator[None]:
-    """verl warns of each engine that is not installed; this run has chosen its own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _in_background(function: Callable[[], None]) -> Future[None]:
-    """Run a function in a thread that does not keep the process alive."""
-    future: Future[None] = Future()
-
-    def body() -> None:
-        try:
-            function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    threading.Thread(target=body, name="prepare", daemon=True).start()
-    return future
 
 
 def _cluster_has_gpus(address: str) -> bool:

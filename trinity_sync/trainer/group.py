@@ -1,61 +1,79 @@
-"""The trainer group: the ranks of verl's `RayWorkerGroup`, called together, with a name for each and a limit on every
+"""The trainer group: the ranks, placed on their nodes and called together, with a name for each and a limit on every
 wait.
 """
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Callable
-from typing import TypeVar
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trinity_sync.actors.calls import Call, results
 from trinity_sync.actors.rank import RankClient, RankInfo
+from trinity_sync.errors import WaitTimeout
+from trinity_sync.trainer.rank import rank_actor
 from trinity_sync.trainer.spec import WorkerSpec
 
 T = TypeVar("T")
 
 
 class TrainerGroup:
-    """All ranks of the trainer.
+    """All ranks of the trainer. Each begins to import its engine at once.
 
     Args:
         spec: what each rank is built from.
-        process_on_nodes: ranks per node, such as ``[8, 8]``.
+        process_on_nodes: ranks per node, such as ``[8, 8]``; the ranks of a node have neighbouring numbers.
         use_gpu: reserve one GPU per rank.
-        on_this_node: all ranks run where the driver does, so the driver picks their meeting point; else verl asks a
-            process on the first rank's node, which takes that process's start.
         start_timeout_s: limit until the engines are up, seconds.
         worker: class of the ranks; None: `TrinityWorker`.
+
+    Raises:
+        WaitTimeout: the cluster has no room for them.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
         *,
-        process_on_nodes: list[int],
+        process_on_nodes: Sequence[int],
         use_gpu: bool,
-        on_this_node: bool,
         start_timeout_s: float,
         worker: type | None = None,
     ) -> None:
-        # Heavy: verl and transformers. The launcher imports it in the background while Ray starts.
-        from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-
-        from trinity_sync.trainer.worker import TrinityWorker
-
-        pool = RayResourcePool(process_on_nodes=process_on_nodes, use_gpu=use_gpu, max_colocate_count=1)
-        ranks = RayClassWithInitArgs(ray.remote(worker or TrinityWorker), spec)
-        meeting_point = _meeting_point() if on_this_node else {}
-        self._group = RayWorkerGroup(
-            resource_pool=pool, ray_cls_with_init=ranks, device_name="cuda" if use_gpu else "cpu", **meeting_point
-        )
-        self.ranks = [RankClient(handle, rank) for rank, handle in enumerate(self._group.workers)]
         self._start_timeout_s = start_timeout_s
+        actor = ray.remote(rank_actor(worker))
+        common = {"WORLD_SIZE": str(sum(process_on_nodes)), "WG_PREFIX": secrets.token_hex(4), "WG_BACKEND": "ray"}
+        self.ranks: list[RankClient] = []
+        for room in _rooms(process_on_nodes, use_gpu, start_timeout_s):
+            for index in range(room.bundle_count):
+                rank = len(self.ranks)
+                environment = {**common, "RANK": str(rank), "RAY_LOCAL_WORLD_SIZE": str(room.bundle_count)}
+                handle = actor.options(
+                    num_cpus=1,
+                    num_gpus=1 if use_gpu else 0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index),
+                ).remote(spec, environment, spec.log_dir)
+                self.ranks.append(RankClient(handle, rank))
+        self._importing = [rank.import_engine() for rank in self.ranks]
+
+    def make_model(self, architecture: dict[str, Any], seed: int, folder: str) -> None:
+        """Have rank 0 write the initial model of a run, which all ranks and explorers then read.
+
+        Args:
+            architecture: `model_type` and fields of that Hugging Face config.
+            seed: of the weights.
+            folder: to be made; all nodes share it.
+        """
+        results(self._importing[:1], self._start_timeout_s)
+        self.ranks[0].make_model(architecture, seed, folder).result(self._start_timeout_s)
 
     def initialise(self) -> list[RankInfo]:
         """Build the engines; what each rank holds, in rank order."""
+        results(self._importing, self._start_timeout_s)
         return self.all(RankClient.initialise, self._start_timeout_s)
 
     def all(self, ask: Callable[[RankClient], Call[T]], timeout_s: float) -> list[T]:
@@ -68,8 +86,20 @@ class TrainerGroup:
         return results([ask(rank) for rank in self.ranks], timeout_s)
 
 
-def _meeting_point() -> dict[str, str]:
-    """Address and a free port for the ranks' process group."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return {"master_addr": ray.util.get_node_ip_address(), "master_port": str(probe.getsockname()[1])}
+def _rooms(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -> list[PlacementGroup]:
+    """Reserve processors (and GPUs) for the ranks of each node, in the order of the nodes' addresses."""
+    bundle = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {})}
+    groups = [placement_group([bundle] * ranks, strategy="STRICT_PACK") for ranks in process_on_nodes]
+    for group, ranks in zip(groups, process_on_nodes, strict=True):
+        if not group.wait(timeout_s):
+            each = "a processor and a GPU" if use_gpu else "a processor"
+            for unused in groups:
+                remove_placement_group(unused)
+            what = f"find a node with {each} for each of {ranks} trainer ranks (cluster.start_timeout_s)"
+            raise WaitTimeout("Ray", what, timeout_s)
+    addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+    def address(group: PlacementGroup) -> str:
+        return str(addresses[placement_group_table(group)["bundles_to_node_id"][0]])
+
+    return sorted(groups, key=address) if len(groups) > 1 else groups

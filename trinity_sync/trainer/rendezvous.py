@@ -2,7 +2,7 @@
 
 verl looks for a free port before it starts the ranks, and rank 0 would open it when it has imported its libraries, up
 to a minute later: whoever takes the port meanwhile fails the run. Here rank 0 opens any port that is free then, and the
-others learn its number from Ray's key-value store.
+others learn its address from Ray's key-value store.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import time
 from datetime import timedelta
 
+import ray
 import torch.distributed as dist
 from ray.experimental import internal_kv
 
@@ -20,7 +21,8 @@ _POLL_S = 0.05
 
 
 def join_group(backend: str, timeout_s: float) -> None:
-    """Make the default process group. All ranks call it, in actors that verl started.
+    """Make the default process group, and leave its address where verl looks for it. All ranks call it, in actors of a
+    `TrainerGroup`.
 
     Args:
         backend: torch's name of it; gloo is among the ones it names, so that no rank returns before all have come.
@@ -30,12 +32,16 @@ def join_group(backend: str, timeout_s: float) -> None:
         WaitTimeout: rank 0 has opened no port.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    host, limit = os.environ["MASTER_ADDR"], timedelta(seconds=timeout_s)
-    key = f"trinity-sync/{os.environ['WG_PREFIX']}/{host}:{os.environ['MASTER_PORT']}"  # of this group only
-    port = 0 if rank == 0 else _wait_for_port(key, timeout_s)
-    store = dist.TCPStore(host, port, ranks, is_master=rank == 0, timeout=limit, wait_for_workers=False)
+    limit = timedelta(seconds=timeout_s)
+    key = f"trinity-sync/{os.environ['WG_PREFIX']}"  # of this group only
     if rank == 0:
-        internal_kv._internal_kv_put(key, str(store.port))
+        host = ray.util.get_node_ip_address()
+        store = dist.TCPStore(host, 0, ranks, is_master=True, timeout=limit, wait_for_workers=False)
+        internal_kv._internal_kv_put(key, f"{host} {store.port}")
+    else:
+        host, port = _wait_for_address(key, timeout_s)
+        store = dist.TCPStore(host, port, ranks, is_master=False, timeout=limit, wait_for_workers=False)
+    os.environ.update(MASTER_ADDR=host, MASTER_PORT=str(store.port))
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
     finally:
@@ -43,10 +49,11 @@ def join_group(backend: str, timeout_s: float) -> None:
             internal_kv._internal_kv_del(key)
 
 
-def _wait_for_port(key: str, timeout_s: float) -> int:
+def _wait_for_address(key: str, timeout_s: float) -> tuple[str, int]:
     deadline = time.monotonic() + timeout_s
-    while (port := internal_kv._internal_kv_get(key)) is None:
+    while (found := internal_kv._internal_kv_get(key)) is None:
         if time.monotonic() > deadline:
             raise WaitTimeout("trainer rank 0", "open a port for the other ranks (backend.timeout_s)", timeout_s)
         time.sleep(_POLL_S)
-    return int(port)
+    host, port = found.decode().split()
+    return host, int(port)

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig
 
-from trinity_sync.actors.rank import RankInfo
 from trinity_sync.config import dtype_name, plain
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import CoverageError, check_complete
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.rank import RankInfo
 
 
 @dataclass(frozen=True, kw_only=True)

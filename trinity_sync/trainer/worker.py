@@ -1,5 +1,5 @@
-"""One trainer rank: verl's `TrainingWorker` with hooks for versions and checkpoints. verl's `RayWorkerGroup` starts
-one per rank.
+"""One trainer rank: verl's `TrainingWorker` with hooks for versions and checkpoints. The actors of
+`trainer.rank` have one each.
 
 Which methods are collective is said at each: all ranks are to be called, in the same order.
 """
@@ -43,7 +43,6 @@ from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.host.memory import peak_rss
-from trinity_sync.host.process import own_log
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
@@ -68,7 +67,6 @@ class TrinityWorker(TrainingWorker):
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        own_log(spec.log_dir, f"trainer-rank-{os.environ['RANK']}")
         self._spec = spec
         # verl's own call would name gloo twice on a CPU, which torch refuses, and sets no timeout. It leaves a group
         # alone that is there.

@@ -99,6 +99,10 @@ class PartLayout:
         if self.nbytes != end:
             raise ValueError(f"{self.part}: the segment has {self.nbytes} bytes but its shards end at {end}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel as plain values: who receives a layout checks it, and its digest is of what arrived."""
+        return PartLayout.from_json, (self.to_json(),)
+
     @classmethod
     def build(cls, part: str, shards: Iterable[Shard], bucket_bytes: int) -> PartLayout:
         """Lay out shards one after another, in the given order, each on a 64-byte boundary.

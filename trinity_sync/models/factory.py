@@ -1,6 +1,6 @@
 """Makes the initial model of a run that names none: random weights and a tokenizer with one token per character.
 
-Called by the launcher before Ray starts. The default one learns the default task in seconds on a CPU core.
+Called by rank 0 before the engines are built. The default one learns the default task in seconds on a CPU core.
 """
 
 from __future__ import annotations

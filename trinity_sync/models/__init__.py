@@ -1,0 +1,1 @@
+"""The model that a run begins with where it names none."""
