@@ -7,14 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
 
-
-class Message(TypedDict):
-    """One turn of a chat. Further keys that it may have go to the chat template as they are."""
-
-    role: str
-    content: str
+Message = Mapping[str, str]
+"""One turn of a chat: ``{"role": "user", "content": "..."}``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypedDict
@@ -99,7 +99,7 @@ class PartLayout:
         if self.nbytes != end:
             raise ValueError(f"{self.part}: the segment has {self.nbytes} bytes but its shards end at {end}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[[LayoutJson], PartLayout], tuple[LayoutJson]]:
         """Travel as plain values: who receives a layout checks it, and its digest is of what arrived."""
         return PartLayout.from_json, (self.to_json(),)
 

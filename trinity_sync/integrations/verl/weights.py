@@ -52,6 +52,7 @@ def send(
     """Broadcast them from rank 0. Collective; a barrier at the end."""
 
     def broadcast(pairs: Pairs) -> None:
+        assert group is not None, "rank 0 sends, so it is in the group"
         if packed:
             broadcast_packed(
                 group, pairs, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, verify=verify, timeout_s=timeout_s
