@@ -27,7 +27,7 @@ def test_a_disk_that_refuses_leaves_the_old_file(tmp_path: Path, monkeypatch: py
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(RunError, match=r"run\.json cannot be written: No space left"):
         files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
@@ -38,14 +38,14 @@ def test_a_file_system_that_cannot_flush_a_folder_takes_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As some network file systems cannot, none of which can be mounted here."""
-    real = files.os.fsync
+    real = os.fsync
 
     def fsync(handle: int) -> None:
         if stat.S_ISDIR(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "Invalid argument")
         real(handle)
 
-    monkeypatch.setattr(files.os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", fsync)
     files.write_json(tmp_path / "run.json", {"a": 1})
     assert json.loads((tmp_path / "run.json").read_text()) == {"a": 1}
 

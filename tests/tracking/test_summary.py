@@ -11,15 +11,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.tracking import synthetic
-from trinity_sync.tracking.summary import (
-    kept_checkpoints,
-    lay_out,
-    mismatches,
-    render_summary,
-    spread,
-    summarise,
-    wall_seconds,
-)
+from trinity_sync.tracking.closing import lay_out, render_summary
+from trinity_sync.tracking.summary import kept_checkpoints, mismatches, spread, summarise, wall_seconds
 
 EXAMPLES = {"publish": synthetic.publish, "load": synthetic.load, "commit": synthetic.commit}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -54,21 +54,21 @@ class Backend(Protocol):
         """
         ...
 
-    def state(self, form: Format) -> Mapping[str, Any]:
+    def state(self, form: Format) -> Mapping[str, object]:
         """File name -> object for `torch.save`; under `DISTRIBUTED`, what is for `write_distributed`. Its tensors do
         not change before `deadline`; everything else in it is a copy. Collective: all ranks call it.
         """
         ...
 
     def write_distributed(
-        self, value: Any, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
     ) -> list[Path]:
         """Write what `state` gave under `DISTRIBUTED` into `folder`; the files that this rank wrote. Collective; called
         in a thread beside training.
 
         Args:
             copied: a plain tensor of this rank below `value` -> its copy in the CPU's memory.
-            meeting: of the save.
+            meeting: the meeting of the save's ranks.
 
         Raises:
             RunError: on all ranks, where one could not.
@@ -103,8 +103,8 @@ class WritesItself(Protocol):
         """Copy the training state for `folder`. Collective; writes nothing yet.
 
         Args:
-            folder: of the checkpoint; is made by what is returned.
-            meeting: of the save.
+            folder: the checkpoint's folder; is made by what is returned.
+            meeting: the meeting of the save's ranks.
             lazily: where the deadline allows it, the copy may still be under way on return, and has to be waited for
                 before the state changes.
 

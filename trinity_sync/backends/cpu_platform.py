@@ -11,7 +11,6 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed.fsdp._init_utils
@@ -37,15 +36,15 @@ class _CpuDeviceId(str):
 class _CpuDeviceModule(types.ModuleType):
     """`torch.cpu` with the functions of `torch.cuda` that verl calls without asking."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """There is no device cache, counter or context to act on."""
 
 
-def _zero(*_: Any, **__: Any) -> int:
+def _zero(*_: object, **__: object) -> int:
     """A CPU reports no device memory; resident memory is measured by the run's own records."""
     return 0
 
@@ -89,13 +88,13 @@ class CpuPlatform(PlatformBase):
     def is_available(self) -> bool:
         return True
 
-    def current_device(self) -> Any:
+    def current_device(self) -> _CpuDeviceId:
         return self._device_id
 
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: Any) -> None:
+    def set_device(self, device_index: object) -> None:
         pass
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -138,17 +137,17 @@ class CpuPlatform(PlatformBase):
     def ray_noset_envvars(self) -> list[str]:
         return []
 
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
+    def ray_resource_options(self, num_gpus: float) -> dict[str, object]:
         return {}
 
     def is_ipc_supported(self) -> bool:
         return False
 
-    def cudart(self) -> Any:
+    def cudart(self) -> None:
         return None
 
 
-def _accept_module_states_on_cpu(module_states: Any) -> None:
+def _accept_module_states_on_cpu(module_states: object) -> None:
     """FSDP1 with `sync_module_states`, which verl sets, refuses parameters on a CPU, though gloo broadcasts them
     well.
     """

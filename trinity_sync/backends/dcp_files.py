@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 
 from trinity_sync.backends.meetings import Meeting
 
 
-def write(value: Any, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting) -> list[Path]:
+def write(
+    value: dict[str, object], copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+) -> list[Path]:
     """Write a state dict of sharded tensors; the files that this rank wrote. Collective, on any thread.
 
     Args:
         value: nested containers of live tensors.
         copied: a plain tensor of this rank below `value` -> its copy in the CPU's memory.
         folder: is made.
-        meeting: of the save.
+        meeting: the meeting of the save's ranks.
 
     Raises:
         RunError: on all ranks, where one could not.
@@ -34,7 +36,7 @@ def write(value: Any, copied: Callable[[torch.Tensor], torch.Tensor], folder: Pa
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
     planner = _Planner(copied)
     first = meeting.rank == 0
-    metadata: Any = None
+    metadata: Metadata | None = None
 
     def plan() -> SavePlan:
         planner.set_up_planner(value, writer.storage_meta(), first)
@@ -47,6 +49,7 @@ def write(value: Any, copied: Callable[[torch.Tensor], torch.Tensor], folder: Pa
         return writer.prepare_global_plan(shared_out)
 
     def close() -> Sequence[None]:
+        assert metadata is not None
         writer.finish(metadata, results)
         return [None] * meeting.ranks
 
@@ -65,6 +68,6 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._copied = copied
 
-    def lookup_object(self, index: Any) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         found = super().lookup_object(index)
         return self._copied(found) if isinstance(found, torch.Tensor) else found

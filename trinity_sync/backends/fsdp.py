@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
@@ -29,6 +30,7 @@ from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.backends import dcp_files
 from trinity_sync.backends.base import Deadline, Format
+from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.fsdp_state import FsdpState
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.saved import saved_by
@@ -36,7 +38,13 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import Shard, flat_range, row_slice, whole
 from trinity_sync.weights.tensors import Saved, from_torch, to_torch, wire_name
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
+
+_Piece: TypeAlias = tuple[Shard, Callable[[], torch.Tensor]]
+"""A shard, and what gives its elements as they are now."""
 
 
 class FsdpBackend:
@@ -47,7 +55,7 @@ class FsdpBackend:
         wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
     """
 
-    def __init__(self, engine: Any, wire_dtype: str) -> None:
+    def __init__(self, engine: FsdpEngine, wire_dtype: str) -> None:
         self._engine = engine
         self._wire_dtype = wire_dtype
         self._rank = dist.get_rank()
@@ -71,31 +79,34 @@ class FsdpBackend:
     def sources(self) -> Mapping[str, torch.Tensor]:
         return {shard.name: source() for shard, source in self._pieces}
 
-    def _find_pieces(self) -> list[tuple[Shard, Any]]:
+    def _find_pieces(self) -> list[_Piece]:
         # What is saved in another form than the model holds it, nobody maps here.
         unchanged = {name for name, saved in self._saved.items() if saved.unchanged}
         names = {name for name in unchanged if 0 not in self._saved[name].shape}
         pieces = self._flat_pieces(names) if fsdp_version(self._engine.module) == 1 else self._dtensor_pieces(names)
-        buffers = {clean_tensor_name(name): buffer for name, buffer in self._engine.module.named_buffers()}
+        buffers = self._buffers()
         for name in sorted(names & buffers.keys()):
             if self._rank == 0:
                 shape, dtype = tuple(buffers[name].shape), self._wire(buffers[name].dtype)
                 # A copy: what is staged beside the next forward pass must not be what that pass changes.
-                pieces.append((whole(name, dtype, shape), lambda name=name: dict(self._clean_buffers())[name].clone()))
+                pieces.append((whole(name, dtype, shape), partial(self._buffer, name)))
         for name in sorted(unchanged - names) if self._rank == 0 else ():  # no rank has a shard of it
             dtype, shape, _ = self._saved[name]
             empty = torch.empty(shape, dtype=to_torch(dtype))
-            pieces.append((whole(name, dtype, shape), lambda empty=empty: empty))
+            pieces.append((whole(name, dtype, shape), empty.detach))
         return pieces
 
-    def _clean_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        return [(clean_tensor_name(name), buffer) for name, buffer in self._engine.module.named_buffers()]
+    def _buffer(self, name: str) -> torch.Tensor:
+        return self._buffers()[name].clone()
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {clean_tensor_name(name): buffer for name, buffer in self._engine.module.named_buffers()}
 
     def _wire(self, dtype: torch.dtype) -> str:
         return wire_name(from_torch(dtype), self._wire_dtype)
 
-    def _dtensor_pieces(self, names: set[str]) -> list[tuple[Shard, Any]]:
-        pieces: list[tuple[Shard, Any]] = []
+    def _dtensor_pieces(self, names: set[str]) -> list[_Piece]:
+        pieces: list[_Piece] = []
         for name, parameter in self._engine.module.named_parameters():
             if name not in names:
                 continue
@@ -103,7 +114,7 @@ class FsdpBackend:
             dtype = self._wire(parameter.dtype)
             if not isinstance(parameter, DTensor):
                 if self._rank == 0:
-                    pieces.append((whole(name, dtype, shape), lambda parameter=parameter: parameter.detach()))
+                    pieces.append((whole(name, dtype, shape), parameter.detach))
                 continue
             coordinate = parameter.device_mesh.get_coordinate()
             assert coordinate is not None, "every rank is part of the engine's mesh"
@@ -122,11 +133,11 @@ class FsdpBackend:
             shard = (
                 row_slice(name, dtype, shape, offset[0], offset[0] + local[0]) if shape else whole(name, dtype, shape)
             )
-            pieces.append((shard, lambda parameter=parameter: parameter.to_local().detach()))
+            pieces.append((shard, partial(_local_rows, parameter)))
         return pieces
 
-    def _flat_pieces(self, names: set[str]) -> list[tuple[Shard, Any]]:
-        pieces: list[tuple[Shard, Any]] = []
+    def _flat_pieces(self, names: set[str]) -> list[_Piece]:
+        pieces: list[_Piece] = []
         root = self._engine.module
         for prefix, module in root.named_modules():
             if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
@@ -148,13 +159,13 @@ class FsdpBackend:
                 assert info.intra_param_end_idx is not None
                 shard = flat_range(name, dtype, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1)
                 begin, count = info.offset_in_shard, info.numel_in_shard
-                pieces.append(
-                    (shard, lambda handle=handle, begin=begin, count=count: _local_shard(handle)[begin : begin + count])
-                )
+                assert begin is not None
+                assert count is not None
+                pieces.append((shard, partial(_local_range, handle, begin, count)))
         return pieces
 
     @staticmethod
-    def _shared_name(flat: Any, prefix: str, fqn: str, names: set[str]) -> str | None:
+    def _shared_name(flat: FlatParameter, prefix: str, fqn: str, names: set[str]) -> str | None:
         """FSDP1 names a tied tensor by its first owner; the name that is saved may be the other one. None: it is not
         saved under any name of the model's own.
         """
@@ -169,12 +180,13 @@ class FsdpBackend:
 
     # -- full checkpoints
 
-    def state(self, form: Format) -> Mapping[str, Any]:
+    def state(self, form: Format) -> Mapping[str, object]:
         return self._state.files(form)
 
     def write_distributed(
-        self, value: Any, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
+        self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: Meeting
     ) -> list[Path]:
+        assert isinstance(value, dict), "what `state` gave"
         return dcp_files.write(value, copied, folder, meeting)
 
     def before_change(self, callback: Callable[[], None]) -> None:
@@ -183,7 +195,7 @@ class FsdpBackend:
     def write_metadata(self, folder: Path) -> list[Path]:
         module = self._engine.module
         version = fsdp_version(module)
-        model = module._fsdp_wrapped_module if version == 1 else module
+        model: PreTrainedModel = module._fsdp_wrapped_module if version == 1 else module
         hugging_face = folder / "huggingface"
         hugging_face.mkdir(parents=True, exist_ok=True)
         model.config.save_pretrained(hugging_face)
@@ -200,7 +212,13 @@ class FsdpBackend:
         self._state.load(folder)
 
 
-def _local_shard(handle: Any) -> torch.Tensor:
-    """The master copy of what this rank holds of a flat parameter, whatever the forward pass has unsharded."""
-    flat = handle.flat_param
-    return getattr(flat, "_local_shard", flat).detach()
+def _local_rows(parameter: DTensor) -> torch.Tensor:
+    return parameter.to_local().detach()
+
+
+def _local_range(handle: FlatParamHandle, begin: int, count: int) -> torch.Tensor:
+    """Return elements of the master copy of what this rank holds of a flat parameter, whatever the forward pass has
+    unsharded.
+    """
+    held: torch.Tensor = getattr(handle.flat_param, "_local_shard", handle.flat_param)
+    return held.detach()[begin : begin + count]

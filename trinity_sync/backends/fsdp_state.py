@@ -10,7 +10,6 @@ Files are loaded without running what is pickled in them, see `safe_loading`.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from verl.utils.fsdp_utils import (
     fsdp_version,
-    get_fsdp_state_ctx,
     load_fsdp_model_to_gpu,
     load_fsdp_optimizer,
     offload_fsdp_model_to_cpu,
@@ -37,7 +34,9 @@ from verl.utils.fsdp_utils import (
 )
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
+from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.safe_loading import nothing_runs
+from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import RunError
 
 _OPTIONS = StateDictOptions()
@@ -50,11 +49,11 @@ class FsdpState:
         engine: verl's, initialised.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
-    def files(self, form: Format) -> dict[str, Any]:
+    def files(self, form: Format) -> dict[str, object]:
         """File name -> live value, with `DISTRIBUTED` in place of a file for what `dcp_files.write` takes.
         Collective.
         """
@@ -63,7 +62,7 @@ class FsdpState:
             "rng": self._engine.checkpoint_manager.get_rng_state(),
         }
         names = {name: self._file(name) for name in ("model", "optim", "extra_state")}
-        with self._on_device(), self._sharded():
+        with self._on_device(), sharded(self._engine.module, offload=torch.cuda.is_available()):
             if form == "dcp":
                 state = self._distributed()
                 self._detach_buffers(state["model"])
@@ -82,7 +81,7 @@ class FsdpState:
         Raises:
             RunError: a file is missing or holds what it should not.
         """
-        with self._on_device(), self._sharded():
+        with self._on_device(), sharded(self._engine.module, offload=torch.cuda.is_available()):
             if (folder / DISTRIBUTED).is_dir():
                 self._load_distributed(folder / DISTRIBUTED)
             else:
@@ -153,25 +152,13 @@ class FsdpState:
             if optimizer and torch.cuda.is_available():
                 offload_fsdp_optimizer(engine.optimizer)
 
-    @contextmanager
-    def _sharded(self) -> Iterator[None]:
-        offload = torch.cuda.is_available()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
-            with get_fsdp_state_ctx(
-                self._engine.module,
-                StateDictType.SHARDED_STATE_DICT,
-                ShardedStateDictConfig(offload_to_cpu=offload),
-                ShardedOptimStateDictConfig(offload_to_cpu=offload),
-            ):
-                yield
 
-
-def _load(path: Path) -> Any:
+def _load(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
     try:
         with nothing_runs(path):
-            return torch.load(path, weights_only=True, map_location="cpu")
+            state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+            return state
     except (RuntimeError, EOFError) as error:
         raise RunError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error

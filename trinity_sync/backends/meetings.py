@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -24,12 +25,34 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 T = TypeVar("T")
 
 _CHUNK_BYTES = 4 << 20
-"""Of what a rank tells; the store closes the connection over values of more than 8 MiB."""
+"""The longest value that a rank tells at a time; the store closes the connection over values of more than 8 MiB."""
 
 _ANSWER_S = 10.0
 """Limit of the store's answer to one call, seconds; waiting for a key has its own."""
 
 _GO = "go"
+
+
+class Store(Protocol):
+    """What is asked of torch's key-value store. The types that torch gives its own know neither clones nor bytes."""
+
+    def clone(self) -> Store: ...
+
+    def num_keys(self) -> int: ...
+
+    def set(self, key: str, value: str | bytes) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def add(self, key: str, value: int) -> int: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
 class Meetings:
@@ -42,7 +65,7 @@ class Meetings:
         timeout_s: limit of the wait for the others in each stage, seconds (`checkpoint.timeout_s`).
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, timeout_s: float) -> None:
+    def __init__(self, store: Store, rank: int, ranks: int, timeout_s: float) -> None:
         self.rank = rank
         self.ranks = ranks
         self.timeout_s = timeout_s
@@ -53,15 +76,18 @@ class Meetings:
 
     @classmethod
     def of_default_group(cls, timeout_s: float) -> Meetings:
-        """Of the ranks of torch's default process group, through the store in which they met. All ranks make the same
-        ones, in the same order; none waits for another to make them.
+        """Make a meeting of the ranks of torch's default process group, through the store in which they met.
+
+        All ranks make the same ones, in the same order; none waits for another to make them.
 
         Raises:
             WaitTimeout: rank 0, which serves the store, does not answer.
         """
-        store, rank = _get_default_store(), dist.get_rank()
-        number = _Client(store).call("add", f"saves/made-by-{rank}", 1)
-        return cls(dist.PrefixStore(f"saves/{number}", store), rank, dist.get_world_size(), timeout_s)
+        store: Any = _get_default_store()
+        rank = dist.get_rank()
+        number = _Client(store).call(lambda store: store.add(f"saves/made-by-{rank}", 1))
+        own: Any = dist.PrefixStore(f"saves/{number}", store)
+        return cls(own, rank, dist.get_world_size(), timeout_s)
 
     def begin(self, what: str, prepare: Callable[[], None] = lambda: None) -> Meeting:
         """Begin the next one, on the training thread. Whoever returns may make calls that need all ranks.
@@ -153,7 +179,7 @@ class Meeting:
     def forget(self) -> None:
         """Remove what this rank has left in the store: it would grow with every save."""
         for key in self._keys:
-            self._here.call("delete_key", key)
+            self._here.call(partial(_forget, key))
 
     @contextmanager
     def _next(self, store: _Client, what: str, awaited: Iterable[int]) -> Iterator[_Stage]:
@@ -177,29 +203,31 @@ class _Client:
         WaitTimeout: the server does not answer.
     """
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
-        self._client: Any = None
-        self.call("num_keys")  # connects: that, too, waits for the server
+        self._client: Store | None = None
+        self.call(lambda store: store.num_keys())  # connects: that, too, waits for the server
 
-    def call(self, method: str, *args: Any, waits_s: float = 0.0) -> Any:
-        """Call a method of the client.
+    def call(self, ask: Callable[[Store], T], waits_s: float = 0.0) -> T:
+        """Call the store.
 
         Args:
-            waits_s: what the call itself may wait for others, seconds.
+            ask: makes one call, on a client of the store.
+            waits_s: how long the call itself may wait for others, seconds.
 
         Raises:
             WaitTimeout: the server does not answer.
         """
-        client: Any = self._client
-        outcome: list[tuple[Any, Any, BaseException | None]] = []
+        client = self._client
+        outcome: list[tuple[Store | None, Callable[[], T]]] = []
 
         def run() -> None:
             try:
                 used = client or self._store.clone()
-                outcome.append((used, getattr(used, method)(*args), None))
+                answer = ask(used)
+                outcome.append((used, lambda: answer))
             except BaseException as error:
-                outcome.append((client, None, error))
+                outcome.append((client, partial(_raise, error)))
 
         thread = threading.Thread(target=run, name="meeting", daemon=True)
         thread.start()
@@ -207,10 +235,8 @@ class _Client:
         if not outcome:
             self._client = None
             raise WaitTimeout("rank 0, through which the ranks meet,", "answer", waits_s + _ANSWER_S)
-        self._client, result, error = outcome[0]
-        if error is not None:
-            raise error
-        return result
+        self._client, answer = outcome[0]
+        return answer()
 
 
 class _Stage:
@@ -234,7 +260,7 @@ class _Stage:
                 raise
             raise RunError(decision) from error
 
-    def put(self, rank: int, value: Any) -> None:
+    def put(self, rank: int, value: object) -> None:
         """Leave something for `get`."""
         data = pickle.dumps(value)
         starts = range(0, len(data), _CHUNK_BYTES)
@@ -244,24 +270,23 @@ class _Stage:
 
     def get(self, rank: int) -> Any:
         """What was left for or by a rank, once the stage is passed."""
-        chunks = int(self._store.call("get", f"{self._prefix}value-{rank}"))
-        keys = [f"{self._prefix}value-{rank}-{number}" for number in range(chunks)]
-        return pickle.loads(b"".join(self._store.call("get", key) for key in keys))
+        chunks = int(self._get(f"value-{rank}"))
+        return pickle.loads(b"".join(self._get(f"value-{rank}-{number}") for number in range(chunks)))
 
     def arrive(self) -> None:
         """This rank is done; the last one decides that the stage is passed."""
         self._set(f"rank-{self._rank}", "")
         if self._rank == 0:
             self._keys.append(f"{self._prefix}arrived")
-        if self._store.call("add", f"{self._prefix}arrived", 1) == self._ranks:
+        if self._store.call(lambda store: store.add(f"{self._prefix}arrived", 1)) == self._ranks:
             self.decide(_GO)
 
     def wait(self) -> None:
         """Until it is decided."""
-        key = f"{self._prefix}decision"
+        key, limit = f"{self._prefix}decision", timedelta(seconds=self._timeout_s)
         try:
-            self._store.call("wait", [key], timedelta(seconds=self._timeout_s), waits_s=self._timeout_s)
-            decision = self._store.call("get", key).decode()
+            self._store.call(lambda store: store.wait([key], limit), waits_s=self._timeout_s)
+            decision = self._get("decision").decode()
         except dist.DistStoreError:
             decision = self.decide(str(WaitTimeout(self._missing(), self._what, self._timeout_s)))
         if decision != _GO:
@@ -270,18 +295,30 @@ class _Stage:
     def decide(self, decision: str) -> str:
         """Decide, unless somebody has; what was decided."""
         self._keys.append(f"{self._prefix}decision")
-        return self._store.call("compare_set", f"{self._prefix}decision", "", decision).decode()
+        key = f"{self._prefix}decision"
+        return self._store.call(lambda store: store.compare_set(key, "", decision)).decode()
 
     def _missing(self) -> str:
         missing = [rank for rank in self._awaited if not self._here(rank)]
         return ", ".join(f"rank {rank}" for rank in missing) or "the last rank"
 
     def _here(self, rank: int) -> bool:
-        return bool(self._store.call("check", [f"{self._prefix}rank-{rank}"]))
+        return self._store.call(lambda store: store.check([f"{self._prefix}rank-{rank}"]))
 
-    def _set(self, name: str, value: Any) -> None:
-        self._store.call("set", self._prefix + name, value)
+    def _set(self, name: str, value: str | bytes) -> None:
+        self._store.call(lambda store: store.set(self._prefix + name, value))
         self._keys.append(self._prefix + name)
+
+    def _get(self, name: str) -> bytes:
+        return self._store.call(lambda store: store.get(self._prefix + name))
+
+
+def _forget(key: str, store: Store) -> None:
+    store.delete_key(key)
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _describe(error: BaseException) -> str:

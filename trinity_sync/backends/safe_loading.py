@@ -85,7 +85,7 @@ def nothing_runs(folder: str | Path) -> Iterator[None]:
 
 
 def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
-    def checked(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    def checked(self: FileSystemReader, *args: object, **kwargs: object) -> Metadata:
         rank = kwargs.get("rank")
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
@@ -101,11 +101,12 @@ def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
 class _MetadataUnpickler(pickle.Unpickler):
     """Classes of torch's checkpoint metadata, and the few plain ones that occur in it."""
 
-    def find_class(self, module: str, name: str) -> Callable[..., Any]:
+    def find_class(self, module: str, name: str) -> Callable[..., object]:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _METADATA.get(module, ()):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
-        return super().find_class(module, name)
+        found: Callable[..., object] = super().find_class(module, name)
+        return found
 
 
 def _telling(error: BaseException) -> str:

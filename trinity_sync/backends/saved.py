@@ -7,19 +7,19 @@ missed.
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 
+from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.weights.tensors import Saved, saved_list, wire_name
 
 
-def saved_by(model_config: Any, wire_dtype: str) -> dict[str, Saved]:
-    """The tensors that `save_pretrained` would write, by name.
+def saved_by(model_config: ModelConfig, wire_dtype: str) -> dict[str, Saved]:
+    """Return the tensors that `save_pretrained` would write, by name.
 
     Args:
-        model_config: of verl's engine.
-        wire_dtype: in which floating tensors travel, as safetensors names it.
+        model_config: the model config of verl's engine.
+        wire_dtype: the dtype in which floating tensors travel, as safetensors names it.
     """
     from verl.utils.model import get_hf_auto_model_class
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint import catalog, commits, recovery, trash
@@ -37,10 +37,11 @@ from trinity_sync.checkpoint.trackers import (
 )
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.decisions import Commit
+from trinity_sync.protocol.decisions import Commit, Decision
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
 from trinity_sync.protocol.retention import Policy
+from trinity_sync.protocol.step import JournalEntry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +217,7 @@ class CheckpointDisk:
 
     # ---- a life after the monitor's death
 
-    def write_journal(self, step: int, dumped: Mapping[str, Any] | None) -> None:
+    def write_journal(self, step: int, dumped: JournalEntry | None) -> None:
         """Note what the book knows of an open step; None removes the note.
 
         Not durable: with the power the writers are gone too, and what was staged is cleaned up.
@@ -309,9 +310,10 @@ class CheckpointDisk:
         except (OSError, ValueError, AttributeError):
             return {}
 
-    def _read_journals(self) -> tuple[list[dict[str, Any]], list[str]]:
+    def _read_journals(self) -> tuple[list[JournalEntry], list[str]]:
         assert self.root is not None
-        journals, problems = [], []
+        journals: list[JournalEntry] = []
+        problems = []
         for path in sorted((self.root / STAGING).glob(f"*-{self.attempt}.json")):
             if path == self._failed_path:
                 continue
@@ -363,6 +365,6 @@ class Rebuilt:
     """
 
     book: CommitBook
-    decisions: list[Any]
+    decisions: list[Decision]
     problems: list[str]
     held: IO[bytes] | None

@@ -30,7 +30,7 @@ from typing import Any, Literal
 import xxhash
 
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import sync_folder
+from trinity_sync.host.durable import replace_file
 from trinity_sync.protocol.files import MANIFEST, FileEntry
 from trinity_sync.protocol.parts import KINDS, Kind, covers
 
@@ -280,19 +280,7 @@ def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) ->
 
 def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
     """Replace a small file: readers see the old contents or the new; `durable`: so it is after a power cut, too."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    if durable:
-        sync_folder(path.parent)
+    replace_file(path, text.encode(), durable=durable)
 
 
 def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -42,6 +42,7 @@ from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log, small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
+from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, Kind
 from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
@@ -197,7 +198,7 @@ class CheckpointMonitor(Writers):
         attempt: int | None,
         kind: Kind,
         parts: Sequence[str],
-        meta: Mapping[str, Any] | None = None,
+        meta: CommitMeta | None = None,
         *,
         weights_parts: Collection[str] = (),
         durable: bool | None = None,

@@ -1,4 +1,4 @@
-"""What is there after a power cut: a folder's names are, once it was fsynced."""
+"""What is there after a power cut: a file's bytes are once it was fsynced, its name once its folder was."""
 
 from __future__ import annotations
 
@@ -8,6 +8,37 @@ from contextlib import suppress
 from pathlib import Path
 
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
+
+
+def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace a small file: a reader, or a crash at any moment, sees the old bytes or the new ones.
+
+    Args:
+        durable: the new ones are there after a power cut, too.
+
+    Raises:
+        OSError: the disk refuses; where it did so before the end, the old file is still there.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_all(descriptor: int, data: bytes | memoryview) -> None:
+    """Write to a descriptor until all is written: one call may take only part of it."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]
 
 
 def sync_folder(folder: Path) -> None:

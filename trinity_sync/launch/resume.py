@@ -34,9 +34,12 @@ def committed_steps(events: Path, checkpoints: Path) -> list[int]:
     steps: set[int] = set()
     gone = deleted(checkpoints)
     for event in jsonl.read(events):
+        step = jsonl.event_step(event)
+        if step is None:
+            continue
         if event.get("event") == "commit" and event.get("kind") == "full":
-            if (event["step"], event.get("attempt")) not in gone:
-                steps.add(event["step"])
+            if (step, event.get("attempt")) not in gone:
+                steps.add(step)
         elif event.get("event") == "prune":
-            steps.discard(event["step"])
+            steps.discard(step)
     return sorted(steps)

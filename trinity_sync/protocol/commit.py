@@ -17,13 +17,12 @@ How a step goes through the book, in any order unless said otherwise:
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.committed import CommittedSteps
-from trinity_sync.protocol.decisions import Clean, Decision, Fail, Grant
+from trinity_sync.protocol.decisions import Clean, CommitMeta, Decision, Fail, Grant
 from trinity_sync.protocol.parts import DIGEST_PART, STATE_DICT, FileTuple, Kind, covers, describe_part
-from trinity_sync.protocol.step import Step, StepStatus
+from trinity_sync.protocol.step import JournalEntry, Step, StepStatus
 from trinity_sync.protocol.step_table import StepTable
 from trinity_sync.protocol.turns import Turn, TurnQueue
 
@@ -108,7 +107,7 @@ class CommitBook:
         parts: Iterable[str],
         *,
         weights_parts: Collection[str] = (),
-        meta: Mapping[str, Any] | None = None,
+        meta: CommitMeta | None = None,
         durable: bool | None = None,
         attempt: int | None = None,
     ) -> list[Decision]:
@@ -129,7 +128,7 @@ class CommitBook:
         parts = list(parts)
         if entry.holds(kind) and set(parts) <= entry.committed_keys:
             raise RunError(f"step {step} is already committed as {entry.committed}; saving it again would add nothing")
-        entry.ask(kind, parts, weights_parts, meta or {}, durable)
+        entry.ask(kind, parts, weights_parts, meta or CommitMeta(), durable)
         return self._evaluate(entry)
 
     def register(
@@ -317,15 +316,14 @@ class CommitBook:
 
     # ---- a life after the actor's death
 
-    def dump(self, step: int) -> dict[str, Any] | None:
-        """What has to be kept so that the step survives a restart, as JSON values; None: nothing of it is open."""
+    def dump(self, step: int) -> JournalEntry | None:
+        """Return what lets the step survive a restart, as JSON values; None: nothing of it is open."""
         entry = self._steps.get(step)
         if entry is None or not self._steps.is_open(entry):
             return None
-        named = {"step": step, "attempt": self.attempt}
-        return named | entry.dump() | {"turns": self._turns.dump(step)}
+        return {"attempt": self.attempt, **entry.dump(), "turns": self._turns.dump(step)}
 
-    def restore(self, dumped: Mapping[str, Any], committed_paths: Collection[str] = ()) -> list[Decision]:
+    def restore(self, dumped: JournalEntry, committed_paths: Collection[str] = ()) -> list[Decision]:
         """Take up a dumped step again.
 
         Args:

@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypedDict
 
 from trinity_sync.protocol.parts import FileTuple, Kind
+
+
+class CommitMeta(TypedDict, total=False):
+    """What a checkpoint's manifest says beside what the book knows.
+
+    Args:
+        backend: the training engine.
+        world_size: how many ranks it has.
+        config_digest: the digest of the run's configuration.
+        metrics: name to value, as of the step.
+    """
+
+    backend: str
+    world_size: int
+    config_digest: str | None
+    metrics: Mapping[str, float | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +54,7 @@ class Commit:
     kind: Kind
     files: tuple[FileTuple, ...]
     digest: str | None
-    meta: Mapping[str, Any]
+    meta: CommitMeta
     opened: float
     partial: bool
     durable: bool | None = None

@@ -8,7 +8,6 @@ tensors are lost with the process that owned them, the checkpoint serves.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from trinity_sync.protocol.versions import Version, VersionError
 
@@ -18,13 +17,13 @@ class Handed:
     """A version as it is handed out.
 
     Attributes:
-        version: which.
+        version: the version that is handed out.
         state: what the trainer's side left for readers to get the tensors by (opaque here); None: they are on disk.
         location: folder of its checkpoint; None: there is none, or none that is known.
     """
 
     version: Version
-    state: Any = None
+    state: object = None
     location: str | None = None
 
 
@@ -40,7 +39,7 @@ class HandedVersions:
         """The newest version of which anything was handed over."""
         return max((held.version for held in (self._state, self._saved) if held is not None), default=None)
 
-    def publish(self, version: Version, state: Any) -> None:
+    def publish(self, version: Version, state: object) -> None:
         """The tensors of a version are there; those of the version before are let go.
 
         Raises:

@@ -6,9 +6,9 @@ export). A state-dict commit needs the weights parts, a full one needs all of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias, TypedDict
 
 Kind: TypeAlias = Literal["full", "state_dict"]
 FULL: Kind = "full"
@@ -41,6 +41,16 @@ class DonePart:
     weights: bool
     files: tuple[FileTuple, ...] | None
     ticket: str | None = None
+
+
+class PartsDump(TypedDict):
+    """`StepParts` as JSON values; what is a tuple here comes back from JSON as a list."""
+
+    expected: dict[str, bool]
+    registered: tuple[int, int]
+    registrations: list[str]
+    done: dict[str, tuple[bool, tuple[FileTuple, ...] | None, str | None]]
+    again: tuple[list[str], list[str]]
 
 
 @dataclass(slots=True)
@@ -143,21 +153,18 @@ class StepParts:
             for key, done in self.done.items()
         )
 
-    def dump(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+    def dump(self) -> PartsDump:
+        """Return all of it as JSON values."""
         return {
             "expected": self.expected,
-            "registered": [self.registered[True], self.registered[False]],
+            "registered": (self.registered[True], self.registered[False]),
             "registrations": sorted(self.registrations),
-            "done": {
-                key: [done.weights, done.files if done.files is None else list(map(list, done.files)), done.ticket]
-                for key, done in self.done.items()
-            },
-            "again": [sorted(self.again[True]), sorted(self.again[False])],
+            "done": {key: (done.weights, done.files, done.ticket) for key, done in self.done.items()},
+            "again": (sorted(self.again[True]), sorted(self.again[False])),
         }
 
     @classmethod
-    def load(cls, dumped: Mapping[str, Any]) -> StepParts:
+    def load(cls, dumped: PartsDump) -> StepParts:
         """The inverse of `dump`.
 
         Raises:

@@ -9,9 +9,9 @@ full checkpoint, the newest weights, and what is leased, pinned, being saved or 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
@@ -177,7 +177,7 @@ class KeepWithinBudget:
         return {}
 
 
-POLICIES: Mapping[str, type[Any]] = {
+POLICIES: Mapping[str, Callable[..., Policy]] = {
     "keep_all": KeepAll,
     "keep_last": KeepLast,
     "keep_every": KeepEvery,
@@ -187,7 +187,7 @@ POLICIES: Mapping[str, type[Any]] = {
 }
 
 
-def make_policies(config: Mapping[str, Mapping[str, Any] | None]) -> tuple[Policy, ...]:
+def make_policies(config: Mapping[str, Mapping[str, object] | None]) -> tuple[Policy, ...]:
     """Policies from a map of policy name to fields, as the configuration group ``retention`` has it.
 
     Raises:
@@ -300,7 +300,7 @@ def _kept(
 def _against(checkpoint: CheckpointFacts, rules: Collection[Policy], keep_state_dicts: int) -> str:
     if checkpoint.kind == STATE_DICT:
         return f"older than the newest {keep_state_dicts} state-dict folders"
-    names = {cls: name for name, cls in POLICIES.items()}
+    names: dict[object, str] = {cls: name for name, cls in POLICIES.items()}
     return f"not kept by {', '.join(names.get(type(rule), type(rule).__name__) for rule in rules)}"
 
 

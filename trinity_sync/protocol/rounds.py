@@ -11,10 +11,14 @@ What a process of an earlier group, or of an earlier life, says or suffers conce
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TypeAlias
 
 from trinity_sync.protocol.members import Member, Roll
+
+#: What a receiver has to be told of a tensor: name, dtype and shape.
+TensorMeta: TypeAlias = tuple[str, str, Sequence[int]]
 
 TRAINER = "trainer"
 
@@ -29,9 +33,9 @@ class WeightSyncGroup:
 
     Attributes:
         id: counts the groups of a run.
-        address, port: of the store.
+        address, port: the address of the store in which the members meet.
         explorers: how many belong to it.
-        rank: of the one that asked; the trainer's is 0.
+        rank: the rank of the member that asked; the trainer's is 0.
         meta: (name, dtype, shape) of what is sent, in order; None: not told.
     """
 
@@ -40,7 +44,7 @@ class WeightSyncGroup:
     port: int
     explorers: int
     rank: int = 0
-    meta: list[Any] | None = None
+    meta: list[TensorMeta] | None = None
 
     @property
     def world_size(self) -> int:
@@ -80,7 +84,9 @@ class RoundBook:
     # Who opened a group before, or had a rank in it, and has no place in this one.
     _former: set[Member] = field(default_factory=set)
 
-    def open(self, trainer: Member, address: str, port: int, meta: list[Any] | None, explorers: int) -> WeightSyncGroup:
+    def open(
+        self, trainer: Member, address: str, port: int, meta: list[TensorMeta] | None, explorers: int
+    ) -> WeightSyncGroup:
         """A group in place of the one before, whose members need not wait any more.
 
         Raises:

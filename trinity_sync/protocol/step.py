@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
-from trinity_sync.protocol.decisions import Commit
-from trinity_sync.protocol.parts import DIGEST_PART, FULL, KINDS, STATE_DICT, FileTuple, Kind, StepParts, covers
+from trinity_sync.protocol.decisions import Commit, CommitMeta
+from trinity_sync.protocol.parts import (
+    DIGEST_PART,
+    FULL,
+    KINDS,
+    STATE_DICT,
+    FileTuple,
+    Kind,
+    PartsDump,
+    StepParts,
+    covers,
+)
+from trinity_sync.protocol.turns import TurnDump
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +38,27 @@ class StepStatus:
     wanted: Kind | None = None
     error: str | None = None
     missing: tuple[str, ...] = ()
+
+
+class StepDump(TypedDict):
+    """A `Step` as JSON values."""
+
+    step: int
+    opened: float
+    parts: PartsDump
+    marks: list[Kind]
+    digest: str | None
+    meta: CommitMeta
+    durable: dict[Kind, bool]
+    committed: Kind | None
+    committed_keys: list[str]
+
+
+class JournalEntry(StepDump):
+    """What is kept of an open step, as JSON values."""
+
+    attempt: int
+    turns: list[TurnDump]
 
 
 @dataclass(slots=True)
@@ -54,7 +86,7 @@ class Step:
     parts: StepParts = field(default_factory=StepParts)
     marks: set[Kind] = field(default_factory=set)
     digest: str | None = None
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: CommitMeta = field(default_factory=lambda: CommitMeta())
     durable: dict[Kind, bool] = field(default_factory=dict)
     committing: Kind | None = None
     pending_keys: frozenset[str] = frozenset()
@@ -89,7 +121,7 @@ class Step:
 
         Args:
             visible: what there is of it on the disk, of any attempt.
-            kind: of the commit that is asked about; None: of all that was asked for.
+            kind: the kind of commit that is asked about; None: all that was asked for.
         """
         if kind is not None and self.holds(kind):
             return StepStatus("committed", visible, self.wanted)
@@ -113,7 +145,7 @@ class Step:
         kind: Kind,
         parts: Iterable[str],
         weights_parts: Collection[str],
-        meta: Mapping[str, Any],
+        meta: CommitMeta,
         durable: bool | None,
     ) -> None:
         """A commit as this kind, with these parts, is asked for; see `CommitBook.begin`."""
@@ -169,7 +201,7 @@ class Step:
             kind=kind,
             files=self.parts.files(self.pending_keys),
             digest=self.digest,
-            meta=dict(self.meta),
+            meta=self.meta.copy(),
             opened=self.opened,
             partial=self._is_partial(kind),
             durable=durable,
@@ -191,8 +223,8 @@ class Step:
 
     # ---- a life after the actor's death
 
-    def dump(self) -> dict[str, Any]:
-        """What has to be kept so that it survives a restart, as JSON values."""
+    def dump(self) -> StepDump:
+        """Return what has to be kept so that it survives a restart, as JSON values."""
         return {
             "step": self.step,
             "opened": self.opened,
@@ -206,9 +238,7 @@ class Step:
         }
 
     @classmethod
-    def load(
-        cls, dumped: Mapping[str, Any], now: float, committed: Kind | None, committed_paths: Collection[str]
-    ) -> Step:
+    def load(cls, dumped: StepDump, now: float, committed: Kind | None, committed_paths: Collection[str]) -> Step:
         """The inverse of `dump`.
 
         Args:
@@ -222,7 +252,7 @@ class Step:
         entry = cls(int(dumped["step"]), float(dumped["opened"]), now, StepParts.load(dumped["parts"]))
         entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}
         entry.digest = dumped["digest"]
-        entry.meta = dict(dumped["meta"])
+        entry.meta = dumped["meta"].copy()
         entry.durable = dict(dumped.get("durable", {}))
         if committed is not None:
             entry.committed = committed

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 #: Who may write at once: one thread, the threads of one process, those of one node, or everybody.
 SAVE_STRATEGIES = ("single_thread", "single_process", "single_node", "unrestricted")
+
+
+#: A turn as JSON values: ticket, node_id, job_id, life, part, collective.
+TurnDump: TypeAlias = tuple[str, str, str, str, str | None, bool]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,12 +97,12 @@ class TurnQueue:
             granted.append(turn.ticket)
         return granted
 
-    def dump(self, step: int) -> list[list[Any]]:
-        """The turns of a step that were granted, as JSON values."""
+    def dump(self, step: int) -> list[TurnDump]:
+        """Return the turns of a step that were granted, as JSON values."""
         granted = [turn for turn in self.of_step(step) if turn.granted]
-        return [[turn.ticket, *turn.writer, turn.part, turn.collective] for turn in granted]
+        return [(turn.ticket, *turn.writer, turn.part, turn.collective) for turn in granted]
 
-    def restore(self, step: int, dumped: Iterable[list[Any]], now: float) -> None:
+    def restore(self, step: int, dumped: Iterable[TurnDump], now: float) -> None:
         """Take up the turns again that `dump` gave."""
         for ticket, node_id, job_id, life, part, collective in dumped:
             self.ask(

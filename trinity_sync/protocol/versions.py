@@ -15,7 +15,9 @@ import enum
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from trinity_sync.protocol.staged import PartInfo
 
 
 class Version(NamedTuple):
@@ -53,7 +55,7 @@ class Lease:
     version: Version
     slot: int
     expires: float
-    parts: dict[str, Any]
+    parts: dict[str, PartInfo]
     digest: str | None
     location: str | None
 
@@ -64,7 +66,7 @@ class _Record:
     slot: int
     expected: frozenset[str]
     state: State = State.OPENED
-    parts: dict[str, Any] = field(default_factory=dict)
+    parts: dict[str, PartInfo] = field(default_factory=dict)
     digested: bool = False
     digest: str | None = None
     location: str | None = None
@@ -116,7 +118,7 @@ class VersionBook:
         self._records[version] = _Record(version=version, slot=slot, expected=expected)
         return slot
 
-    def stage(self, version: Version, parts: dict[str, Any]) -> bool:
+    def stage(self, version: Version, parts: dict[str, PartInfo]) -> bool:
         """Record staged parts with what readers need of each. A repeated report counts once. True when sealed by it."""
         record = self._require(version, State.OPENED, "stage", also=State.SEALED)
         unknown = parts.keys() - record.expected
@@ -167,7 +169,7 @@ class VersionBook:
         record = self._records.get(version)
         return record.state if record else None
 
-    def sealed_info(self, version: Version) -> tuple[int, dict[str, Any], str | None]:
+    def sealed_info(self, version: Version) -> tuple[int, dict[str, PartInfo], str | None]:
         """Slot, parts and digest of a sealed or committed version."""
         record = self._require(version, State.SEALED, "read", also=State.COMMITTED)
         return record.slot, dict(record.parts), record.digest

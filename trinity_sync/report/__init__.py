@@ -18,7 +18,7 @@ __all__ = ["render_table", "write_report"]
 
 
 def write_report(path: str | os.PathLike[str]) -> Path:
-    """Writes `report.html` into the folder of a run or of a sweep.
+    """Write `report.html` into the folder of a run or of a sweep.
 
     Args:
         path: the folder.

@@ -20,6 +20,7 @@ from trinity_sync.report.templating import render
 COLOURS = 8
 _MOST_POINTS = 600
 _MOST_HOVERS = 240
+_WIDTH, _HEIGHT = 560, 250
 _MOST_BARS = 60
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
@@ -119,8 +120,8 @@ def line_chart(
     label: str,
     x_label: str = "step",
     y_format: Format,
-    width: int = 560,
-    height: int = 250,
+    width: int = _WIDTH,
+    height: int = _HEIGHT,
     y_bounds: tuple[float | None, float | None] = (None, None),
     log: bool = False,
     marks: Mapping[float, str] | None = None,
@@ -166,18 +167,15 @@ def bar_chart(
     parts: Mapping[str, Sequence[float]],
     *,
     label: str,
-    x_label: str = "step",
     y_format: Format,
-    width: int = 560,
-    height: int = 250,
     empty: str = "Nothing recorded yet.",
 ) -> Markup:
-    """Stacked bars: one bar per x, or per few of them (their means) in a long run.
+    """Stacked bars by step: one bar per step, or per few of them (their means) in a long run.
 
     Args:
-        xs: where the bars stand, rising.
-        parts: heights by name, one per x, the lowest part first.
-        label, x_label, y_format, width, height, empty: as for `line_chart`.
+        xs: the steps, rising.
+        parts: heights by name, one per step, the lowest part first.
+        label, y_format, empty: as for `line_chart`.
     """
     if not xs or not parts:
         return _nothing(empty)
@@ -189,10 +187,10 @@ def bar_chart(
     y_ticks, y_range = ticks(0.0, max(tops))
     plot = _Plot(
         label=label,
-        x_label=x_label,
+        x_label="step",
         y_format=y_format,
-        width=width,
-        height=height,
+        width=_WIDTH,
+        height=_HEIGHT,
         x_range=(xs[0] - gap / 2, xs[-1] + gap / 2),
         y_range=y_range,
         y_ticks=y_ticks,
@@ -201,7 +199,7 @@ def bar_chart(
     for index, bin_ in enumerate(bins):
         begin, end = plot.x(xs[bin_[0]] - gap / 2), plot.x(xs[bin_[-1]] + gap / 2)
         space = min(2.0, (end - begin) * 0.2)
-        where = f"{x_label} {xs[bin_[0]]:g}" + (f" to {xs[bin_[-1]]:g}" if len(bin_) > 1 else "")
+        where = f"step {xs[bin_[0]]:g}" + (f" to {xs[bin_[-1]]:g}" if len(bin_) > 1 else "")
         below = 0.0
         for colour, (name, values) in enumerate(heights.items()):
             top, bottom = plot.y(below + values[index]), plot.y(below)

@@ -6,22 +6,23 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import jsonl
-from trinity_sync.tracking.record import read_record
+from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.record import RunJson, read_record
 from trinity_sync.tracking.run_folder import lock_holder
-from trinity_sync.tracking.summary import summarise, wall_seconds
+from trinity_sync.tracking.summary import Summary, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
 
 TARGET_REWARD = 0.9
 _SMOOTH_STEPS = 10
 
-Record = Mapping[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -44,13 +45,13 @@ class Run:
 
     path: Path
     checkpoints: Path | None = None
-    record: Record = field(default_factory=dict)
+    record: RunJson = field(default_factory=lambda: RunJson())
     metrics: Sequence[Record] = ()
     events: Sequence[Record] = ()
-    summary: Record = field(default_factory=dict)
+    summary: Summary = field(default_factory=lambda: summarise((), (), "not started", None))
     status: str = "not started"
     config_text: str | None = None
-    config: Record = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     overrides: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
 
@@ -65,9 +66,9 @@ class Run:
         steps = self.setting("trainer", "steps")
         return steps if isinstance(steps, int) else None
 
-    def setting(self, *keys: str) -> Any:
-        """A value of the config, None if it is not there."""
-        value: Any = self.config
+    def setting(self, *keys: str) -> object:
+        """Look up a value of the config, None if it is not there."""
+        value: object = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
@@ -84,9 +85,7 @@ class Run:
     def series(self, name: str) -> list[tuple[float, float | None]]:
         """One metric by step; None where a step has no finite value of it. Empty if no step has one."""
         points = [
-            (float(line["step"]), finite(line.get(name)))
-            for line in self.metrics
-            if finite(line.get("step")) is not None
+            (step, finite(line.get(name))) for line in self.metrics if (step := finite(line.get("step"))) is not None
         ]
         return points if any(value is not None for _, value in points) else []
 
@@ -109,7 +108,7 @@ class Sweep:
 
 
 def load(path: Path) -> Run | Sweep:
-    """Reads the folder of a run or of a sweep.
+    """Read the folder of a run or of a sweep.
 
     Raises:
         ConfigError: it is neither, or no folder.
@@ -129,10 +128,10 @@ def load(path: Path) -> Run | Sweep:
 
 
 def load_run(path: Path) -> Run:
-    """Reads the folder of a run; whatever cannot be read is left out and noted."""
+    """Read the folder of a run; whatever cannot be read is left out and noted."""
     run = Run(path=path, checkpoints=path / "checkpoints")
     if (path / "run.json").exists():
-        run.record = _read(run, "run.json", read_record, {})
+        run.record = _read(run, "run.json", read_record, RunJson())
         run.status = str(run.record.get("status", "unknown"))
         if run.status == "running" and lock_holder(path) is None:
             run.status = "interrupted"
@@ -141,15 +140,16 @@ def load_run(path: Path) -> Run:
         run.notes.append("There is no run.json: the run did not start.")
     run.metrics = _read(run, "metrics.jsonl", _read_metrics, [])
     run.events = _read(run, "events.jsonl", _read_events, [])
-    run.overrides = [str(item) for item in _read(run, ".hydra/overrides.yaml", _read_list, None) or []]
-    run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, (None, {}))
+    run.overrides = _read(run, ".hydra/overrides.yaml", _read_list, [])
+    nothing: tuple[str | None, Mapping[str, object]] = (None, {})
+    run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, nothing)
     elsewhere = run.setting("checkpoint", "dir")
     if elsewhere:
-        run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", _read_started_in, path), str(elsewhere))
-    saved = _read(run, "summary.json", _read_object, {})
+        run.checkpoints = Path(_read(run, ".hydra/hydra.yaml", _read_started_in, str(path)), str(elsewhere))
+    peaks = _read(run, "summary.json", _read_peaks, None)
     # Always from the lines themselves: after a kill and a resume summary.json may be that of an earlier attempt.
     wall = wall_seconds(run.record, run.metrics, run.events)
-    run.summary = summarise(run.metrics, run.events, run.status, wall, saved.get("peak_memory"), run.checkpoints)
+    run.summary = summarise(run.metrics, run.events, run.status, wall, peaks, run.checkpoints)
     return run
 
 
@@ -166,10 +166,10 @@ def smooth(
     return result
 
 
-def steps_to(run: Run, target: float = TARGET_REWARD) -> int | None:
-    """The first step at which the mean reward of ten steps reaches `target`; None if it never does."""
+def steps_to(run: Run) -> int | None:
+    """Find the first step at which the mean reward of ten steps reaches `TARGET_REWARD`; None if it never does."""
     for index, (step, value) in enumerate(smooth(run.series("reward/mean"))):
-        if index + 1 >= _SMOOTH_STEPS and value is not None and value >= target:
+        if index + 1 >= _SMOOTH_STEPS and value is not None and value >= TARGET_REWARD:
             return int(step)
     return None
 
@@ -182,7 +182,7 @@ def _job_order(path: Path) -> tuple[int, str]:
     return (int(path.name), "") if path.name.isdecimal() else (1 << 62, path.name)
 
 
-def _read(run: Run, name: str, reader: Callable[[Path], Any], default: Any) -> Any:
+def _read(run: Run, name: str, reader: Callable[[Path], T], default: T) -> T:
     path = run.path / name
     if not path.exists():
         return default
@@ -193,25 +193,27 @@ def _read(run: Run, name: str, reader: Callable[[Path], Any], default: Any) -> A
         return default
 
 
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
+def _read_metrics(path: Path) -> list[Record]:
     return [line for line in jsonl.read(path) if isinstance(jsonl.metrics_step(line), int)]
 
 
-def _read_events(path: Path) -> list[dict[str, Any]]:
+def _read_events(path: Path) -> list[Record]:
     """The events that say what they are about; others (of a later format, or edited by hand) tell a report nothing."""
     lines = jsonl.read(path)
     return [line for line in lines if line.get("event") == "fault" or isinstance(jsonl.event_step(line), int)]
 
 
-def _read_object(path: Path) -> Record:
+def _read_peaks(path: Path) -> dict[str, int] | None:
+    """The peak memory by role, in bytes, that a summary.json has."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
-    return value
+    return value.get("peak_memory")
 
 
-def _read_list(path: Path) -> Any:
-    return OmegaConf.to_container(OmegaConf.load(path))
+def _read_list(path: Path) -> list[str]:
+    found = OmegaConf.to_container(OmegaConf.load(path))
+    return [str(item) for item in found or ()]
 
 
 def _read_started_in(path: Path) -> str:
@@ -219,7 +221,7 @@ def _read_started_in(path: Path) -> str:
     return str(OmegaConf.load(path).hydra.runtime.cwd)
 
 
-def _read_config(path: Path) -> tuple[str, Record]:
+def _read_config(path: Path) -> tuple[str | None, Mapping[str, object]]:
     """The config resolved; as it was written where it refers to what only Hydra knows."""
     config = OmegaConf.load(path)
     try:

@@ -63,7 +63,8 @@ def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
     rest = [values[name] for name in ranked[_MOST_PARTS:]]
     if rest:
         parts[f"{len(rest)} others"] = [sum(column) for column in zip(*rest, strict=True)]
-    return [float(line.get("step", index + 1)) for index, line in enumerate(run.metrics)], parts
+    steps = [units.finite(line.get("step")) for line in run.metrics]
+    return [float(index + 1) if step is None else step for index, step in enumerate(steps)], parts
 
 
 def staleness(run: Run) -> Markup:
@@ -139,4 +140,5 @@ def metric_text(value: float) -> str:
 
 def _resumes(run: Run) -> dict[float, str]:
     attempts = run.record.get("attempts") or []
-    return {float(item["resumed_from"]): "resumed" for item in attempts if item.get("resumed_from") is not None}
+    starts = (item.get("resumed_from") for item in attempts)
+    return {float(step): "resumed" for step in starts if step is not None}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from trinity_sync.report import run_charts, templating
 from trinity_sync.report.data import TARGET_REWARD, Run, steps_to
 from trinity_sync.tracking import units
-from trinity_sync.tracking.summary import kept_checkpoints, mismatches
+from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.summary import Spread, SyncFigures, kept_checkpoints, mismatches
 
 
 def render(run: Run, now: float) -> str:
@@ -19,14 +18,14 @@ def render(run: Run, now: float) -> str:
         run: what was read.
         now: Unix seconds, for the note on when it was made.
     """
-    loads: dict[Any, list[Mapping[str, Any]]] = {}
+    loads: dict[object, list[Record]] = {}
     for event in run.of("load"):
         loads.setdefault(event.get("version"), []).append(event)
     attempts = run.record.get("attempts") or []
     starts = [units.finite(item.get("started")) for item in attempts or [run.record]]
     started = min((at for at in starts if at is not None), default=None)
 
-    def since_start(event: Mapping[str, Any]) -> float | None:
+    def since_start(event: Record) -> float | None:
         at = units.finite(event.get("time"))
         return None if started is None or at is None else at - started
 
@@ -77,7 +76,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
     total = run.total_steps
     reached = steps_to(run)
     wrong = sync["mismatched"]
-    step_times = [gap for gap in _gaps(run) if gap is not None]
+    step_times = _gaps(run)
     items: list[tuple[str, str, str | None]] = [
         (
             "Steps",
@@ -128,25 +127,26 @@ def _environment(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _gaps(run: Run) -> list[float | None]:
+def _gaps(run: Run) -> list[float]:
     """Seconds between the ends of neighbouring steps of one attempt."""
     pairs = zip(run.metrics, run.metrics[1:], strict=False)
     return [
-        after["time"] - before["time"]
+        end - begin
         for before, after in pairs
         if before.get("attempt") == after.get("attempt")
-        and units.finite(before.get("time")) is not None
-        and units.finite(after.get("time")) is not None
+        and (begin := units.finite(before.get("time"))) is not None
+        and (end := units.finite(after.get("time"))) is not None
     ]
 
 
-def _spread(figures: Mapping[str, float | None]) -> tuple[str, str | None]:
+def _spread(figures: Spread) -> tuple[str, str | None]:
     if figures["median"] is None:
         return "none", None
     return units.seconds(figures["median"]), f"median; p95 {units.seconds(figures['p95'])}"
 
 
-def _saving(sync: Mapping[str, Any]) -> str:
-    if not sync["bytes_moved"] or sync["bytes_moved"] * 1.05 > sync["bytes_full"]:
+def _saving(sync: SyncFigures) -> str:
+    moved, full = sync["bytes_moved"], sync["bytes_full"]
+    if not moved or full is None or moved * 1.05 > full:
         return ""
-    return f", {sync['bytes_full'] / sync['bytes_moved']:.1f} times less"
+    return f", {full / moved:.1f} times less"

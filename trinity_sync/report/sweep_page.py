@@ -77,16 +77,14 @@ def cells(sweep: Sweep, run: Run) -> list[str]:
 
 def _tiles(sweep: Sweep) -> list[tuple[str, str, str | None]]:
     done = sum(run.status == "completed" for run in sweep.runs)
-    scored = [run for run in sweep.runs if run.summary["reward_last"] is not None]
-    best = max(scored, key=lambda run: run.summary["reward_last"], default=None)
+    scored = [(reward, run) for run in sweep.runs if (reward := run.summary["reward_last"]) is not None]
+    best = max(scored, key=lambda item: item[0], default=None)
     reached = [(steps, run) for run in sweep.runs if (steps := steps_to(run)) is not None]
     quickest = min(reached, key=lambda item: item[0], default=None)
     walls = [run.summary["wall_s"] for run in sweep.runs if run.summary["wall_s"] is not None]
     return [
         ("Runs", str(len(sweep.runs)), f"{done} completed"),
-        ("Best last reward", units.number(best.summary["reward_last"]), _named(sweep, best))
-        if best
-        else ("Best", "none", None),
+        ("Best last reward", units.number(best[0]), _named(sweep, best[1])) if best else ("Best", "none", None),
         (f"Fewest steps to {TARGET_REWARD}", str(quickest[0]), _named(sweep, quickest[1]))
         if quickest
         else (f"Steps to {TARGET_REWARD}", "never", "by the mean of ten steps"),

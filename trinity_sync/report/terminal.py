@@ -10,7 +10,7 @@ from trinity_sync.report.data import TARGET_REWARD, Run, Sweep, steps_to
 from trinity_sync.report.run_page import facts
 from trinity_sync.report.sweep_page import HEAD, cells
 from trinity_sync.tracking import units
-from trinity_sync.tracking.summary import closing_lines, lay_out
+from trinity_sync.tracking.closing import closing_lines, lay_out
 
 # Columns of HEAD in the order in which a narrow terminal loses them: the two p95, faults, load, bytes, blocked, wall.
 _LEAST_FIRST = (10, 8, 12, 9, 11, 7, 6)

@@ -39,16 +39,17 @@ def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
 
     Args:
         key: unsigned 64-bit keys.
-        number: which child of each, at least 0; broadcast against `key`.
+        number: the number of the child of each key, at least 0; broadcast against `key`.
 
     Returns:
         uint64 keys of the broadcast shape, at least one-dimensional.
     """
     state = np.atleast_1d(np.asarray(key, np.uint64))
-    value = state + (np.atleast_1d(np.asarray(number, np.uint64)) + np.uint64(1)) * np.uint64(GAMMA)
+    value: NDArray[np.uint64] = state + (np.atleast_1d(np.asarray(number, np.uint64)) + np.uint64(1)) * np.uint64(GAMMA)
     for shift, factor in MIX:
         value = (value ^ (value >> np.uint64(shift))) * np.uint64(factor)
-    return value ^ (value >> np.uint64(LAST_SHIFT))
+    value = value ^ (value >> np.uint64(LAST_SHIFT))
+    return value
 
 
 def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]:

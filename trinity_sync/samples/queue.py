@@ -170,8 +170,8 @@ class GroupQueue(Generic[T]):
         first = min(max(out.since, self._starved_since) for out in self._out.values())
         return max(0.0, first + self._rules.overdue_s - self._clock())
 
-    def position(self) -> dict[str, Any]:
-        """Where the run is in the task's groups, as JSON: what was given out and not taken, and what comes next."""
+    def position(self) -> dict[str, object]:
+        """Tell where the run is in the task's groups, as JSON: what was given out and not taken, what comes next."""
         return {
             "groups_per_step": self._rules.groups_per_step,
             "next": list(self._next),

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-Message = Mapping[str, Any]
+Message = Mapping[str, str]
 """One turn of a chat: ``{"role": "user", "content": "..."}``."""
 
 
@@ -28,8 +27,8 @@ class Prompt:
     index: int
     text: str
     messages: tuple[Message, ...] | None = None
-    answer: Any = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    answer: object = None
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from trinity_sync.errors import RunError
 from trinity_sync.samples.record import Prompt
@@ -66,7 +66,7 @@ def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -
     raise RunError(f"{_where(task, prompt, step)} returned {wrong!r}; it must return a finite number")
 
 
-def _is_finite(value: Any) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 

@@ -18,7 +18,7 @@ class CopyDigits:
 
     Args:
         digits: digits of the number, leading zeros included; at least 1.
-        seed: of the run; the numbers are a pure function of seed, step and the prompt's index.
+        seed: the run's seed; the numbers are a pure function of seed, step and the prompt's index.
         response_length: longest response in tokens, as the explorers are told; None is not checked.
 
     Raises:
@@ -45,6 +45,7 @@ class CopyDigits:
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
         """The share of correct positions, and whether all of them are."""
+        assert isinstance(prompt.answer, str), "of this task's own prompts"
         right = sum(map(str.__eq__, text, prompt.answer))
         right += finished and len(text) == self.digits
         return RewardResult(right / (self.digits + 1), float(right == self.digits + 1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
@@ -18,12 +17,12 @@ class JsonlTask:
     """One prompt per line or row. Fields other than prompt and answer go to `Prompt.fields`.
 
     Args:
-        path: of the file; see `RowFile`.
+        path: the file; see `RowFile`.
         prompt_key: field of the prompt, a text or a list of chat messages.
         answer_key: field of the answer, of any type but null.
         shuffle: whether the order is shuffled anew in each pass over the file.
         reward: ``f(prompt, response) -> number``; `trinity_sync.tasks.rewards` has some.
-        seed: of the run; the prompts are a pure function of the file, the seed and the step.
+        seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
 
     Raises:
@@ -68,7 +67,7 @@ class JsonlTask:
         return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=rest)
 
 
-def _name(function: Any) -> str:
+def _name(function: Callable[..., object]) -> str:
     while isinstance(function, partial):
         function = function.func
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -27,10 +27,10 @@ class PairsTask:
     """One pair per line or row; shuffled anew in each pass over the file.
 
     Args:
-        path: of the file; see `RowFile`.
+        path: the file; see `RowFile`.
         prompt_key: field of the prompt, a text or a list of chat messages.
         response_key: field of the response, a text.
-        seed: of the run; the pairs are a pure function of the file, the seed and the step.
+        seed: the run's seed; the pairs are a pure function of the file, the seed and the step.
         max_length: longest prompt and response together in tokens; the trainer goes by it.
 
     Raises:

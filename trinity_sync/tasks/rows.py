@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,15 @@ class Row(NamedTuple):
     """
 
     number: int
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
 
 
 class RowFile:
     """A file of objects, read and checked as a whole.
 
     Args:
-        path: of the file; Parquet where it ends in ``.parquet``, else JSON Lines in UTF-8, blank lines skipped.
-        seed: of the order.
+        path: the file; Parquet where it ends in ``.parquet``, else JSON Lines in UTF-8, blank lines skipped.
+        seed: what the order of the rows is drawn from.
         shuffle: whether each pass over the file (epoch) has a random order of its own; else that of the file.
 
     Raises:
@@ -80,7 +80,7 @@ class RowFile:
         """The place of a row, as in ``train.jsonl:17``."""
         return f"{self.path}:{row.number}" if self._unit == "line" else f"{self.path}: row {row.number}"
 
-    def value(self, row: Row, key: str) -> Any:
+    def value(self, row: Row, key: str) -> object:
         """A field of a row.
 
         Raises:
@@ -134,7 +134,7 @@ class RowFile:
         return tuple(value)
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 

@@ -4,42 +4,36 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import sync_folder
+from trinity_sync.host.durable import replace_file
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replaces `path` by `data`: a reader, or a crash at any moment, sees the old bytes or the new ones.
+    """Replace `path` by `data`: a reader, or a crash at any moment, sees the old bytes or the new ones.
 
     Raises:
         RunError: the disk refuses (full, read-only, gone); the old file is still there.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
-        sync_folder(path.parent)
+        replace_file(path, data)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise RunError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replaces `path` by the indented JSON of `value`."""
+def write_json(path: Path, value: object) -> None:
+    """Replace `path` by the indented JSON of `value`."""
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     write_atomic(path, (text + "\n").encode())
 
 
-def plain(value: Any) -> Any:
-    """`value` as strict JSON can hold it.
+def plain(value: object) -> JsonValue:
+    """Return `value` as strict JSON can hold it.
 
     Numbers of numpy and torch become Python's, NaN and infinities null (JSON has no words for them), paths, errors and
     whatever else JSON does not know become text.

@@ -12,10 +12,14 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import write_all
 from trinity_sync.tracking.files import plain, write_atomic
+
+Record: TypeAlias = Mapping[str, object]
+"""One line: an object as JSON has it."""
 
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
@@ -42,8 +46,8 @@ class JsonlWriter:
         except OSError as error:
             raise _write_error(path, error) from error
 
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line; it is in the operating system's hands on return.
+    def append(self, record: Record) -> None:
+        """Write one line; it is in the operating system's hands on return.
 
         Raises:
             RunError: the disk refuses (full, gone), or the writer is closed. The lines written before are unharmed.
@@ -54,7 +58,7 @@ class JsonlWriter:
                 raise RunError(f"{self.path} is closed: nothing more can be recorded in it")
             start = os.lseek(self._handle, 0, os.SEEK_END)
             try:
-                _write_all(self._handle, line)
+                write_all(self._handle, line)
             except OSError as error:
                 # A full disk may have taken half a line: take it back, or the next one would be glued to it.
                 with contextlib.suppress(OSError):
@@ -62,7 +66,7 @@ class JsonlWriter:
                 raise _write_error(self.path, error) from error
 
     def close(self) -> None:
-        """Makes the lines durable and closes the file; closing twice is fine.
+        """Make the lines durable and close the file; closing twice is fine.
 
         Raises:
             RunError: the disk did not take the lines.
@@ -79,7 +83,7 @@ class JsonlWriter:
                 os.close(handle)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[dict[str, object]]:
     """The objects of a log, oldest first; none if the file does not exist. A torn last line is skipped.
 
     Raises:
@@ -88,8 +92,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [record for _, record in _lines(path)]
 
 
-def cut_after(path: Path, step: int, *, key: Callable[[Mapping[str, Any]], int | None]) -> int:
-    """Drops the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
+def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
+    """Drop the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
 
     Args:
         path: the log; a missing one is left missing.
@@ -110,17 +114,22 @@ def cut_after(path: Path, step: int, *, key: Callable[[Mapping[str, Any]], int |
     return len(lines) - len(kept)
 
 
-def metrics_step(record: Mapping[str, Any]) -> int | None:
+def metrics_step(record: Record) -> int | None:
     """The trainer step of a line of metrics.jsonl."""
-    return record.get("step")
+    return _whole(record.get("step"))
 
 
-def event_step(record: Mapping[str, Any]) -> int | None:
+def event_step(record: Record) -> int | None:
     """The step whose work an event is about: of the version, or of the checkpoint. Faults belong to no step."""
-    return record.get(_STEP_FIELD.get(record.get("event", ""), ""))
+    field = _STEP_FIELD.get(str(record.get("event")))
+    return None if field is None else _whole(record.get(field))
 
 
-def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _lines(path: Path) -> list[tuple[bytes, dict[str, object]]]:
     try:
         pieces = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -141,16 +150,16 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return found
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, object] | None:
     try:
-        record = json.loads(line)
+        record: object = json.loads(line)
     except ValueError:
         return None
     return record if isinstance(record, dict) else None
 
 
 def _mend_tail(handle: int) -> None:
-    """Ends the file after its last whole line: a torn one is cut, one that lacks only its newline gets it."""
+    """End the file after its last whole line: a torn one is cut, one that lacks only its newline gets it."""
     end = os.lseek(handle, 0, os.SEEK_END)
     tail, start = b"", end
     while start > 0 and b"\n" not in tail:
@@ -161,15 +170,9 @@ def _mend_tail(handle: int) -> None:
     if not torn:
         return
     if _parse(torn) is not None:
-        _write_all(handle, b"\n")
+        write_all(handle, b"\n")
     else:
         os.ftruncate(handle, end - len(torn))
-
-
-def _write_all(handle: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]
 
 
 def _write_error(path: Path, error: OSError) -> RunError:

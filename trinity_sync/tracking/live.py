@@ -13,9 +13,9 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Concatenate, Literal, ParamSpec
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -23,7 +23,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trinity_sync.tracking import units
+from trinity_sync.tracking import jsonl, units
 
 logger = logging.getLogger(__name__)
 
@@ -97,11 +97,11 @@ class LiveView:
         self._stepped: float | None = None
         self._durations: deque[float] = deque(maxlen=_TIMED_STEPS)
         self._rewards: list[float] = []
-        self._metrics: Mapping[str, Any] = {}
-        self._published: Mapping[str, Any] = {}
-        self._loaded: Mapping[str, Any] = {}
+        self._metrics: jsonl.Record = {}
+        self._published: jsonl.Record = {}
+        self._loaded: jsonl.Record = {}
         self._held: dict[str, int] = {}
-        self._committed: tuple[Mapping[str, Any], float] | None = None
+        self._committed: tuple[jsonl.Record, float] | None = None
         self._saving: int | None = None
         self._faults: list[str] = []
         self._spoken = -math.inf
@@ -112,21 +112,21 @@ class LiveView:
 
     @_never_raises
     def phase(self, text: str) -> None:
-        """Says what the run is busy with outside of its steps, such as ``starting Ray``."""
+        """Say what the run is busy with outside of its steps, such as ``starting Ray``."""
         with self._lock:
             self._phases.append((text, self._clock()))
             self._say(text)
         self._repaint()
 
     @_never_raises
-    def step(self, metrics: Mapping[str, Any]) -> None:
-        """Takes the metrics of a completed step; `step` must be among them."""
+    def step(self, metrics: jsonl.Record) -> None:
+        """Take the metrics of a completed step; `step` must be among them."""
         with self._lock:
             now = self._clock()
             if self._stepped is not None:
                 # The first step is no measure: it has the start-up in it.
                 self._durations.append(now - self._stepped)
-            self._stepped, self._step, self._metrics = now, int(metrics["step"]), dict(metrics)
+            self._stepped, self._step, self._metrics = now, jsonl.metrics_step(metrics) or 0, dict(metrics)
             reward = units.finite(metrics.get("reward/mean"))
             if reward is not None:
                 self._rewards.append(reward)
@@ -136,18 +136,20 @@ class LiveView:
         self._repaint()
 
     @_never_raises
-    def event(self, event: Mapping[str, Any]) -> None:
-        """Takes an event as it stands in events.jsonl."""
+    def event(self, event: jsonl.Record) -> None:
+        """Take an event as it stands in events.jsonl."""
+        step = jsonl.event_step(event)
         with self._lock:
             match event["event"]:
                 case "publish":
                     self._published = dict(event)
                 case "load":
                     self._loaded = dict(event)
-                    self._held[str(event["explorer"])] = int(event["version"])
+                    if step is not None:
+                        self._held[str(event["explorer"])] = step
                 case "commit":
                     self._committed = dict(event), self._clock()
-                    if self._saving is not None and self._saving <= event["step"]:
+                    if self._saving is not None and step is not None and self._saving <= step:
                         self._saving = None
                 case "fault":
                     self._faults.append(f"{_one_line(event['where'])}: {_one_line(event['error'])}")
@@ -157,14 +159,14 @@ class LiveView:
 
     @_never_raises
     def saving(self, step: int) -> None:
-        """Says that a checkpoint is being written. Its commit ends that, or the commit of a later one."""
+        """Say that a checkpoint is being written. Its commit ends that, or the commit of a later one."""
         with self._lock:
             self._saving = step
         self._repaint()
 
     @_never_raises
     def close(self) -> None:
-        """Takes the panel away and gives the terminal back; closing twice is fine."""
+        """Take the panel away and give the terminal back; closing twice is fine."""
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -258,12 +260,12 @@ class LiveView:
     def _sync_times(self) -> str:
         parts = []
         if self._published:
-            parts.append(f"blocked {units.seconds(self._published.get('blocked_s'))}")
-            parts.append(f"publish {units.seconds(self._published.get('total_s'))}")
+            parts.append(f"blocked {units.seconds(units.finite(self._published.get('blocked_s')))}")
+            parts.append(f"publish {units.seconds(units.finite(self._published.get('total_s')))}")
         if self._loaded:
-            parts.append(f"load {units.seconds(self._loaded.get('total_s'))}")
+            parts.append(f"load {units.seconds(units.finite(self._loaded.get('total_s')))}")
         if self._published and self._published.get("bytes_moved") is not None:
-            parts.append(f"{units.size(self._published['bytes_moved'])} moved")
+            parts.append(f"{units.size(units.finite(self._published['bytes_moved']))} moved")
         return f" {self._dot} ".join(parts) or "nothing yet"
 
     def _save(self) -> str:
@@ -271,8 +273,8 @@ class LiveView:
         if self._committed is not None:
             commit, at = self._committed
             ago = units.seconds(max(1.0, round(self._clock() - at)))
-            parts.append(f"step {commit['step']}, {ago} ago, took {units.seconds(commit.get('total_s'))}")
-            parts.append(units.size(commit.get("bytes")))
+            parts.append(f"step {commit['step']}, {ago} ago, took {units.seconds(units.finite(commit.get('total_s')))}")
+            parts.append(units.size(units.finite(commit.get("bytes"))))
         if self._saving is not None:
             parts.append(f"writing step {self._saving}")
         return f" {self._dot} ".join(parts) or "nothing yet"
@@ -297,7 +299,7 @@ class LiveView:
             held = sorted(set(self._held.values()))
             spread = str(held[0]) if len(held) == 1 else f"{held[0]}-{held[-1]}" if held else ""
             parts.append(f"version {self._published['version']}" + (f" (explorers at {spread})" if spread else ""))
-            parts.append(f"blocked {units.seconds(self._published.get('blocked_s'))}")
+            parts.append(f"blocked {units.seconds(units.finite(self._published.get('blocked_s')))}")
         parts += [f"saved {self._committed[0]['step']}"] if self._committed is not None else []
         left = self._left()
         parts += [f"{units.elapsed(left)} left"] if left else []
@@ -367,7 +369,7 @@ def sparkline(values: Sequence[float], width: int, ramp: str = _UNICODE_RAMP) ->
     return "".join(ramp[round((mean - low) / span * top) if span else top // 2] for mean in means)
 
 
-def _one_line(text: Any, limit: int = 200) -> str:
+def _one_line(text: object, limit: int = 200) -> str:
     """Text of others made fit for one line: no line breaks, no control characters, not endless."""
     clean = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
     return clean if len(clean) <= limit else clean[: limit - 3] + "..."

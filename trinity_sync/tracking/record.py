@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.files import write_json
@@ -43,6 +43,38 @@ PACKAGES = (
 )
 
 
+class GitState(TypedDict):
+    """The commit of a repository, in hex, and whether tracked files differ from it."""
+
+    commit: str
+    dirty: bool
+
+
+class AttemptJson(TypedDict, total=False):
+    """One attempt, as run.json has it."""
+
+    attempt: int
+    status: str | None
+    resumed_from: int | None
+    command: str | None
+    host: str | None
+    started: float | None
+    ended: float | None
+    error: str | None
+
+
+class RunJson(AttemptJson, total=False):
+    """The content of run.json: the current attempt, what it is run from, and all attempts."""
+
+    seed: int | None
+    git: GitState | None
+    packages: dict[str, str]
+    threads: int | dict[str, int] | None
+    config_digest: str | None
+    reproducible: bool
+    attempts: list[AttemptJson]
+
+
 @dataclass(kw_only=True)
 class RunRecord:
     """The record of the current attempt, with the earlier ones in `attempts`.
@@ -52,22 +84,22 @@ class RunRecord:
         attempt: 0 for a fresh run, one more for each resume.
         command: the command line, quoted for a shell.
         seed: the run's seed.
-        git: ``{"commit": hex, "dirty": bool}`` of the working directory's repository, None outside of one.
+        git: the state of the working directory's repository, None outside of one.
         packages: version of Python and of the distributions that decide the numbers.
         host: name of the driver's machine.
         threads: CPU threads per process (they change sums, hence digests), one number or one per role.
-        config_digest: of the resolved config.
+        config_digest: the digest of the resolved config.
         reproducible: whether running it again gives the same digests; a run whose parts go at their own pace does not.
         started, ended: Unix seconds of this attempt; `ended` is None while it runs.
         error: why the attempt failed.
-        attempts: every attempt, oldest first: ``attempt, status, resumed_from, command, host, started, ended, error``.
+        attempts: the earlier attempts, oldest first.
     """
 
     path: Path
     attempt: int
     command: str
     seed: int | None
-    git: dict[str, Any] | None
+    git: GitState | None
     packages: dict[str, str]
     host: str
     threads: int | dict[str, int] | None
@@ -78,7 +110,7 @@ class RunRecord:
     started: float | None = None
     ended: float | None = None
     error: str | None = None
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[AttemptJson] = field(default_factory=list)
     clock: Callable[[], float] = time.time
 
     @classmethod
@@ -95,7 +127,7 @@ class RunRecord:
         source: Path | None = None,
         clock: Callable[[], float] = time.time,
     ) -> RunRecord:
-        """Describes an attempt; nothing is written before `start`.
+        """Describe an attempt; nothing is written before `start`.
 
         Args:
             path: run.json. If it exists this is one attempt more, else attempt 0.
@@ -126,7 +158,7 @@ class RunRecord:
         )
 
     def start(self) -> None:
-        """Writes the record with status `running`.
+        """Write the record with status `running`.
 
         Raises:
             RunError: the disk refuses.
@@ -135,7 +167,7 @@ class RunRecord:
         self._write()
 
     def finish(self, status: Status, error: str | None = None) -> None:
-        """Writes how the attempt ended.
+        """Write how the attempt ended.
 
         Args:
             status: completed, failed or interrupted.
@@ -149,8 +181,8 @@ class RunRecord:
         self.status, self.ended, self.error = status, self.clock(), error
         self._write()
 
-    def to_json(self) -> dict[str, Any]:
-        """The content of run.json."""
+    def to_json(self) -> RunJson:
+        """Return the content of run.json."""
         return {
             "status": self.status,
             "attempt": self.attempt,
@@ -168,22 +200,30 @@ class RunRecord:
             "attempts": [*self.attempts, self._as_attempt()],
         }
 
-    def _as_attempt(self) -> dict[str, Any]:
-        names = ("attempt", "status", "resumed_from", "command", "host", "started", "ended", "error")
-        return {name: getattr(self, name) for name in names}
+    def _as_attempt(self) -> AttemptJson:
+        return {
+            "attempt": self.attempt,
+            "status": self.status,
+            "resumed_from": self.resumed_from,
+            "command": self.command,
+            "host": self.host,
+            "started": self.started,
+            "ended": self.ended,
+            "error": self.error,
+        }
 
     def _write(self) -> None:
         write_json(self.path, self.to_json())
 
 
-def read_record(path: Path) -> dict[str, Any]:
-    """The content of a run.json.
+def read_record(path: Path) -> RunJson:
+    """Read the content of a run.json.
 
     Raises:
         ConfigError: it is missing or is not a record of a run.
     """
     try:
-        record = json.loads(path.read_bytes())
+        record: RunJson = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
@@ -202,8 +242,8 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def git_state(folder: Path) -> dict[str, Any] | None:
-    """Commit of the repository around a folder, and whether tracked files differ from it; None without git."""
+def git_state(folder: Path) -> GitState | None:
+    """Return the state of the repository around a folder; None without git."""
     commit = _git(folder, "rev-parse", "HEAD")
     changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     return None if commit is None or changes is None else {"commit": commit, "dirty": bool(changes)}
@@ -226,11 +266,20 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _earlier_attempts(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    attempts = [dict(item) for item in record.get("attempts") or []]
+def _earlier_attempts(record: RunJson) -> list[AttemptJson]:
+    attempts = [item.copy() for item in record.get("attempts") or []]
     if not attempts:
-        names = ("attempt", "status", "command", "host", "started", "ended", "error")
-        attempts = [{name: record.get(name) for name in names}]
+        attempts = [
+            {
+                "attempt": record["attempt"],
+                "status": record.get("status"),
+                "command": record.get("command"),
+                "host": record.get("host"),
+                "started": record.get("started"),
+                "ended": record.get("ended"),
+                "error": record.get("error"),
+            }
+        ]
     for item in attempts:
         # The folder's lock was free, so an attempt that still says "running" was killed before it could say otherwise.
         if item.get("status") == "running":

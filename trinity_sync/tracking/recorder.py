@@ -12,17 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.closing import render_summary
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.record import RunRecord, Status
 from trinity_sync.tracking.run_folder import RunFolder
-from trinity_sync.tracking.summary import render_summary, summarise, wall_seconds, write_summary
+from trinity_sync.tracking.summary import Summary, summarise, wall_seconds, write_summary
 from trinity_sync.tracking.trackers import TrackedRun, Tracker, Trackers
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ class Recorder:
         total_steps: int | None,
         name: str = "",
         subtitle: str = "",
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         reproducible: bool = True,
         resumed_from: int | None = None,
         view: Mode = "auto",
@@ -105,7 +105,7 @@ class Recorder:
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
     ) -> Recorder:
-        """Opens the record of an attempt: starts the trackers, cuts abandoned lines, writes run.json, shows the view.
+        """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
 
         Args:
             folder: the held run folder.
@@ -164,15 +164,15 @@ class Recorder:
             raise
 
     def phase(self, text: str) -> None:
-        """Shows what the start-up is doing."""
+        """Show what the start-up is doing."""
         self.view.phase(text)
 
     def saving(self, step: int) -> None:
-        """Shows that a checkpoint of this step is being written; its commit event ends that."""
+        """Show that a checkpoint of this step is being written; its commit event ends that."""
         self.view.saving(step)
 
-    def metrics(self, step: int, values: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Records one trainer step.
+    def metrics(self, step: int, values: Mapping[str, object] | None = None, **more: object) -> None:
+        """Record one trainer step.
 
         Args:
             step: the global step.
@@ -187,8 +187,8 @@ class Recorder:
         self._trackers.log(int(step), numbers)
         self.view.step(line)
 
-    def event(self, name: str, **fields: Any) -> None:
-        """Records one event. Any thread; after `finish` a late one is dropped with a log line.
+    def event(self, name: str, **fields: object) -> None:
+        """Record one event. Any thread; after `finish` a late one is dropped with a log line.
 
         Args:
             name: a key of `EVENT_FIELDS`.
@@ -208,7 +208,7 @@ class Recorder:
         self.view.event(line)
 
     def fault(self, where: str, error: BaseException | str) -> None:
-        """Records that something failed and the run goes on, or is about to end for it. Any thread.
+        """Record that something failed and the run goes on, or is about to end for it. Any thread.
 
         Args:
             where: the part that failed: an actor, a rank, a step of the work.
@@ -219,7 +219,7 @@ class Recorder:
         self.event("fault", where=where, error=text)
 
     def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
-        """Ends the record: run.json, summary.json and the report are written, the summary is printed.
+        """End the record: run.json, summary.json and the report are written, the summary is printed.
 
         All of it is tried, whatever fails on the way. The second call does nothing.
 
@@ -237,6 +237,7 @@ class Recorder:
             self._finished = True
         self.view.close()
         refused: list[RunError] = []
+        summary: Summary | None = None
 
         def attempt(action: Callable[[], None]) -> None:
             try:
@@ -245,13 +246,13 @@ class Recorder:
                 refused.append(problem)
 
         def conclude() -> None:
+            nonlocal summary
             metrics, events = jsonl.read(self.folder.metrics), jsonl.read(self.folder.events)
             wall = wall_seconds(self._record.to_json(), metrics, events)
             peaks = {**(peak_memory or {}), "driver": peak_rss()}
-            summary.update(summarise(metrics, events, status, wall, peaks, self._checkpoints))
+            summary = summarise(metrics, events, status, wall, peaks, self._checkpoints)
             write_summary(self.folder.summary, summary)
 
-        summary: dict[str, Any] = {}
         attempt(self._metrics.close)
         attempt(self._events.close)
         # The record ends first: its end bounds the wall time, and how the run ended matters more than its figures.
@@ -259,7 +260,7 @@ class Recorder:
         attempt(conclude)
         self._trackers.close()
         self._write_report()
-        if summary:
+        if summary is not None:
             self._print(render_summary(summary, self.folder.path, total_steps=self._total, error=error))
         if refused:
             raise refused[0]
@@ -289,14 +290,14 @@ class Recorder:
         except Exception as problem:
             logger.warning("the report could not be written: %s", problem, exc_info=True)
 
-    def _print(self, text: Any) -> None:
+    def _print(self, text: RenderableType) -> None:
         try:
             self.view.console.print(text, crop=False)
         except Exception as problem:
             logger.warning("the summary could not be shown: %s", problem)
 
 
-def _check_event(name: str, fields: Mapping[str, Any]) -> None:
+def _check_event(name: str, fields: Mapping[str, object]) -> None:
     if name not in EVENT_FIELDS:
         raise ValueError(f"no event is called {name!r}; there are {', '.join(EVENT_FIELDS)}")
     missing = [field for field in EVENT_FIELDS[name] if field not in fields]

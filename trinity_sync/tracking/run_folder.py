@@ -57,7 +57,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
-        """Takes the folder for this process.
+        """Take the folder for this process.
 
         Args:
             path: the folder. Created for a fresh run; must hold a run for a resume.
@@ -146,7 +146,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def close(self) -> None:
-        """Lets go of the folder; closing twice is fine."""
+        """Let go of the folder; closing twice is fine."""
         lock, self._lock = self._lock, None
         if lock is not None:
             # The file stays: unlinking it would let two processes hold "the" lock on two different files.

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.trackers import TrackedRun
+
+
+class _Writer(Protocol):
+    """What is asked of TensorBoard's writer of event files."""
+
+    def add_event(self, event: object) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class TensorBoardTracker:
@@ -21,10 +29,10 @@ class TensorBoardTracker:
     def __init__(self, flush_s: float = 10.0, clock: Callable[[], float] = time.time) -> None:
         self._flush_s = flush_s
         self._clock = clock
-        self._writer: Any = None
+        self._writer: _Writer | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Opens a new event file.
+        """Open a new event file.
 
         Raises:
             ConfigError: TensorBoard is not installed, or the folder takes no writes.
@@ -50,15 +58,16 @@ class TensorBoardTracker:
             )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one point to each curve."""
+        """Add one point to each curve."""
         from tensorboard.compat.proto import event_pb2, summary_pb2
 
+        assert self._writer is not None, "`start` comes first"
         points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = summary_pb2.Summary(value=points)
         self._writer.add_event(event_pb2.Event(wall_time=self._clock(), step=step, summary=summary))
 
     def close(self) -> None:
-        """Writes what is pending and closes the file."""
+        """Write what is pending and close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from trinity_sync.errors import ConfigError, TrinityError
 
@@ -38,7 +38,7 @@ class TrackedRun:
 
     folder: Path
     name: str
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
     attempt: int = 0
     resumed_from: int | None = None
 
@@ -47,16 +47,16 @@ class Tracker(Protocol):
     """Takes the metrics elsewhere. `start` comes first, `close` last, all from the driver."""
 
     def start(self, run: TrackedRun) -> None:
-        """Gets ready; raises ConfigError where that cannot work, naming what to install or set."""
+        """Get ready; raise ConfigError where that cannot work, naming what to install or set."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the finite numbers of one step."""
+        """Take the finite numbers of one step."""
 
     def close(self) -> None:
-        """Delivers what is pending."""
+        """Deliver what is pending."""
 
 
-def build_trackers(settings: Mapping[str, Mapping[str, Any] | None]) -> list[Tracker]:
+def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
     """The trackers that the config names, not started yet.
 
     Args:
@@ -109,8 +109,8 @@ class Trackers:
                 raise ConfigError(f"tracker {name} cannot start: {error or type(error).__name__}") from error
             self._started.append(tracker)
 
-    def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """Hands the finite numbers among `values` to every tracker."""
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Hand the finite numbers among `values` to every tracker."""
         numbers = {
             name: float(value)
             for name, value in values.items()
@@ -123,7 +123,7 @@ class Trackers:
                 self._warn(tracker, error)
 
     def close(self) -> None:
-        """Closes every tracker; closing twice is fine."""
+        """Close every tracker; closing twice is fine."""
         started, self._started = self._started, []
         for tracker in started:
             try:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
 
 
-def finite(value: Any) -> float | None:
+def finite(value: object) -> float | None:
     """A measured number; None for what is missing, not finite or no number at all."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None

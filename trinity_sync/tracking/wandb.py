@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.trackers import TrackedRun
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+Mode = Literal["online", "offline", "disabled"]
 
 
 class WandbTracker:
@@ -20,12 +25,14 @@ class WandbTracker:
         tags: shown on the run.
     """
 
-    def __init__(self, project: str, entity: str | None = None, mode: str = "online", tags: Iterable[str] = ()) -> None:
-        self._settings: dict[str, Any] = {"project": project, "entity": entity, "mode": mode, "tags": list(tags)}
-        self._run: Any = None
+    def __init__(
+        self, project: str, entity: str | None = None, mode: Mode = "online", tags: Iterable[str] = ()
+    ) -> None:
+        self._project, self._entity, self._mode, self._tags = project, entity, mode, list(tags)
+        self._run: Run | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Opens the run, the earlier one on a resume.
+        """Open the run, the earlier one on a resume.
 
         Raises:
             ConfigError: wandb is not installed, or refuses (no login, wrong mode).
@@ -45,7 +52,10 @@ class WandbTracker:
                 name=run.name,
                 dir=str(run.folder),
                 config=dict(run.config),
-                **self._settings,
+                project=self._project,
+                entity=self._entity,
+                mode=self._mode,
+                tags=self._tags,
             )
             # Steps go in as a value of their own: wandb's counter refuses to go back, and a resume has to.
             self._run.define_metric("step")
@@ -56,11 +66,12 @@ class WandbTracker:
             ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds one row."""
+        """Add one row."""
+        assert self._run is not None, "`start` comes first"
         self._run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Finishes the run; waits for what is to be uploaded."""
+        """Finish the run; wait for what is to be uploaded."""
         if self._run is not None:
             self._run.finish()
             self._run = None

@@ -1,42 +1,31 @@
 """The load: checked bytes copied from a segment into a model's tensors. Called by explorers and by tests of everything.
 
 A `Receiver` is made once per model and takes a part bucket by bucket, from wherever the bytes come. What to copy where
-is worked out once per layout. Copies within the CPU's memory are cut so that what was just written is digested while it
-is still in the processor's cache: the digest of what the model holds then costs no second pass over its memory.
+is worked out once per layout (`load_plan`).
 """
 
 from __future__ import annotations
 
-import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
-from trinity_sync.weights.digests import rows_digest
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
+from trinity_sync.weights.load_plan import Copy, LoadPlan, Rows, plan_load
 from trinity_sync.weights.row_book import RowBook
-from trinity_sync.weights.shards import Rect, Shard, check_cover, listed, matrix_view, shape_text
+from trinity_sync.weights.shards import Shard, check_cover, listed, matrix_view, shape_text
+from trinity_sync.weights.tensor_rows import rows_digest
 from trinity_sync.weights.tensors import (
     byte_tensor,
     castable,
     from_torch,
     row_digests,
     state_digest,
-    to_torch,
     wire_name,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-_CACHED_BYTES = 512 << 10
-"""Copied within the CPU's memory at a time, then digested: fits the second-level cache of one core."""
 
 
 class MismatchError(RunError):
@@ -45,55 +34,6 @@ class MismatchError(RunError):
 
 class ChecksumError(RunError):
     """Bytes that arrived are not the bytes that were published."""
-
-
-class _Rows(NamedTuple):
-    """Rows of a tensor's matrix view.
-
-    Attributes:
-        name: of the tensor.
-        first: row.
-        data: the rows; where they are in wire dtype and contiguous, their bytes.
-        dtype: on the wire, safetensors name.
-    """
-
-    name: str
-    first: int
-    data: torch.Tensor | NDArray[np.uint8]
-    dtype: str
-
-
-class _Copy(NamedTuple):
-    """One copy of a load.
-
-    Attributes:
-        start, stop: bytes in the piece.
-        dtype: of the bytes; None to copy them as they are (`target` is uint8 then).
-        target: an array where bytes are copied within the CPU's memory: copying to it costs less than to a tensor.
-        rows: what is complete after this copy, None where that is nothing or not cheap to read back.
-    """
-
-    start: int
-    stop: int
-    dtype: torch.dtype | None
-    target: torch.Tensor | NDArray[np.uint8]
-    rows: _Rows | None
-
-
-class _Plan(NamedTuple):
-    """The copies of a layout, by the piece in which their bytes lie.
-
-    Attributes:
-        digest: of the layout.
-        pieces: (start, stop) of each in the segment.
-        copies: of each.
-        rooms: of each, the destination's bytes where the piece can be received there as it is.
-    """
-
-    digest: str
-    pieces: list[tuple[int, int]]
-    copies: list[list[_Copy]]
-    rooms: list[torch.Tensor | None]
 
 
 class Receiver:
@@ -129,7 +69,7 @@ class Receiver:
                 ) from None
         self._cuda_devices = {tensor.device for tensor in self._destinations.values() if tensor.is_cuda}
         # By part, so that a layout that replaces another one of the same part does not leave its plan behind.
-        self._plans: dict[tuple[str, Cut], _Plan] = {}
+        self._plans: dict[tuple[str, Cut], LoadPlan] = {}
         self._book: RowBook | None = None
         self._wire: tuple[str | None, list[tuple[str, str, tuple[int, ...], int]]] | None = None
 
@@ -155,7 +95,7 @@ class Receiver:
         After an error the destinations hold some of the new bytes: the version must be applied again, whole.
 
         Args:
-            layout: of the part.
+            layout: what lies where in the part's segment.
             buffer: the part's segment, at least ``layout.nbytes``; not written meanwhile.
             digests: 16 bytes per bucket from `bucket_digests`, or None to trust the bytes.
 
@@ -173,10 +113,10 @@ class Receiver:
         """Copy one piece of a part into the destinations; the piece's memory is free once this returns.
 
         Args:
-            layout: of the part.
-            number: of the piece.
-            data: its bytes.
-            digest: what they digest to, or None to trust them.
+            layout: what lies where in the part's segment.
+            number: which piece it is.
+            data: the bytes of the piece.
+            digest: what they digest to (16 bytes), or None to trust them.
             cut: what pieces the part is in.
 
         Raises:
@@ -213,7 +153,7 @@ class Receiver:
         for copy in self._plan(layout, cut).copies[number]:
             self._note(copy.rows)
 
-    def _note(self, rows: _Rows | None) -> None:
+    def _note(self, rows: Rows | None) -> None:
         if rows is not None and self._book is not None:
             self._book.add(rows.name, rows.first, _digests_of(rows))
 
@@ -266,11 +206,11 @@ class Receiver:
         if problems:
             raise MismatchError(f"the published tensors do not fit this model: {'; '.join(problems)}")
 
-    def _plan(self, layout: PartLayout, cut: Cut) -> _Plan:
+    def _plan(self, layout: PartLayout, cut: Cut) -> LoadPlan:
         plan = self._plans.get((layout.part, cut))
         if plan is None or plan.digest != layout.digest:
             self._check_fit({shard.name: shard for shard in layout.shards}, ())
-            plan = self._plans[layout.part, cut] = _plan(layout, layout.pieces(cut), self._matrices)
+            plan = self._plans[layout.part, cut] = plan_load(layout, layout.pieces(cut), self._matrices)
         return plan
 
 
@@ -301,7 +241,7 @@ def _check_digest(what: str, data: memoryview, expected: bytes) -> None:
         )
 
 
-def _copy(piece: torch.Tensor, copy: _Copy, target: torch.Tensor) -> None:
+def _copy(piece: torch.Tensor, copy: Copy, target: torch.Tensor) -> None:
     source = piece[copy.start : copy.stop]
     if copy.dtype is not None:
         source = source.view(copy.dtype).view(target.shape)
@@ -310,147 +250,5 @@ def _copy(piece: torch.Tensor, copy: _Copy, target: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _digests_of(rows: _Rows) -> bytes:
+def _digests_of(rows: Rows) -> bytes:
     return rows_digest(rows.data) if isinstance(rows.data, np.ndarray) else row_digests(rows.data, rows.dtype)
-
-
-def _plan(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mapping[str, torch.Tensor]) -> _Plan:
-    """Cut a layout's shards into copies, none of which crosses the end of a piece."""
-    copies: list[list[_Copy]] = [[] for _ in pieces]
-    rooms: list[torch.Tensor | None] = [None] * len(pieces)
-    starts, ends = [start for start, _ in pieces], [stop for _, stop in pieces]
-    for shard, offset in layout.entries:
-        cutter = _Cutter(shard, offset, matrices[shard.name], ends)
-        for copy in cutter.copies():
-            number = bisect_right(starts, copy.start) - 1
-            begin = starts[number]
-            copies[number].append(copy._replace(start=copy.start - begin, stop=copy.stop - begin))
-        for number in range(bisect_left(starts, offset), bisect_left(starts, offset + shard.nbytes)):
-            rooms[number] = cutter.room(*pieces[number])
-    return _Plan(layout.digest, pieces, copies, rooms)
-
-
-class _Run(NamedTuple):
-    """Bytes that go on one after another in the segment and in the destination.
-
-    Attributes:
-        start: byte in the segment.
-        first, last: elements of the destination, the last one not included.
-    """
-
-    start: int
-    first: int
-    last: int
-
-
-class _Cutter:
-    """Cuts one shard into copies at the ends of pieces and of what fits the cache, between rows where it can.
-
-    Args:
-        shard: what is published.
-        offset: byte in the segment at which it lies; so are the bytes of the copies.
-        matrix: the destination's matrix view.
-        ends: of all pieces, ascending.
-    """
-
-    def __init__(self, shard: Shard, offset: int, matrix: torch.Tensor, ends: Sequence[int]) -> None:
-        self._shard = shard
-        self._offset = offset
-        self._matrix = matrix
-        self._ends = ends
-        self._dtype = to_torch(shard.dtype)
-        self._size = self._dtype.itemsize
-        self._cols = matrix.shape[1]
-        # A copy to a device has its cost per call, and nothing of it is read back from a cache.
-        self._most = sys.maxsize if matrix.is_cuda else _CACHED_BYTES
-        self._bytes: torch.Tensor | NDArray[np.uint8] | None = None
-        self._row_bytes: NDArray[np.uint8] | None = None
-        if matrix.is_contiguous() and matrix.dtype == self._dtype and matrix.numel():
-            raw = matrix.view(-1).view(torch.uint8)
-            self._bytes = raw if matrix.is_cuda else raw.numpy()
-            if isinstance(self._bytes, np.ndarray):
-                self._row_bytes = self._bytes.reshape(len(matrix), -1)
-
-    def copies(self) -> Iterator[_Copy]:
-        """All copies."""
-        for rect in self._shard.rects:
-            if not self._is_flat(rect):
-                block = self._matrix[rect.row : rect.row + rect.rows, rect.col : rect.col + rect.cols]
-                yield from self._block(self._offset + rect.offset, block, rect.row)
-        for start, first, last in self._runs:
-            yield from self._flat(start, first, last)
-
-    def room(self, start: int, stop: int) -> torch.Tensor | None:
-        """The destination's bytes for these of the segment, where they belong there one after another as they are."""
-        if self._bytes is None:
-            return None
-        for run in self._runs:
-            begin = run.first * self._size + start - run.start
-            if run.start <= start and begin + stop - start <= run.last * self._size:
-                return self._matrix.view(-1).view(torch.uint8)[begin : begin + stop - start]
-        return None
-
-    def _is_flat(self, rect: Rect) -> bool:
-        """Its elements follow each other in the destination."""
-        return self._matrix.is_contiguous() and (rect.cols == self._cols or rect.rows == 1)
-
-    @cached_property
-    def _runs(self) -> list[_Run]:
-        """The flat rectangles; those that go on from each other are one."""
-        runs: list[_Run] = []
-        for rect in filter(self._is_flat, self._shard.rects):
-            start, first = self._offset + rect.offset, rect.row * self._cols + rect.col
-            last = first + rect.rows * rect.cols
-            if runs and runs[-1].last == first and runs[-1].start + (first - runs[-1].first) * self._size == start:
-                start, first, _ = runs.pop()
-            runs.append(_Run(start, first, last))
-        return runs
-
-    def _block(self, start: int, block: torch.Tensor, row: int) -> Iterator[_Copy]:
-        width = block.shape[1] * self._size
-        for at, taken, index, within in self._pieces(start, len(block) * width, width, 0):
-            if taken < width:
-                col = within // self._size
-                yield _Copy(at, at + taken, self._dtype, block[index, col : col + taken // self._size], None)
-                continue
-            count = taken // width
-            rows = self._rows(row + index, count) if block.shape[1] == self._cols else None
-            yield _Copy(at, at + taken, self._dtype, block[index : index + count], rows)
-
-    def _flat(self, start: int, first: int, last: int) -> Iterator[_Copy]:
-        width = self._cols * self._size
-        row, col = divmod(first, self._cols)
-        for at, taken, index, within in self._pieces(start, (last - first) * self._size, width, col * self._size):
-            rows = self._rows(row + index, taken // width) if not within and taken >= width else None
-            begin = (row + index) * width + within
-            if self._bytes is not None:
-                yield _Copy(at, at + taken, None, self._bytes[begin : begin + taken], rows)
-            else:
-                target = self._matrix.view(-1)[begin // self._size : (begin + taken) // self._size]
-                yield _Copy(at, at + taken, self._dtype, target, rows)
-
-    def _pieces(self, start: int, nbytes: int, width: int, phase: int) -> Iterator[tuple[int, int, int, int]]:
-        """(byte in the segment, length, row, byte in the row) of pieces: whole rows of `width` bytes, or part of one.
-
-        Args:
-            start: byte in the segment.
-            nbytes: of all pieces.
-            phase: byte in the first row at which they begin.
-        """
-        done = 0
-        while done < nbytes:
-            row, within = divmod(phase + done, width)
-            at = start + done
-            room = min(nbytes - done, self._ends[bisect_right(self._ends, at)] - at)
-            if within or room < width:
-                taken = min(room, width - within)
-            else:
-                taken = max(min(room, self._most) // width, 1) * width
-            yield at, taken, row, within
-            done += taken
-
-    def _rows(self, first: int, count: int) -> _Rows | None:
-        if self._matrix.is_cuda:
-            return None
-        data = self._matrix if self._row_bytes is None else self._row_bytes
-        return _Rows(self._shard.name, first, data[first : first + count], self._shard.dtype)

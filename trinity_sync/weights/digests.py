@@ -10,19 +10,16 @@ is gathered but 16 bytes a row:
 Definitions: the row digest is the 16 bytes of xxh3_128 over the row's contiguous little-endian bytes, a row being a
 slice along dim 0 (a tensor of fewer than two dimensions is one row). The tensor digest is xxh3_128 of its row digests
 in order. The version digest is the xxh3_128 hex of the lines ``name dtype shape digest\\n`` sorted by name.
-
-A pool may be any executor of *threads*: xxhash lets go of the interpreter lock while it digests long inputs. Shorter
-rows are digested by the caller, where threads would only fight for the lock, or by processes (`row_process`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from xxhash import xxh3_128_digest, xxh3_128_hexdigest
@@ -31,17 +28,13 @@ from trinity_sync.errors import RunError
 from trinity_sync.weights import dtypes
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.shards import CoverageError, listed, matrix_view, shape_text
+from trinity_sync.weights.tensor_rows import DIGEST_BYTES, Piece, TensorPlan, TensorRows, joined, rows_digest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from trinity_sync.weights.row_process import RowProcesses
 
-DIGEST_BYTES = 16
-_BATCH_BYTES = 1 << 20
-"""Of rows per task, and so of the temporary in which split rows are put together: it stays in the cache."""
-_POOL_ROW_BYTES = (64 << 10) + 1
-"""Below this xxhash keeps the interpreter lock, so threads gain nothing."""
 _PROCESS_BYTES = 16 << 20
 """Below this asking processes takes longer than digesting."""
 _EMPTY_ROW = xxh3_128_digest(b"")
@@ -49,37 +42,6 @@ _EMPTY_ROW = xxh3_128_digest(b"")
 
 class IncompleteError(RunError):
     """Rows of a version are missing, so it has no digest."""
-
-
-class Fragment(NamedTuple):
-    """A rectangle of a tensor's matrix view whose rows are not complete on this node, with its bytes.
-
-    Attributes:
-        row, col, rows, cols: the rectangle, columns in elements.
-        data: its elements row by row.
-    """
-
-    row: int
-    col: int
-    rows: int
-    cols: int
-    data: bytes
-
-
-class TensorRows(NamedTuple):
-    """What is known of one tensor's rows.
-
-    Attributes:
-        dtype: safetensors name.
-        shape: global shape.
-        runs: (first row, 16 bytes per row) of consecutive rows whose digests are known, ascending and apart.
-        fragments: pieces of rows that are not known.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    runs: tuple[tuple[int, bytes], ...]
-    fragments: tuple[Fragment, ...]
 
 
 @dataclass(frozen=True)
@@ -153,7 +115,7 @@ class RowPlan:
     """Which rows the parts of a node hold and where: worked out once, as layouts stay and versions come.
 
     Args:
-        layouts: of all parts of the node, so that as little as possible is fragments.
+        layouts: the layouts of all parts of the node, so that as little as possible is fragments.
 
     Raises:
         CoverageError: two parts hold the same element, or disagree about a tensor's dtype or shape.
@@ -162,17 +124,17 @@ class RowPlan:
     def __init__(self, layouts: Sequence[PartLayout]) -> None:
         self._layouts = list(layouts)
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        pieces: dict[str, list[_Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         for part, layout in enumerate(self._layouts):
             for shard, offset in layout.entries:
                 if kinds.setdefault(shard.name, (shard.dtype, shard.shape)) != (shard.dtype, shard.shape):
                     raise _disagreement(shard.name)
                 size = dtypes.itemsize(shard.dtype)
                 pieces.setdefault(shard.name, []).extend(
-                    _Piece(rect.row, rect.col * size, rect.rows, rect.cols * size, part, offset + rect.offset)
+                    Piece(rect.row, rect.col * size, rect.rows, rect.cols * size, part, offset + rect.offset)
                     for rect in shard.rects
                 )
-        self._tensors = [_TensorPlan(name, kind, pieces[name]) for name, kind in kinds.items()]
+        self._tensors = [TensorPlan(name, kind, pieces[name]) for name, kind in kinds.items()]
         self._whole = [piece for tensor in self._tensors for piece in tensor.whole()]
         self._whole_bytes = sum(piece.rows * piece.width for piece in self._whole)
 
@@ -212,143 +174,10 @@ class RowPlan:
         return {piece.place: digests for piece, digests in zip(self._whole, done, strict=True)}
 
 
-def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
-    """The concatenated digests of the rows of a contiguous uint8 matrix of shape (rows, bytes per row)."""
-    return b"".join(map(xxh3_128_digest, matrix))
-
-
 def version_digest(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> str:
     """The version digest in hex of (name, dtype, shape, 16-byte tensor digest) of all tensors, in any order."""
     lines = [f"{name} {dtype} {shape_text(shape)} {digest.hex()}\n" for name, dtype, shape, digest in sorted(tensors)]
     return str(xxh3_128_hexdigest("".join(lines).encode()))
-
-
-class _Piece(NamedTuple):
-    """A rectangle and where its bytes are, row by row.
-
-    Attributes:
-        row: first row in the tensor.
-        start: first byte in the row.
-        rows: how many.
-        width: bytes per row.
-        part: number of the part.
-        at: byte in the part.
-    """
-
-    row: int
-    start: int
-    rows: int
-    width: int
-    part: int
-    at: int
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which no other piece has."""
-        return self.part, self.at
-
-    @property
-    def row_stop(self) -> int:
-        return self.row + self.rows
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.width
-
-    def cut(self, row: int, row_stop: int) -> _Piece:
-        """The part of it that lies in these rows."""
-        if row == self.row and row_stop == self.row + self.rows:
-            return self
-        at = self.at + (row - self.row) * self.width
-        return _Piece(row, self.start, row_stop - row, self.width, self.part, at)
-
-    def data(self, views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
-        """Its bytes, of shape (rows, width)."""
-        return views[self.part][self.at : self.at + self.rows * self.width].reshape(self.rows, self.width)
-
-
-class _TensorPlan:
-    """How to digest the rows of one tensor.
-
-    Args:
-        name: of the tensor.
-        kind: dtype and shape.
-        pieces: what is held of it.
-    """
-
-    def __init__(self, name: str, kind: tuple[str, tuple[int, ...]], pieces: Sequence[_Piece]) -> None:
-        self.name = name
-        self._kind = kind
-        self._itemsize = dtypes.itemsize(kind[0])
-        self._row_bytes = matrix_view(kind[1])[1] * self._itemsize
-        step = max(1, _BATCH_BYTES // max(self._row_bytes, 1))
-        self._batches: list[tuple[_Piece, ...]] = []
-        self._fragments: list[_Piece] = []
-        for band in _bands(name, pieces):
-            if sum(piece.width for piece in band) < self._row_bytes:
-                self._fragments.extend(band)
-                continue
-            for row in range(band[0].row, band[0].row_stop, step):
-                self._batches.append(tuple(piece.cut(row, min(row + step, piece.row_stop)) for piece in band))
-        single = len(self._batches) == 1 == len(self._batches[0]) and not self._fragments
-        self._only = self._batches[0][0] if single and self._row_bytes < _POOL_ROW_BYTES else None
-
-    def whole(self) -> Iterator[_Piece]:
-        """The pieces of whole rows that threads would not speed up."""
-        if self._row_bytes < _POOL_ROW_BYTES:
-            yield from (batch[0] for batch in self._batches if len(batch) == 1)
-
-    def digest(
-        self, views: Sequence[NDArray[np.uint8]], pool: Executor | None, elsewhere: Mapping[tuple[int, int], bytes]
-    ) -> TensorRows:
-        """The rows' digests, where they are not among those that were made elsewhere."""
-        if self._only is not None:  # a small tensor, of which there may be many
-            only = self._only
-            digests = elsewhere.get(only.place) or rows_digest(only.data(views))
-            return TensorRows(*self._kind, ((only.row, digests),), ())
-        threads = pool if self._row_bytes >= _POOL_ROW_BYTES else None
-        begun: list[tuple[int, bytes | Future[bytes]]] = []
-        for batch in self._batches:
-            done = elsewhere.get(batch[0].place) if len(batch) == 1 else None
-            if done is not None:
-                begun.append((batch[0].row, done))
-            elif threads is not None:
-                begun.append((batch[0].row, threads.submit(_batch_digest, batch, views)))
-            else:
-                begun.append((batch[0].row, _batch_digest(batch, views)))
-        runs = [(row, done.result() if isinstance(done, Future) else done) for row, done in begun]
-        fragments = tuple(self._fragment(piece, views) for piece in self._fragments)
-        return TensorRows(*self._kind, _joined(runs), fragments)
-
-    def _fragment(self, piece: _Piece, views: Sequence[NDArray[np.uint8]]) -> Fragment:
-        columns = piece.start // self._itemsize, piece.rows, piece.width // self._itemsize
-        return Fragment(piece.row, *columns, piece.data(views).tobytes())
-
-
-def _bands(name: str, pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Cut pieces into bands of rows in which each piece has all rows of the band, pieces by column, bands by row."""
-    waiting = sorted(pieces, key=lambda piece: piece.row, reverse=True)
-    active: list[_Piece] = []
-    while waiting or active:
-        row = active[0].row if active else waiting[-1].row
-        while waiting and waiting[-1].row == row:
-            active.append(waiting.pop())
-        row_stop = min([piece.row_stop for piece in active] + ([waiting[-1].row] if waiting else []))
-        band = sorted((piece.cut(row, row_stop) for piece in active), key=lambda piece: piece.start)
-        if any(left.stop > right.start for left, right in pairwise(band)):
-            raise CoverageError(f"{name}: row {row} is held twice; each element must be in one part only")
-        yield band
-        active = [piece.cut(row_stop, piece.row_stop) for piece in active if piece.row_stop > row_stop]
-
-
-def _batch_digest(band: Sequence[_Piece], views: Sequence[NDArray[np.uint8]]) -> bytes:
-    """The row digests of pieces that together make whole rows."""
-    if len(band) == 1:
-        return rows_digest(band[0].data(views))
-    glued = np.empty((band[0].rows, band[-1].stop), np.uint8)
-    for piece in band:
-        glued[:, piece.start : piece.stop] = piece.data(views)
-    return rows_digest(glued)
 
 
 def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
@@ -357,27 +186,14 @@ def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
         raise _disagreement(name)
     size = dtypes.itemsize(dtype)
     held = [fragment for one in known for fragment in one.fragments]
-    pieces = [_Piece(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(held)]
+    pieces = [Piece(one.row, one.col * size, one.rows, one.cols * size, number, 0) for number, one in enumerate(held)]
     views = [np.frombuffer(one.data, np.uint8) for one in held]
-    glued = _TensorPlan(name, (dtype, shape), pieces).digest(views, None, {})
-    runs = _joined(sorted([run for one in known for run in one.runs] + list(glued.runs)))
+    glued = TensorPlan(name, (dtype, shape), pieces).digest(views, None, {})
+    runs = joined(sorted([run for one in known for run in one.runs] + list(glued.runs)))
     for (row, digests), (after, _) in pairwise(runs):
         if row + len(digests) // DIGEST_BYTES > after:
             raise CoverageError(f"{name}: row {after} is held by two nodes; each row must be in one only")
     return TensorRows(dtype, shape, runs, glued.fragments)
-
-
-def _joined(runs: Sequence[tuple[int, bytes]]) -> tuple[tuple[int, bytes], ...]:
-    """Runs, given in ascending order, with those that follow each other joined."""
-    groups: list[tuple[int, list[bytes]]] = []
-    end = -1
-    for row, digests in runs:
-        if row == end:
-            groups[-1][1].append(digests)
-        else:
-            groups.append((row, [digests]))
-        end = row + len(digests) // DIGEST_BYTES
-    return tuple((row, b"".join(parts)) for row, parts in groups)
 
 
 def _missing(known: TensorRows) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import xxhash
 
@@ -32,6 +32,25 @@ _ALONE_BYTES = 1 << 20
 """A message of this size costs little more to send than its bytes."""
 
 
+class ShardEntry(TypedDict):
+    """A shard and its place, as plain values."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    rects: list[list[int]]
+
+
+class LayoutJson(TypedDict):
+    """A layout as plain values: what travels, and what a shard file keeps."""
+
+    part: str
+    nbytes: int
+    bucket_bytes: int
+    entries: list[ShardEntry]
+
+
 class LayoutError(RunError):
     """A layout that was received is malformed, or a buffer is too small for it."""
 
@@ -48,7 +67,7 @@ class PartLayout:
         digests = bucket_digests(segment, layout)
 
     Attributes:
-        part: name of the part, such as ``"rank-00000"``.
+        part: the part's name, such as ``"rank-00000"``.
         entries: (shard, byte offset in the segment), ascending; the bytes between shards are zero.
         nbytes: length of the segment, up to the last byte of the last shard.
         bucket_bytes: length of a bucket; the last one may be shorter.
@@ -80,7 +99,7 @@ class PartLayout:
         if self.nbytes != end:
             raise ValueError(f"{self.part}: the segment has {self.nbytes} bytes but its shards end at {end}")
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[Callable[[LayoutJson], PartLayout], tuple[LayoutJson]]:
         """Travel as plain values: who receives a layout checks it, and its digest is of what arrived."""
         return PartLayout.from_json, (self.to_json(),)
 
@@ -89,7 +108,7 @@ class PartLayout:
         """Lay out shards one after another, in the given order, each on a 64-byte boundary.
 
         Args:
-            part: name of the part.
+            part: the part's name.
             shards: at most one per tensor.
             bucket_bytes: a positive multiple of 64.
         """
@@ -183,7 +202,7 @@ class PartLayout:
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> LayoutJson:
         """A dict of plain values, from which `from_json` makes an equal layout."""
         return {
             "part": self.part,
@@ -202,7 +221,7 @@ class PartLayout:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> PartLayout:
+    def from_json(cls, data: LayoutJson) -> PartLayout:
         """The layout that `to_json` described.
 
         Raises:

@@ -29,7 +29,7 @@ class Packed(NamedTuple):
     """The place of a tensor in a bucket.
 
     Attributes:
-        name: of the tensor.
+        name: the tensor's name.
         dtype: as it travels, safetensors name.
         shape: whole.
         offset: bytes from the start of the bucket.
@@ -95,8 +95,8 @@ def pack(
 
     Args:
         tensors: (name, whole tensor) on any device.
-        wire_dtype: of floating tensors, safetensors name; None: as they are.
-        device: of the buckets.
+        wire_dtype: the dtype of floating tensors on the wire, as safetensors names it; None: as they are.
+        device: where the buckets are.
 
     Yields:
         The plan and the bytes (uint8, ``plan.nbytes`` long) of each bucket. The bytes are overwritten by the next one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from trinity_sync.weights.digests import DIGEST_BYTES
+from trinity_sync.weights.tensor_rows import DIGEST_BYTES
 
 
 class RowBook:

@@ -16,12 +16,16 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, BinaryIO
 
 from xxhash import xxh3_128
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import write_all
 from trinity_sync.weights.layout import ALIGNMENT, LayoutError, PartLayout, Segment
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 LAYOUT_KEY = "trinity_layout"
 _CHUNK_BYTES = 4 << 20
@@ -40,7 +44,7 @@ def write_shard_file(
 
     Args:
         path: file to write; replaced if it is there. Its folder exists.
-        layout: of the part.
+        layout: what lies where in the segment.
         buffer: the segment, at least ``layout.nbytes``.
         metadata: further texts for the file's metadata.
         fsync: whether the bytes are on disk when this returns (the folder's entry is the caller's matter).
@@ -63,7 +67,7 @@ def write_shard_file(
         with path.open("wb", buffering=0) as file:
             for piece in pieces:
                 hasher.update(piece)  # while it is in the cache for the write
-                _write_all(file.fileno(), piece)
+                write_all(file.fileno(), piece)
             if fsync:
                 os.fsync(file.fileno())
     except BaseException:
@@ -78,8 +82,8 @@ class ShardFile:
     client of a network file system, is on a bad disk) is an error; where it is mapped, a signal ends the process.
 
     Attributes:
-        path: of the file.
-        layout: of the part.
+        path: where the file is.
+        layout: what lies where in the part's segment.
 
     Raises:
         ShardFileError: the file is missing or cannot be read, is not a shard file, or is shorter or longer than its
@@ -93,7 +97,7 @@ class ShardFile:
             self.layout, self._start, _ = _read_header(path, self._file)
             opened.pop_all()
 
-    def read(self, start: int, into: Any) -> None:
+    def read(self, start: int, into: WriteableBuffer) -> None:
         """Fill a writable buffer with the bytes of the segment from `start` on.
 
         Raises:
@@ -133,7 +137,7 @@ def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
     return layout, memoryview(mapping)[start:]
 
 
-def _read_header(path: str | Path, file: Any) -> tuple[PartLayout, int, int]:
+def _read_header(path: str | Path, file: BinaryIO) -> tuple[PartLayout, int, int]:
     """The layout, where the data begin, and the file's length."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -162,7 +166,7 @@ def _header(layout: PartLayout, metadata: Mapping[str, str]) -> bytes:
     if LAYOUT_KEY in metadata:
         raise ValueError(f"metadata must not hold the key {LAYOUT_KEY!r}, under which the layout is stored")
     layout_text = json.dumps(layout.to_json(), sort_keys=True, separators=(",", ":"))
-    entries: dict[str, Any] = {"__metadata__": {**metadata, LAYOUT_KEY: layout_text}}
+    entries: dict[str, object] = {"__metadata__": {**metadata, LAYOUT_KEY: layout_text}}
     for shard, offset in layout.entries:
         span = [offset, offset + shard.nbytes]
         entries[shard.name] = {"dtype": shard.dtype, "shape": [shard.numel_local], "data_offsets": span}
@@ -180,10 +184,3 @@ def _parse(path: str | Path, header: bytes) -> PartLayout:
         raise ShardFileError(
             f"{path} is not a shard file: its metadata holds no valid {LAYOUT_KEY} ({error})"
         ) from error
-
-
-def _write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """One write call may take only part of it."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,7 +39,7 @@ class StatePlan:
         nbytes: length of the segment.
     """
 
-    files: Mapping[str, Any]
+    files: Mapping[str, object]
     places: tuple[tuple[torch.UntypedStorage, int], ...]
     nbytes: int
 
@@ -53,7 +52,7 @@ class FileImage:
     extents: tuple[Extent, ...]
 
 
-def plan(files: Mapping[str, Any]) -> StatePlan:
+def plan(files: Mapping[str, object]) -> StatePlan:
     """Lay a state out. Tensors that share a storage share its place.
 
     Args:
@@ -78,7 +77,7 @@ class Snapshot:
     With CUDA the segment should be page-locked (`weights.staging.pin_segment`); see `weights.copying`.
 
     Args:
-        plan: of the state. Its tensors must not change until `hold_until_copied` returns.
+        plan: the place of each storage of the state. Its tensors must not change until `hold_until_copied` returns.
         segment: writable, at least ``plan.nbytes``; nobody reads it meanwhile.
         what: names the snapshot in errors, such as ``"the state of step 20"``.
     """
@@ -96,7 +95,7 @@ class Snapshot:
 
     @property
     def names(self) -> set[str]:
-        """Of the files."""
+        """Name the files of the state."""
         return set(self._plan.files)
 
     def copy(self, *, in_background: bool) -> None:
@@ -111,7 +110,7 @@ class Snapshot:
         """
         return self._copying.hold_until_copied(timeout_s)
 
-    def live(self, name: str) -> Any:
+    def live(self, name: str) -> object:
         """A value of the state as it was planned, with tensors that training changes; `copied` has what they held."""
         return self._plan.files[name]
 
@@ -132,7 +131,7 @@ class Snapshot:
         """Write the skeletons of files below `folder`, which exists, and say what goes into them.
 
         Args:
-            names: of the files; None: all.
+            names: those of the files to write; None: all.
 
         Raises:
             RunError: the copy failed.

@@ -34,7 +34,7 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
     the segment is page-locked (`pin_segment`). They see what was enqueued on the current stream before the call.
 
     Args:
-        layout: of this rank's part.
+        layout: the layout of this rank's part.
         sources: by tensor name, on any device, of any shape and strides; a source's elements in its own order are the
             shard's local elements. Tensors that are not in the layout are left out.
         segment: writable, at least ``layout.nbytes``.

@@ -10,15 +10,16 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from xxhash import xxh3_128, xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights import dtypes
-from trinity_sync.weights.digests import rows_digest, version_digest
+from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import listed, matrix_view
+from trinity_sync.weights.tensor_rows import rows_digest
 
 if TYPE_CHECKING:
     import numpy as np
@@ -179,7 +180,7 @@ def _tied_duplicates(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) 
 
 def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Groups of names whose tensors overlap, names sorted. Tensors apart in one storage are groups of one."""
-    storages: dict[Any, list[str]] = defaultdict(list)
+    storages: dict[int, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         storages[_storage(tensor)].append(name)
     for names in storages.values():
@@ -195,13 +196,13 @@ def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
         yield sorted(group)
 
 
-def _storage(tensor: torch.Tensor) -> Any:
-    return tensor.untyped_storage()._cdata  # unlike data_ptr, it also tells storages on the meta device apart
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # unlike data_ptr, it also tells storages on the meta device apart
 
 
-def _place(tensor: torch.Tensor) -> Any:
+def _place(tensor: torch.Tensor) -> tuple[int, ...]:
     """What tells views apart: the storage and the elements of it."""
-    return _storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return _storage(tensor), int(tensor.storage_offset()), *tensor.shape, *tensor.stride()
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class Hole:
     storage: torch.UntypedStorage
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: object) -> Iterator[torch.Tensor]:
     """The plain tensors that a nested container of tensors holds on this rank: local shards of sharded ones."""
     if isinstance(value, DTensor):
         yield value._local_tensor
@@ -60,7 +60,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors(item)
 
 
-def storages(value: Any) -> list[torch.UntypedStorage]:
+def storages(value: object) -> list[torch.UntypedStorage]:
     """The distinct storages below a nested container, in the order of first use."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors(value):
@@ -69,7 +69,7 @@ def storages(value: Any) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
-def write_skeleton(value: Any, path: Path) -> list[Hole]:
+def write_skeleton(value: object, path: Path) -> list[Hole]:
     """Write the file that ``torch.save(value, path)`` would write, with holes for the tensors' bytes.
 
     Tensors on an accelerator are named as tensors of the CPU in it, so that the file opens anywhere. No tensor is read,
@@ -115,7 +115,7 @@ def _recording() -> Iterator[list[torch.UntypedStorage]]:
         _local.met = None
 
 
-def _note(storage: Any) -> str | None:
+def _note(storage: torch.serialization.STORAGE) -> str | None:
     """Called by torch's pickler for every storage that it writes; the answer is the device named in the file."""
     met = getattr(_local, "met", None)
     if met is None:

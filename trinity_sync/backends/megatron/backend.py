@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from megatron.core import parallel_state
 from verl.utils.megatron_utils import load_megatron_model_to_gpu, offload_megatron_model_to_cpu, unwrap_model
 
 from trinity_sync.backends.base import Deadline
+from trinity_sync.backends.engines import MegatronEngine
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.megatron.checkpoint import Checkpoints
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
@@ -22,6 +23,15 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
 from trinity_sync.weights.tensors import Saved, from_torch, wire_name
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+
+T = TypeVar("T")
+
+_Place: TypeAlias = "tuple[_ParamAndGradBuffer, int, int]"
+"""A buffer, and the range of elements in it."""
 
 _TIED = "output_layer.weight"
 
@@ -38,7 +48,7 @@ class MegatronBackend:
         restore_rng: a load in the layout of the save restores the random generators too.
     """
 
-    def __init__(self, engine: Any, wire_dtype: str, *, restore_rng: bool = True) -> None:
+    def __init__(self, engine: MegatronEngine, wire_dtype: str, *, restore_rng: bool = True) -> None:
         self._engine = engine
         self._wire_dtype = wire_dtype
         self._places = _places(engine.module)
@@ -105,7 +115,7 @@ class MegatronBackend:
                 for chunk in self._engine.module:
                     chunk.start_param_sync(force_sync=True)
 
-    def _step(self, step: Callable[[], Any]) -> Any:
+    def _step(self, step: Callable[[], T]) -> T:
         for callback in self._before_change:
             callback()
         return step()
@@ -114,7 +124,8 @@ class MegatronBackend:
         """The parameter's current values: in the host copy while the model is offloaded and has no storage."""
         buffer, start, stop = self._places[parameter]
         if buffer.param_data.untyped_storage().size() == 0:
-            return buffer.param_data.cpu_data[start:stop].view(parameter.shape)
+            held: torch.Tensor = buffer.param_data.cpu_data
+            return held[start:stop].view(parameter.shape)
         return parameter.detach()
 
     def _find_pieces(self) -> list[tuple[torch.nn.Parameter, Piece]]:
@@ -161,8 +172,8 @@ class _Turns:
         return whose == self._rank
 
 
-def _places(chunks: Sequence[Any]) -> dict[torch.nn.Parameter, tuple[Any, int, int]]:
-    """Where each parameter lies: its buffer, and the range of elements in it."""
+def _places(chunks: Sequence[DistributedDataParallel]) -> dict[torch.nn.Parameter, _Place]:
+    """Tell where each parameter lies: its buffer, and the range of elements in it."""
     return {
         parameter: (buffer, start, stop)
         for chunk in chunks

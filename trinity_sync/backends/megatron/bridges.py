@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from mbridge.core import register_model
@@ -25,6 +26,13 @@ from transformers import PretrainedConfig
 from trinity_sync.backends.megatron.layers import local_layers
 from trinity_sync.config.schema import MEGATRON_FAMILIES
 from trinity_sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+_Output = tuple[torch.Tensor, torch.Tensor | None]
+"""Logits, and a bias that was not added to them."""
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +68,7 @@ class TrinityBridge(LLMBridge):
         "pre_mlp_layernorm.weight": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
     }
 
-    def __init__(self, hf_config: PretrainedConfig, **kwargs: Any) -> None:
+    def __init__(self, hf_config: PretrainedConfig, **kwargs: object) -> None:
         check_architecture(hf_config)
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         kwargs.setdefault("make_vocab_size_divisible_by", math.lcm(_VOCABULARY_MULTIPLE, ranks))
@@ -72,17 +80,20 @@ class TrinityBridge(LLMBridge):
             self._DIRECT_MAPPING = {**self._DIRECT_MAPPING, "output_layer.weight": "model.embed_tokens.weight"}
 
     def _weight_name_mapping_mcore_to_hf(self, mcore_weights_name: str) -> list[str]:
+        names: list[str]
         if mcore_weights_name.endswith("pre_mlp_layernorm.weight"):
-            return self._weight_name_mapping_other(mcore_weights_name)  # mbridge would look among the mlp's weights
-        return super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+            names = self._weight_name_mapping_other(mcore_weights_name)  # mbridge would look among the mlp's weights
+        else:
+            names = super()._weight_name_mapping_mcore_to_hf(mcore_weights_name)
+        return names
 
-    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> Any:
+    def _get_transformer_layer_spec(self, vp_stage: int | None = None) -> TransformerBlockSubmodules:
         if has_transformer_engine():
             return super()._get_transformer_layer_spec(vp_stage)
         self.has_vp_stage = True
         return local_layers(self.config, vp_stage)
 
-    def _get_gptmodel_args(self) -> dict[str, Any]:
+    def _get_gptmodel_args(self) -> dict[str, object]:
         return {
             "vocab_size": self.hf_config.vocab_size,
             "max_sequence_length": self.hf_config.max_position_embeddings,
@@ -90,11 +101,13 @@ class TrinityBridge(LLMBridge):
             **rotary_arguments(self.hf_config),
         }
 
-    def _model_provider(self, post_model_creation_callbacks: list[Any]) -> Any:
+    def _model_provider(
+        self, post_model_creation_callbacks: list[Callable[[torch.nn.Module], object]]
+    ) -> Callable[..., torch.nn.Module]:
         provide = super()._model_provider(post_model_creation_callbacks)
 
         def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
-            model = provide(pre_process, post_process, vp_stage)
+            model: torch.nn.Module = provide(pre_process, post_process, vp_stage)
             if post_process:
                 _silence_padding(model, self.hf_config.vocab_size)
             return model
@@ -139,7 +152,7 @@ def check_architecture(config: PretrainedConfig) -> None:
         raise ConfigError(f"model: backend=megatron does not know models with {', '.join(found)}; use backend=fsdp2")
 
 
-def rotary_arguments(config: PretrainedConfig) -> dict[str, Any]:
+def rotary_arguments(config: PretrainedConfig) -> dict[str, object]:
     """The rotary embedding as arguments of megatron-core's `GPTModel`.
 
     Raises:
@@ -157,7 +170,7 @@ def rotary_arguments(config: PretrainedConfig) -> dict[str, Any]:
     raise ConfigError(f"model: backend=megatron does not know the rotary embedding {rope}; use backend=fsdp2")
 
 
-def _silence_padding(model: Any, vocabulary: int) -> None:
+def _silence_padding(model: GPTModel, vocabulary: int) -> None:
     """Keep the rows that pad the vocabulary out of the softmax. They get no gradient, so they stay zero."""
     local = model.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
     valid = vocabulary - parallel_state.get_tensor_model_parallel_rank() * local
@@ -165,7 +178,7 @@ def _silence_padding(model: Any, vocabulary: int) -> None:
         return
     padding = torch.arange(local) >= valid
 
-    def silence(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+    def silence(module: torch.nn.Module, inputs: object, output: _Output) -> _Output:
         logits, bias = output
         return logits.masked_fill(padding.to(logits.device), _NO_LOGIT), bias
 

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing import ShardedObject
 from verl.utils.megatron.dist_checkpointing import load_dist_checkpointing
 
+from trinity_sync.backends.engines import MegatronEngine
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.backends.megatron.resume import saved_layout
@@ -28,9 +29,22 @@ from trinity_sync.backends.megatron.writer import Copies, Pending, Planner, fina
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.weights.copying import Copying
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 _MODEL, _OPTIMIZER, _EXTRA = "model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"
 _CONTENTS = "ckpt_contents.json"
 _RANK_RNG = "rng_state_of_rank"
+
+
+class RngState(TypedDict):
+    """The states of a rank's random generators: Python's, numpy's, torch's, megatron-core's, and the device's."""
+
+    python: tuple[object, ...]
+    numpy: dict[str, object] | tuple[str, NDArray[np.uint32], int, int, float]
+    torch: torch.Tensor
+    tracker: dict[str, torch.Tensor]
+    cuda: NotRequired[torch.Tensor]
 
 
 class Checkpoints:
@@ -40,7 +54,7 @@ class Checkpoints:
         engine: verl's, initialised.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
         self._manager = engine.checkpoint_mananager  # verl spells it so
         self._manager.use_dist_checkpointing = True
@@ -55,7 +69,7 @@ class Checkpoints:
 
         Args:
             folder: the checkpoint's.
-            meeting: of the save.
+            meeting: the meeting of the save's ranks.
             in_background: the state does not change before the copy is waited for.
 
         Returns:
@@ -86,7 +100,7 @@ class Checkpoints:
         made = [path for path in (folder / "model" / "huggingface").rglob("*") if path.is_file()]
         return [*sorted(made), folder / "transformer_config.json", folder / _CONTENTS]
 
-    def _extra(self) -> dict[str, Any]:
+    def _extra(self) -> dict[str, object]:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         mine = ShardedObject(_RANK_RNG, rng_state(), (ranks,), (rank,), replica_id=0)
         return {**self._manager._build_extra_state_dict(), _RANK_RNG: mine}
@@ -126,7 +140,7 @@ class Checkpoints:
             set_rng_state(loaded[_RANK_RNG])
 
 
-def layout(engine: Any) -> dict[str, Any]:
+def layout(engine: MegatronEngine) -> dict[str, int | str]:
     """How an engine is laid out over the ranks, as it stands in a checkpoint's `ckpt_contents.json`."""
     return {
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -138,13 +152,13 @@ def layout(engine: Any) -> dict[str, Any]:
     }
 
 
-def _ranks(of: Mapping[str, Any] | None) -> dict[str, int]:
+def _ranks(of: Mapping[str, int | str] | None) -> dict[str, int | str]:
     return {name: of[name] for name in ("tp", "pp", "dp")} if of else {}
 
 
-def rng_state() -> dict[str, Any]:
-    """All random generators of this rank."""
-    state = {
+def rng_state() -> RngState:
+    """Return the states of all random generators of this rank."""
+    state: RngState = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
@@ -155,7 +169,7 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: Mapping[str, Any]) -> None:
+def set_rng_state(state: RngState) -> None:
     """Set all random generators of this rank to what `rng_state` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

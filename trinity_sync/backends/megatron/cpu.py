@@ -12,8 +12,8 @@ False. `STAND_INS` is the whole list; the tests check that each of them is neede
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from types import ModuleType
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,20 +31,26 @@ class CudaMeansCpu(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: Collection[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        if func is torch.device:
-            return func(*args, **kwargs)  # a name only; what it is used for comes through here too
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
+        is_name = func is torch.device  # what it is used for comes through here too
+        asks_type = func is torch.Tensor.type and len(args) == 1 and not kwargs
+        if is_name:
+            return func(*args, **kwargs)
+        if asks_type:
+            return str(func(*args)).replace("torch.", "torch.cuda.", 1)
         kwargs.pop("pin_memory", None)
         return func(*map(_on_cpu, args), **{name: _on_cpu(value) for name, value in kwargs.items()})
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(value: object) -> object:
     if isinstance(value, torch.device) and value.type == "cuda":
         return _CPU
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
@@ -52,16 +58,16 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     """There is no device to wait for."""
 
 
-def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+def _get_rng_state(*_: object, **__: object) -> torch.Tensor:
     return torch.get_rng_state()
 
 
 # Functions of torch.cuda (and of one module of megatron-core) that raise without CUDA, and what they are on a CPU.
-STAND_INS: dict[str, Any] = {
+STAND_INS: dict[str, Callable[..., object]] = {
     # every buffer is asked for on the current device
     "torch.cuda.current_device": lambda: _CPU,
     # ranks that exchange what they loaded of a checkpoint wait for the device
@@ -90,7 +96,7 @@ def install() -> None:
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
 
 
-def _owner(name: str) -> tuple[Any, str]:
+def _owner(name: str) -> tuple[ModuleType, str]:
     import importlib
 
     module, _, attribute = name.rpartition(".")

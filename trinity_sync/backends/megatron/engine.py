@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -21,6 +22,9 @@ with warnings.catch_warnings():
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     from trinity_sync.backends.megatron import bridges  # noqa: F401 - registers the families
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # verl chooses an engine by this variable's value, before the device that it finds.
 DEVICE = "trinity"
@@ -43,9 +47,9 @@ class MegatronEngine(MegatronEngineWithLMHead):
     """A rank's engine. All its calls are collective."""
 
 
-def _on_cpu(call: Any) -> Any:
+def _on_cpu(call: Callable[P, T]) -> Callable[P, T]:
     @wraps(call)
-    def inside(*args: Any, **kwargs: Any) -> Any:
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
         with cpu.CudaMeansCpu():
             return call(*args, **kwargs)
 

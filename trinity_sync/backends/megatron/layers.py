@@ -5,8 +5,6 @@ megatron-core has such a "local" specification of a layer itself; two of its mod
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -22,7 +20,7 @@ class RmsNorm(torch.nn.RMSNorm):
     over them; megatron-core does that for weights with this mark.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
@@ -35,17 +33,24 @@ class CausalAttention(DotProductAttention):
     """
 
     def forward(
-        self, query: Any, key: Any, value: Any, attention_mask: Any, attn_mask_type: Any = None, **kwargs: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        **kwargs: object,
     ) -> torch.Tensor:
         assert (attn_mask_type or self.attn_mask_type) == AttnMaskType.causal, "decoders attend causally"
-        return super().forward(query, key, value, None, attn_mask_type=attn_mask_type, **kwargs)
+        found: torch.Tensor = super().forward(query, key, value, None, attn_mask_type=attn_mask_type, **kwargs)
+        return found
 
 
 def local_layers(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, without Transformer Engine.
 
     Args:
-        config: of the model; RMSNorm, attention without latent heads.
+        config: the model's configuration; RMSNorm, attention without latent heads.
         vp_stage: virtual pipeline stage, None for the only one.
     """
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)

@@ -7,31 +7,40 @@ other two nothing here has an effect.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import prod
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
 from trinity_sync.backends.megatron.boxes import boxes
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
+
+T = TypeVar("T")
+
+_StateDict: TypeAlias = dict[str, object]
+"""A sharded state dict of megatron-core: nested containers of `ShardedTensor` and the like."""
+
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
-def inner_optimizers(optimizer: Any) -> Iterator[Any]:
-    """megatron-core's optimizers whose inner one is torch's Adam, the distributed ones around it."""
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
+    """Give megatron-core's optimizers whose inner one is torch's Adam, the distributed ones around it."""
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(getattr(one, "optimizer", None), torch.optim.Adam | torch.optim.AdamW):
             yield one
 
 
-def materialise(optimizer: Any) -> None:
+def materialise(optimizer: MegatronOptimizer) -> None:
     """Give each parameter the state that torch's Adam would create at the first step: without it an optimizer that has
     not stepped yet can be neither saved nor loaded.
     """
@@ -47,7 +56,7 @@ def materialise(optimizer: Any) -> None:
                     }
 
 
-def load(optimizer: Any, state: dict[str, Any]) -> None:
+def load(optimizer: MegatronOptimizer, state: dict[str, object]) -> None:
     """`optimizer.load_state_dict`, with torch's step counts.
 
     megatron-core looks for a saved tensor of each kind that the live state has, and a step is not among them: it
@@ -80,7 +89,7 @@ class OwnShards:
         self._parts: dict[torch.nn.Parameter, list[_Part]] = {}
 
     @contextmanager
-    def used_by(self, optimizer: Any) -> Iterator[None]:
+    def used_by(self, optimizer: MegatronOptimizer) -> Iterator[None]:
         """Inside, distributed optimizers describe their state so when their ``sharded_state_dict`` is asked for. What
         they then name are live tensors.
         """
@@ -98,8 +107,13 @@ class OwnShards:
                 del one.sharded_param_state_fully_reshardable
 
     def _state(
-        self, one: Any, gathered: Any, model: dict[str, Any], is_loading: bool = False, metadata: Any = None
-    ) -> Any:
+        self,
+        one: DistributedOptimizer,
+        gathered: Callable[[_StateDict, bool, object], T],
+        model: _StateDict,
+        is_loading: bool = False,
+        metadata: object = None,
+    ) -> T | dict[int, dict[str, list[ShardedTensor]]]:
         if is_loading or not self._know_parts(one, model):
             return gathered(model, is_loading, metadata)
         state: dict[int, dict[str, list[ShardedTensor]]] = {}
@@ -112,7 +126,7 @@ class OwnShards:
         return state
 
     def _shards(
-        self, parameter: torch.nn.Parameter, name: str, held: torch.Tensor, places: Any, one: Any
+        self, parameter: torch.nn.Parameter, name: str, held: torch.Tensor, places: Range, one: DistributedOptimizer
     ) -> list[ShardedTensor]:
         """What this rank holds of one kind of state of a parameter.
 
@@ -146,7 +160,7 @@ class OwnShards:
                 at += count
         return found
 
-    def _know_parts(self, one: Any, model: dict[str, Any]) -> bool:
+    def _know_parts(self, one: DistributedOptimizer, model: _StateDict) -> bool:
         """Find out where the parameters of an optimizer belong in the whole. The same on all data-parallel ranks.
 
         Returns:
@@ -162,10 +176,10 @@ class OwnShards:
 
 
 _Part = tuple[int, "ShardedTensor"]
-"""Of a parameter on this rank: its first element, and where the part belongs, without data."""
+"""What this rank holds of a parameter: its first element, and where the part belongs, without data."""
 
 
-def _parts(described: Any, parameter: torch.nn.Parameter) -> list[_Part]:
+def _parts(described: ShardedTensor | ShardedTensorFactory, parameter: torch.nn.Parameter) -> list[_Part]:
     """What megatron-core makes of a parameter: itself, or pieces, such as the two halves of a gated unit. None at all
     where a piece is not one range of the parameter's elements.
     """
@@ -181,18 +195,20 @@ def _parts(described: Any, parameter: torch.nn.Parameter) -> list[_Part]:
     return sorted(found, key=lambda part: part[0]) if whole else []
 
 
-def _bucket_ranges(one: Any) -> Iterator[Any]:
-    """For each bucket, the parameters of which this rank holds a part, and where."""
+def _bucket_ranges(one: DistributedOptimizer) -> Iterator[dict[torch.nn.Parameter, dict[str, Range]]]:
+    """Give, for each bucket, the parameters of which this rank holds a part, and where."""
     for of_buffer in one.gbuf_ranges:
         for buckets in of_buffer.values():
             for bucket in buckets:
                 yield bucket["param_map"]
 
 
-def _with_step(one: Any) -> Any:
+def _with_step(
+    one: DistributedOptimizer,
+) -> Callable[[torch.nn.Parameter, dict[str, torch.Tensor]], None]:
     set_states = one._set_main_param_and_optimizer_states
 
-    def with_step(model_param: Any, tensors: dict[str, Any]) -> None:
+    def with_step(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
         group, order = one.model_param_group_index_map[model_param]
         step = one.optimizer.state[one.optimizer.param_groups[group]["params"][order]]["step"]
         set_states(model_param, {**tensors, "step": step})

@@ -55,7 +55,7 @@ def pieces(name: str, hf_names: Sequence[str], shape: Sequence[int], dtype: str,
     Args:
         name: megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``.
         hf_names: the Hugging Face tensors that it is made of, in mbridge's order.
-        shape: of the local parameter.
+        shape: the shape of the local parameter.
         dtype: in which the tensors travel, as safetensors names it.
         at: this rank's place in the model.
 

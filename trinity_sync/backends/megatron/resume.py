@@ -16,7 +16,7 @@ def check_layout(cfg: DictConfig, checkpoint: Path) -> str | None:
     """Compare the layout that the configuration asks for with that of a checkpoint.
 
     Args:
-        cfg: of the run that is to go on, with ``backend=megatron``.
+        cfg: the configuration of the run that is to go on, with ``backend=megatron``.
         checkpoint: the step folder.
 
     Returns:

@@ -40,7 +40,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
-from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.weights.copying import Copying, HostMemory
@@ -51,15 +52,15 @@ _FORMAT = ("torch_dist", 1)
 class _Share(FileSystemWriterAsync):
     """One rank's share of one state dict, in one file."""
 
-    def prepare_local_plan(self, plan: Any) -> Any:
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Without making the folder."""
         return plan
 
-    def prepare_write_data(self, plan: Any, planner: Any) -> None:
+    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         self._file = f"{plan.storage_data.prefix}0.distcp"
         self.items = [(item, planner.resolve_data(item)) for item in plan.items]
 
-    def write(self) -> tuple[list[Any], list[Path]]:
+    def write(self) -> tuple[list[WriteResult], list[Path]]:
         """The results for the metadata and the files written."""
         if not self.items:
             return [], []
@@ -79,7 +80,7 @@ class _Share(FileSystemWriterAsync):
 class _Strategy(TorchDistSaveShardedStrategy):
     """megatron-core's strategy with our writer. Planning runs on the training thread, over the default group."""
 
-    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: dict[str, object], checkpoint_dir: Path) -> AsyncRequest:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
         self.share = _Share(checkpoint_dir, thread_count=1)
         (_, self.metadata, _), *_ = save_state_dict_async_plan(
@@ -114,11 +115,11 @@ class Pending:
             (item, next(copies) if isinstance(data, torch.Tensor) else data) for item, data in self._share.items
         ]
 
-    def write(self) -> tuple[list[Any], list[Path]]:
+    def write(self) -> tuple[list[WriteResult], list[Path]]:
         """Write this rank's file. No communication."""
         return self._share.write()
 
-    def close(self, results: Sequence[Sequence[Any]]) -> list[Path]:
+    def close(self, results: Sequence[Sequence[WriteResult]]) -> list[Path]:
         """Rank 0: write the metadata from the results of all ranks; the files that are there besides theirs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         # The ranks' plans would let a later save with the same layout skip its planning. They need classes of
@@ -141,7 +142,7 @@ class Planner:
         self._shared = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._checked = False
 
-    def plan(self, state: dict[str, Any], folder: Path, content: dict[str, Any]) -> Pending:
+    def plan(self, state: dict[str, object], folder: Path, content: dict[str, object]) -> Pending:
         """Plan a save. Collective, on the training thread.
 
         Args:
@@ -182,8 +183,8 @@ def finalise(pending: Sequence[Pending], meeting: Meeting, wait_copied: Callable
     """Write all of them and make them checkpoints. Collective, on a thread of its own.
 
     Args:
-        pending: of one save.
-        meeting: of that save.
+        pending: the state dicts of one save.
+        meeting: the meeting of that save's ranks.
         wait_copied: returns when what is pending is copied; what it raises fails the save on all ranks.
 
     Returns:
@@ -194,7 +195,7 @@ def finalise(pending: Sequence[Pending], meeting: Meeting, wait_copied: Callable
     """
     files: list[Path] = []
 
-    def write() -> list[list[Any]]:
+    def write() -> list[list[WriteResult]]:
         wait_copied()
         results = []
         for one in pending:

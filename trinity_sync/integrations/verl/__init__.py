@@ -7,7 +7,23 @@ its names are loaded when they are first asked for.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trinity_sync.integrations.verl.functions import (
+        fsdp_save_state_dict,
+        fsdp_state_dict_meta,
+        fsdp_sync_weight_nccl,
+        fsdp_upload_state_dict,
+    )
+    from trinity_sync.integrations.verl.manager import FSDPCheckpointManager, use_in
+    from trinity_sync.integrations.verl.megatron import (
+        megatron_save_state_dict,
+        megatron_state_dict_meta,
+        megatron_sync_weight_nccl,
+        megatron_upload_state_dict,
+    )
+    from trinity_sync.integrations.verl.run import open_run
 
 _HOME = {
     "FSDPCheckpointManager": "manager",
@@ -38,7 +54,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

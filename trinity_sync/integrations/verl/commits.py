@@ -16,7 +16,7 @@ class Commits:
 
     Args:
         monitor: the checkpoint monitor.
-        attempt: of the run.
+        attempt: the run's attempt.
         timeout_s: limit of each wait, seconds.
     """
 

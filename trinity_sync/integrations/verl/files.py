@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, GenerationConfig
 from transformers.dynamic_module_utils import custom_object_save
-from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager, FSDPConfig
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.fsdp_utils import (
     fsdp_version,
@@ -24,12 +24,16 @@ from verl.utils.fsdp_utils import (
 )
 from verl.utils.transformers_compat import drop_tied_target_keys, get_auto_model_for_vision2seq
 
+from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl.state import sharded
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 
-def unwrapped(model: torch.nn.Module) -> Any:
-    """The transformers model inside FSDP's wrapper."""
+def unwrapped(model: torch.nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside FSDP's wrapper."""
     return model._fsdp_wrapped_module if fsdp_version(model) == 1 else model
 
 
@@ -45,7 +49,7 @@ def write_files(files: Mapping[str, bytes], folder: Path) -> list[Path]:
 
 
 def generation_config(model: torch.nn.Module) -> GenerationConfig | None:
-    """Of a model that generates and came from a path that has one."""
+    """Return the generation config of a model that generates and came from a path that has one."""
     inner = unwrapped(model)
     origin = getattr(inner.config, "name_or_path", None)
     if not inner.can_generate() or not origin:
@@ -56,7 +60,7 @@ def generation_config(model: torch.nn.Module) -> GenerationConfig | None:
         return None
 
 
-def metadata(manager: Any) -> dict[str, bytes]:
+def metadata(manager: FSDPCheckpointManager) -> dict[str, bytes]:
     """The files by which others read the shards, relative path -> contents: Hugging Face config, tokenizer or
     processor, generation config and code of the model's own in ``huggingface/``; ``fsdp_config.json``; verl's note on
     LoRA.
@@ -99,8 +103,9 @@ def full_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         state = model.state_dict()
     for name, value in state.items():
         if isinstance(value, DTensor):
-            local: Any = value.to(get_device_id())
-            yield name, local.full_tensor()
+            moved = value.to(get_device_id())
+            assert isinstance(moved, DTensor)
+            yield name, moved.full_tensor()
         elif type(value).__name__ == "ShardedTensor":
             raise RunError(
                 f"{name} is sharded without a device mesh, as verl's engines have one; it cannot be gathered"
@@ -126,14 +131,14 @@ def _on_device(model: torch.nn.Module) -> Iterator[None]:
 # ---- Hugging Face export
 
 
-def auto_class(config: Any) -> Any:
-    """The transformers class by which a model of this architecture is saved and loaded.
+def auto_class(config: PretrainedConfig) -> type[_BaseAutoModelClass]:
+    """Return the transformers class by which a model of this architecture is saved and loaded.
 
     Raises:
         ConfigError: of an architecture that is not known to be one of the three kinds.
     """
     architectures = getattr(config, "architectures", None) or [""]
-    kinds = {
+    kinds: dict[str, Callable[[], type[_BaseAutoModelClass]]] = {
         "ForTokenClassification": lambda: AutoModelForTokenClassification,
         "ForCausalLM": lambda: AutoModelForCausalLM,
         "ForConditionalGeneration": get_auto_model_for_vision2seq,
@@ -147,8 +152,11 @@ def auto_class(config: Any) -> Any:
     )
 
 
-def empty_model(model: torch.nn.Module, dtype: torch.dtype, trust_remote_code: bool) -> Any:
-    """A model of the same architecture without storage. On the main thread: it sets torch's default dtype meanwhile."""
+def empty_model(model: torch.nn.Module, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Make a model of the same architecture without storage.
+
+    On the main thread: it sets torch's default dtype meanwhile.
+    """
     config = copy.deepcopy(unwrapped(model).config)
     with torch.device("meta"):
         made = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -158,7 +166,7 @@ def empty_model(model: torch.nn.Module, dtype: torch.dtype, trust_remote_code: b
     return made
 
 
-def write_export(empty: Any, state: dict[str, torch.Tensor], folder: Path) -> list[Path]:
+def write_export(empty: PreTrainedModel, state: dict[str, torch.Tensor], folder: Path) -> list[Path]:
     """Write a full model in Hugging Face format; `state` is its state dict on the CPU. Returns the files of weights.
 
     The other files in the folder (config, tokenizer) are `metadata`'s.

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trinity_sync.backends.engines import Engine, FsdpEngine
+from trinity_sync.backends.sharded import sharded
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.integrations.verl import files, weights
 from trinity_sync.integrations.verl.parameters import parameters
 from trinity_sync.integrations.verl.ranks import together
-from trinity_sync.integrations.verl.state import StateCopy, sharded
+from trinity_sync.integrations.verl.state import StateCopy
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.stream import BUCKET_BYTES
 
 
 def fsdp_save_state_dict(
-    engine: Any,
+    engine: FsdpEngine,
     local_path: str | None,
     global_step: int,
     coordinator: CheckpointCoordinator,
@@ -67,7 +68,7 @@ def fsdp_save_state_dict(
 
 
 def fsdp_upload_state_dict(
-    engine: Any,
+    engine: Engine,
     synchronizer: Synchronizer,
     global_step: int,
     logger: logging.Logger,
@@ -84,8 +85,8 @@ def fsdp_upload_state_dict(
         synchronizer: used by rank 0.
         global_step: the version.
         logger: told what was uploaded.
-        attempt: of the run.
-        wire_dtype: of floating tensors on their way, such as ``"BF16"``; None: as they are.
+        attempt: the run's attempt.
+        wire_dtype: the dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
 
     Raises:
         RunError: on every rank, where rank 0 could not.
@@ -96,7 +97,7 @@ def fsdp_upload_state_dict(
     logger.info("version %d was uploaded", global_step)
 
 
-def fsdp_state_dict_meta(engine: Any, *, wire_dtype: str | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
+def fsdp_state_dict_meta(engine: Engine, *, wire_dtype: str | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype as torch prints it, shape) of what `fsdp_sync_weight_nccl` sends, in order: for
     `Synchronizer.setup_weight_sync_group`. On rank 0; empty elsewhere.
     """
@@ -104,8 +105,8 @@ def fsdp_state_dict_meta(engine: Any, *, wire_dtype: str | None = None) -> list[
 
 
 def fsdp_sync_weight_nccl(
-    engine: Any,
-    model_update_group: Any,
+    engine: Engine,
+    model_update_group: dist.ProcessGroup | None,
     *,
     packed: bool = False,
     wire_dtype: str | None = None,
@@ -120,7 +121,7 @@ def fsdp_sync_weight_nccl(
         model_update_group: process group of rank 0 (its rank 0) and the explorers; None on the other ranks.
         packed: in buckets, each followed by its digest, for our receiver. Else one broadcast per parameter, as the
             receivers of others expect it. `trinity_sync.sync.stream.receive` takes both.
-        wire_dtype: of floating parameters on their way, such as ``"BF16"``; None: as they are.
+        wire_dtype: the dtype of floating parameters on their way, such as ``"BF16"``; None: as they are.
         bucket_bytes: length of a bucket.
         verify: send the digests of buckets (packed only).
         timeout_s: limit of every broadcast, seconds.
@@ -139,5 +140,5 @@ def fsdp_sync_weight_nccl(
     )
 
 
-def _tensors(engine: Any) -> weights.OpenTensors:
+def _tensors(engine: Engine) -> weights.OpenTensors:
     return lambda: parameters(engine)

@@ -16,36 +16,31 @@ One save, on every rank:
 
 from __future__ import annotations
 
-import copy
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager as VerlCheckpointManager
-from verl.utils.fs import is_non_local
 from verl.utils.fsdp_utils import fsdp_version
 
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.checkpoint.coordinator import SaveFn
-from trinity_sync.checkpoint.holds import lease_checkpoint
-from trinity_sync.checkpoint.layout import MANIFEST, step_dir, step_of
+from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.monitor import ACTOR_NAME
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.verl import files
+from trinity_sync.integrations.verl import contents, files
 from trinity_sync.integrations.verl.commits import Commits
+from trinity_sync.integrations.verl.copies import Copies
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
-from trinity_sync.integrations.verl.state import StateCopy, sharded
+from trinity_sync.integrations.verl.reading import check_files, hold, step_at
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.sync import Synchronizer
 
-#: What a save may consist of. The first two are weights, on all ranks and on rank 0.
-_MODEL, _METADATA, _OPTIMIZER, _EXTRA, _EXPORT = "model", "metadata", "optim", "extra_state", "hf_model"
-_WEIGHTS = (_MODEL, _METADATA)
-_OF_FIRST_RANK = (_METADATA, _EXPORT)
+if TYPE_CHECKING:
+    from trinity_sync.backends.engines import FsdpEngine
+    from trinity_sync.integrations.verl.weights import Pairs
 
 
 class FSDPCheckpointManager(VerlCheckpointManager):
@@ -60,7 +55,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
 
     Args:
         args, kwargs: as for verl's class.
-        ray_namespace: of the run's actors; empty: Ray's own for this process.
+        ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
         trust_remote_code: passed on when Hugging Face configs and models are made.
         timeout_s: limit of every wait, seconds.
 
@@ -70,11 +65,11 @@ class FSDPCheckpointManager(VerlCheckpointManager):
 
     def __init__(
         self,
-        *args: Any,
+        *args: object,
         ray_namespace: str = "",
         trust_remote_code: bool = False,
         timeout_s: float = 1800.0,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, trust_remote_code=trust_remote_code, **kwargs)
         self.previous_saved_paths: list[str] = []
@@ -95,14 +90,12 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         facts = self._monitor.describe().result(timeout_s)
         self._root = Path(facts["root"]) if facts["root"] is not None else None
         self._attempt: int = facts["attempt"]
-        self._durable: bool = facts["fsync"]
         self._roles: list[str] = facts["roles"]
         self._coordinator = CheckpointCoordinator(
             handle, job_id=f"rank-{self.rank}", timeout_s=timeout_s, attempt=self._attempt
         )
         self._commits = Commits(self._monitor, self._attempt, timeout_s)
-        self._metadata: dict[str, bytes] | None = None
-        self._copy = StateCopy()
+        self._copies = Copies(self, durable=facts["fsync"])
         # What this run has saved of its newest step.
         self._step: int | None = None
         self._saved: dict[str, set[str]] = {}  # by place in the step's folder
@@ -136,18 +129,18 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         """
         if local_path is None:
             return
-        contents = [
+        wanted = [
             name
-            for name, wanted in (
-                (_MODEL, self.should_save_model),
-                (_METADATA, True),
-                (_OPTIMIZER, self.should_save_optimizer),
-                (_EXTRA, self.should_save_extra),
-                (_EXPORT, self.should_save_hf_model or save_as_hf),
+            for name, asked in (
+                (contents.MODEL, self.should_save_model),
+                (contents.METADATA, True),
+                (contents.OPTIMIZER, self.should_save_optimizer),
+                (contents.EXTRA, self.should_save_extra),
+                (contents.EXPORT, self.should_save_hf_model or save_as_hf),
             )
-            if wanted
+            if asked
         ]
-        self._save(local_path, global_step, FULL, contents)
+        self._save(local_path, global_step, FULL, wanted)
         if self.rank == 0:
             self._commits.follow(global_step, FULL, lambda _: self.register_checkpoint(local_path, max_ckpt_to_keep))
 
@@ -169,17 +162,17 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if self._step is None and global_step in (0, self._loaded):
             together(f"announce version {global_step}", lambda: self._announce(global_step))
             return
-        self._save(local_path, global_step, STATE_DICT, [_MODEL, _METADATA])
+        self._save(local_path, global_step, STATE_DICT, [contents.MODEL, contents.METADATA])
         if self.rank == 0 and self._announced != global_step:
             self._commits.follow(global_step, STATE_DICT, lambda folder: self._announce(global_step, folder))
 
-    def _save(self, local_path: str, step: int, kind: Kind, contents: list[str]) -> None:
+    def _save(self, local_path: str, step: int, kind: Kind, names: list[str]) -> None:
         self._check_earlier(step)
         if self._step != step:
             self._step, self._saved, self._kinds = step, {}, set()
         place = together(f"save step {step}", lambda: self._coordinator.place(local_path, step))[self.rank]
         saved = self._saved.get(place, set())
-        todo = [name for name in contents if name not in saved]
+        todo = [name for name in names if name not in saved]
         self.previous_global_step = step
         if todo:
             self._write(local_path, step, kind, todo)
@@ -194,17 +187,17 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         self._commits.expect(step, kind)
 
     def _write(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> None:
-        begun: list[Path] = []
+        begun: list[tuple[Path, Path]] = []
         try:
             together(f"begin to save step {step}", lambda: begun.append(self._begin(local_path, step, kind, todo)))
-            writers = self._snapshot(step, todo, begun[0])
+            writers = self._copies.take(step, todo, *begun[0])
         except Exception as error:
             if self.rank == 0 and begun:
                 self._monitor.fail_step(step, str(error), attempt=self._attempt).result(self._timeout_s)
             raise
         for name, write in writers.items():
-            part = self._coordinator.part(local_path, step, self._part(name, self.rank))
-            self._coordinator.save_async(name, write, step, name in _WEIGHTS, part=part)
+            part = self._coordinator.part(local_path, step, contents.part(name, self.rank))
+            self._coordinator.save_async(name, write, step, name in contents.WEIGHTS, part=part)
 
     def _check_earlier(self, step: int) -> None:
         """Nothing of before is left to be written, and nothing of it failed."""
@@ -219,22 +212,23 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             self._forget()
             raise
 
-    def _begin(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> Path:
-        """Where to write. Rank 0 announces the parts."""
-        if _MODEL in todo and self.model is None:
+    def _begin(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> tuple[Path, Path]:
+        """Return the folder to write to, and the step's staging folder above it. Rank 0 announces the parts."""
+        if contents.MODEL in todo and self.model is None:
             raise ConfigError("save_contents has 'model', but the checkpoint manager was made without a model")
-        if _OPTIMIZER in todo and self.optimizer is None:
+        if contents.OPTIMIZER in todo and self.optimizer is None:
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
-        if _EXPORT in todo:
+        if contents.EXPORT in todo:
             files.auto_class(files.unwrapped(self.model).config)
         folder = self._coordinator.staged(local_path, step)
         parts = {
-            self._coordinator.part(local_path, step, self._part(name, rank)): name
+            self._coordinator.part(local_path, step, contents.part(name, rank)): name
             for name in todo
-            for rank in self._writers(name)
+            for rank in contents.writers(name, self.world_size)
         }
         self._tell_parts(local_path, step, kind, parts)
-        return folder
+        staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
+        return folder, staging
 
     def _tell_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
         """Announce parts, and which of the contents each is; for a full checkpoint, that those of this role are known.
@@ -250,69 +244,15 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             step,
             self._attempt,
             kind,
-            [*parts, *(_announcement(role) for role in roles)],
+            [*parts, *(contents.announcement(role) for role in roles)],
             {"backend": "fsdp" if fsdp_version(self.model) == 1 else "fsdp2", "world_size": self.world_size},
-            weights_parts=[part for part, name in parts.items() if name in _WEIGHTS],
+            weights_parts=[part for part, name in parts.items() if name in contents.WEIGHTS],
         )
         begun.result(self._timeout_s)
         if roles:
-            announced = self._monitor.notify_finished(step, part=_announcement(place), attempt=self._attempt, files=[])
+            known = contents.announcement(place)
+            announced = self._monitor.notify_finished(step, part=known, attempt=self._attempt, files=[])
             announced.result(self._timeout_s)
-
-    def _snapshot(self, step: int, todo: list[str], folder: Path) -> dict[str, SaveFn]:
-        """Copy what this rank is to write; what writes it, by name. Collective."""
-        together(f"copy the state of step {step}", lambda: self._copy_state(step, todo))
-        staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
-        writers: dict[str, SaveFn] = {
-            name: self._copy.writer(self._file(name), folder, staging, durable=self._durable)
-            for name in todo
-            if name not in _OF_FIRST_RANK
-        }
-        if self.rank == 0 and _METADATA in todo:
-            writers[_METADATA] = lambda: files.write_files(self._metadata or {}, folder)
-        if _EXPORT in todo:
-            tensors = files.full_tensors(self.model)
-            export = use_on_first_rank(f"gather the model of step {step}", tensors, self._export)
-            if export is not None:
-                empty, weights = export
-                writers[_EXPORT] = lambda: files.write_export(empty, weights, folder / "huggingface")
-        return writers
-
-    def _copy_state(self, step: int, todo: list[str]) -> None:
-        live: dict[str, Any] = {}
-        with sharded(self.model, offload=torch.cuda.is_available()) if self.model is not None else nullcontext():
-            if _MODEL in todo:
-                # Collective in FSDP1, so it comes before everything that may fail on one rank.
-                live[_MODEL] = self._chosen(self.model.state_dict())
-            if _OPTIMIZER in todo:
-                live[_OPTIMIZER] = self.optimizer.state_dict()
-        if _EXTRA in todo:
-            scheduler = copy.deepcopy(self.lr_scheduler.state_dict()) if self.lr_scheduler is not None else None
-            live[_EXTRA] = {"lr_scheduler": scheduler, "rng": self.get_rng_state()}
-        self._copy.take({self._file(name): value for name, value in live.items()}, f"the state of step {step}")
-        if _METADATA in todo and self.rank == 0 and self._metadata is None:
-            # Made once, and on the thread that uses config and tokenizer: neither changes in a run.
-            self._metadata = files.metadata(self)
-
-    def _export(self, tensors: Any) -> tuple[Any, dict[str, Any]]:
-        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
-        dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-        return files.empty_model(self.model, dtype, self.trust_remote_code), state
-
-    def _chosen(self, state: dict[str, Any]) -> dict[str, Any]:
-        if not (self.should_save_lora_only and self._has_lora()):
-            return state
-        chosen = {name: value for name, value in state.items() if "lora_" in name or ".adapter_" in name}
-        if not chosen:
-            raise ConfigError("save_lora_only is set and the model has adapters, but none of its tensors is one")
-        return chosen
-
-    def _writers(self, name: str) -> range:
-        return range(1 if name in _OF_FIRST_RANK else self.world_size)
-
-    @staticmethod
-    def _part(name: str, rank: int) -> str:
-        return name if name in _OF_FIRST_RANK else f"{name}-rank-{rank:05d}"
 
     # ---- after a save
 
@@ -350,7 +290,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         being saved and what somebody holds is never deleted.
 
         Args:
-            new_path: of the new one.
+            new_path: the folder of the new checkpoint.
             max_ckpt_to_keep: how many full checkpoints stay; None or 0: no limit.
         """
         if new_path not in self.previous_saved_paths:
@@ -380,7 +320,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             RunError: on every rank, where rank 0 could not.
         """
 
-        def publish(tensors: Any) -> None:
+        def publish(tensors: Pairs) -> None:
             if self._synchronizer is None:
                 raise RunError("there is no Synchronizer in the namespace to upload to; open_run starts one")
             self._synchronizer.set_model_state_dict(tensors, global_step, attempt=self._attempt)
@@ -396,73 +336,42 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if local_path is None:
             return
         together("load, because an earlier save failed", self.wait_on_save_thread)
-        step = self._step_of(local_path)
+        step = step_at(self._root, local_path)
         with ExitStack() as held:
             # A rank that stops before verl's barrier would leave its peers in it.
-            together(f"load {local_path}", lambda: self._hold(local_path, held))
+            together(f"load {local_path}", lambda: self._prepare(local_path, held))
             self._load_as_verl(local_path, hdfs_path, del_local_after_load)
         if step is not None:
             self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
 
-    def _hold(self, local_path: str, held: ExitStack) -> None:
-        self._check_files(local_path)
-        step = self._step_of(local_path)
-        # What verl itself wrote has no manifest; nobody deletes it.
-        if step is not None and self._root is not None and (step_dir(self._root, step) / MANIFEST).exists():
-            lease = lease_checkpoint(self._root, step, holder=f"rank {self.rank}", seconds=self._timeout_s)
-            held.enter_context(lease)
+    def _prepare(self, local_path: str, held: ExitStack) -> None:
+        wanted = {
+            contents.MODEL: self.should_load_model,
+            contents.OPTIMIZER: self.should_load_optimizer,
+            contents.EXTRA: self.should_load_extra,
+        }
+        check_files(local_path, [self._file(name) for name, load in wanted.items() if load])
+        hold(self._root, local_path, f"rank {self.rank}", self._timeout_s, held)
 
     def _load_as_verl(self, local_path: str, hdfs_path: str | None, del_local_after_load: bool) -> None:
-        """By verl's own code, which would run what is pickled in the files."""
+        """Load with verl's own code, which would run what is pickled in the files."""
         with nothing_runs(local_path):
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
-    def _check_files(self, local_path: str) -> None:
-        """This rank's files are there."""
-        if is_non_local(local_path):
-            return
-        wanted = {
-            _MODEL: self.should_load_model,
-            _OPTIMIZER: self.should_load_optimizer,
-            _EXTRA: self.should_load_extra,
-        }
-        names = [self._file(name) for name, load in wanted.items() if load]
-        missing = [name for name in names if not (Path(local_path) / name).is_file()]
-        if missing:
-            others = sorted({path.name.split("_rank_")[0] for path in Path(local_path).glob("model_world_size_*.pt")})
-            found = f"; what is there is {', '.join(others)}" if others else ""
-            raise RunError(f"{local_path} has no {', '.join(missing)}{found}")
-
     def _file(self, name: str) -> str:
-        return f"{name}_world_size_{self.world_size}_rank_{self.rank}.pt"
-
-    def _step_of(self, local_path: str) -> int | None:
-        """The step of a checkpoint in our folder; None for any other place."""
-        if self._root is None:
-            return None
-        path = Path(local_path).absolute()
-        for folder in (path, *path.parents):
-            step = step_of(folder.name)
-            if step is not None and folder == step_dir(self._root, step):
-                return step if folder.is_dir() else None
-        return None
+        return contents.file(name, self.world_size, self.rank)
 
 
-def _announcement(role: str) -> str:
-    """A part without files: that the parts of this role are known. A full checkpoint waits for that of each role."""
-    return f"{role}/announced"
-
-
-def use_in(engine: Any, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpointManager:
+def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpointManager:
     """Put our manager into an initialised verl FSDP engine, so that its own `save_checkpoint` and `load_checkpoint`
     go through it. On every rank.
 
     Args:
         engine: verl's `FSDPEngine`.
-        ray_namespace: of the run's actors.
-        kwargs: for `FSDPCheckpointManager`.
+        ray_namespace: the namespace of the run's actors.
+        kwargs: what else `FSDPCheckpointManager` takes.
     """
-    engine.checkpoint_manager = FSDPCheckpointManager(
+    manager = FSDPCheckpointManager(
         model=engine.module,
         optimizer=engine.optimizer,
         lr_scheduler=engine.lr_scheduler,
@@ -472,4 +381,5 @@ def use_in(engine: Any, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpoin
         ray_namespace=ray_namespace,
         **kwargs,
     )
-    return engine.checkpoint_manager
+    engine.checkpoint_manager = manager
+    return manager

@@ -6,11 +6,12 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from trinity_sync.backends.engines import Engine, MegatronEngine
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.integrations.verl import weights
 from trinity_sync.integrations.verl.parameters import parameters
@@ -18,9 +19,12 @@ from trinity_sync.integrations.verl.ranks import together, together_inside
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.stream import BUCKET_BYTES
 
+if TYPE_CHECKING:
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
 
 def megatron_save_state_dict(
-    engine: Any,
+    engine: MegatronEngine,
     local_path: str | None,
     global_step: int,
     coordinator: CheckpointCoordinator,
@@ -84,7 +88,7 @@ def _written(place: Path) -> list[Path]:
 
 
 @contextmanager
-def _model_only(manager: Any) -> Iterator[None]:
+def _model_only(manager: MegatronCheckpointManager) -> Iterator[None]:
     contents, later = manager.checkpoint_save_contents, manager.checkpoint_config.async_save
     paths = list(manager.previous_saved_paths)
     manager.checkpoint_save_contents = ["model", *(name for name in contents if name == "hf_model")]
@@ -98,13 +102,13 @@ def _model_only(manager: Any) -> Iterator[None]:
         _set(manager.checkpoint_config, "async_save", later)
 
 
-def _set(config: Any, name: str, value: Any) -> None:
+def _set(config: object, name: str, value: bool) -> None:
     """Set a field of a config of verl's, which are frozen."""
     object.__setattr__(config, name, value)
 
 
 def megatron_upload_state_dict(
-    engine: Any,
+    engine: Engine,
     synchronizer: Synchronizer,
     global_step: int,
     logger: logging.Logger,
@@ -121,8 +125,8 @@ def megatron_upload_state_dict(
         synchronizer: used by rank 0.
         global_step: the version.
         logger: told what was uploaded.
-        attempt: of the run.
-        wire_dtype: of floating tensors on their way, such as ``"BF16"``; None: as they are.
+        attempt: the run's attempt.
+        wire_dtype: the dtype of floating tensors on their way, such as ``"BF16"``; None: as they are.
 
     Raises:
         RunError: on every rank, where one could not.
@@ -133,7 +137,9 @@ def megatron_upload_state_dict(
     logger.info("version %d was uploaded", global_step)
 
 
-def megatron_state_dict_meta(engine: Any, *, wire_dtype: str | None = None) -> list[tuple[str, str, tuple[int, ...]]]:
+def megatron_state_dict_meta(
+    engine: Engine, *, wire_dtype: str | None = None
+) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype as torch prints it, shape) of what `megatron_sync_weight_nccl` sends, in order: for
     `Synchronizer.setup_weight_sync_group`. On rank 0; empty elsewhere.
     """
@@ -141,8 +147,8 @@ def megatron_state_dict_meta(engine: Any, *, wire_dtype: str | None = None) -> l
 
 
 def megatron_sync_weight_nccl(
-    engine: Any,
-    model_update_group: Any,
+    engine: Engine,
+    model_update_group: dist.ProcessGroup | None,
     *,
     packed: bool = False,
     wire_dtype: str | None = None,
@@ -158,7 +164,7 @@ def megatron_sync_weight_nccl(
         model_update_group: process group of rank 0 (its rank 0) and the explorers; None on the other ranks.
         packed: in buckets, each followed by its digest, for our receiver. Else one broadcast per parameter, as the
             receivers of others expect it. `trinity_sync.sync.stream.receive` takes both.
-        wire_dtype: of floating parameters on their way, such as ``"BF16"``; None: as they are.
+        wire_dtype: the dtype of floating parameters on their way, such as ``"BF16"``; None: as they are.
         bucket_bytes: length of a bucket.
         verify: send the digests of buckets (packed only).
         timeout_s: limit of every broadcast, seconds.
@@ -177,7 +183,7 @@ def megatron_sync_weight_nccl(
     )
 
 
-def _tensors(engine: Any) -> weights.OpenTensors:
+def _tensors(engine: Engine) -> weights.OpenTensors:
     return lambda: _each_once(parameters(engine))
 
 

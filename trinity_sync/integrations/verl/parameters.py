@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
+from trinity_sync.backends.engines import Engine
 from trinity_sync.errors import ConfigError
 
 
-def parameters(engine: Any) -> Iterable[tuple[str, torch.Tensor]]:
-    """(name, full tensor) of all of them, in the engine's order. All ranks go through them.
+def parameters(engine: Engine) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return (name, full tensor) of all of them, in the engine's order. All ranks go through them.
 
     Args:
         engine: any of verl's.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from trinity_sync.checkpoint import CheckpointMonitor, recovery
 from trinity_sync.checkpoint.layout import step_dir
@@ -45,7 +45,7 @@ class VerlRun:
     step: int
     resume_path: Path | None
     verified: bool
-    monitor: Any
+    monitor: ActorHandle
     synchronizer: Synchronizer
     root: Path
     lock: ExitStack = field(repr=False)

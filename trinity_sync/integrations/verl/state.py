@@ -3,37 +3,12 @@
 from __future__ import annotations
 
 import mmap
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
-from verl.utils.fsdp_utils import get_fsdp_state_ctx
 
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.image import fill
 from trinity_sync.weights.snapshot import Snapshot, plan
-
-
-@contextmanager
-def sharded(model: torch.nn.Module, *, offload: bool) -> Iterator[None]:
-    """State dicts of this rank's shards, with both generations of FSDP.
-
-    Args:
-        offload: what FSDP1 gives lies on the CPU.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces the deprecation of FSDP1's state-dict API on every use
-        with get_fsdp_state_ctx(
-            model,
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(offload_to_cpu=offload),
-            ShardedOptimStateDictConfig(offload_to_cpu=offload),
-        ):
-            yield
 
 
 class StateCopy:
@@ -43,7 +18,7 @@ class StateCopy:
         self._memory: mmap.mmap | None = None
         self._snapshot: Snapshot | None = None
 
-    def take(self, files: Mapping[str, Any], what: str) -> None:
+    def take(self, files: Mapping[str, object], what: str) -> None:
         """Copy a state; the copy before must not be needed any more.
 
         Args:
@@ -56,8 +31,8 @@ class StateCopy:
         self._snapshot = Snapshot(planned, self._memory, what)
         self._snapshot.copy(in_background=False)
 
-    def writer(self, name: str, folder: Path, staging: Path, *, durable: bool) -> Any:
-        """A function that writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
+    def writer(self, name: str, folder: Path, staging: Path, *, durable: bool) -> Callable[[], list[FileTuple]]:
+        """Return what writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
 
         Args:
             staging: the step's staging folder, to which the entry is relative.

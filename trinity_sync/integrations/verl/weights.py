@@ -6,13 +6,16 @@ Each tensor is gathered from all ranks and let go on all but rank 0, which uses 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.stream import broadcast_each, broadcast_packed, describe
+
+T = TypeVar("T")
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
@@ -38,7 +41,7 @@ def meta(tensors: OpenTensors, wire_dtype: str | None) -> list[tuple[str, str, t
 
 def send(
     tensors: OpenTensors,
-    group: Any,
+    group: dist.ProcessGroup | None,
     *,
     packed: bool,
     wire_dtype: str | None,
@@ -49,6 +52,7 @@ def send(
     """Broadcast them from rank 0. Collective; a barrier at the end."""
 
     def broadcast(pairs: Pairs) -> None:
+        assert group is not None, "rank 0 sends, so it is in the group"
         if packed:
             broadcast_packed(
                 group, pairs, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, verify=verify, timeout_s=timeout_s
@@ -59,7 +63,7 @@ def send(
     _use("broadcast the weights", tensors, broadcast)
 
 
-def _use(what: str, tensors: OpenTensors, use: Callable[[Pairs], Any]) -> Any:
+def _use(what: str, tensors: OpenTensors, use: Callable[[Pairs], T]) -> T | None:
     opened: list[Pairs] = []
     # A rank that cannot even begin would leave its peers in the first gather.
     together(what, lambda: opened.append(tensors()))

@@ -1,0 +1,76 @@
+"""The parts of verl's engines that are used here, as types. Importing this loads neither verl nor megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from mbridge.core.llm_bridge import LLMBridge
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from torch.optim.lr_scheduler import LRScheduler
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+    from verl.workers.config import McoreEngineConfig
+
+
+class ModelConfig(Protocol):
+    """What verl notes of the model that an engine trains."""
+
+    hf_config: PretrainedConfig
+    generation_config: GenerationConfig | None
+    trust_remote_code: bool
+
+    def get_processor(self) -> ProcessorMixin | PreTrainedTokenizerBase | None:
+        """The processor, or the tokenizer where there is none."""
+        ...
+
+
+class Engine(Protocol):
+    """Any of verl's, initialised."""
+
+    model_config: ModelConfig
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Whether the model is on the CPU while it is not used."""
+        ...
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether the optimizer's states are on the CPU while they are not used."""
+        ...
+
+    def get_per_tensor_param(self) -> tuple[Iterable[tuple[str, torch.Tensor]], object | None]:
+        """(name, full tensor) of all weights, and the configuration of adapters that are not among them."""
+        ...
+
+
+class FsdpEngine(Engine, Protocol):
+    """verl's `FSDPEngine`."""
+
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: LRScheduler
+    checkpoint_config: object
+    checkpoint_manager: FSDPCheckpointManager
+
+
+class MegatronEngine(Engine, Protocol):
+    """verl's `MegatronEngine`."""
+
+    module: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    lr_scheduler: OptimizerParamScheduler
+    bridge: LLMBridge
+    engine_config: McoreEngineConfig
+    checkpoint_mananager: MegatronCheckpointManager  # verl spells it so
+
+    def save_checkpoint(self, local_path: str, *, global_step: int) -> None:
+        """Save what the manager's contents name. Collective."""
+        ...

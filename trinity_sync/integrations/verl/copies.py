@@ -1,0 +1,105 @@
+"""What a rank is to write of a save, copied from verl's checkpoint manager, and the functions that write it."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+from trinity_sync.backends.sharded import sharded
+from trinity_sync.checkpoint.coordinator import SaveFn
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.verl import contents, files
+from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.state import StateCopy
+from trinity_sync.integrations.verl.weights import Pairs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Copies:
+    """Copies of one save after another, in memory that is kept.
+
+    Args:
+        manager: verl's checkpoint manager, with the model and what trains it.
+        durable: what is written survives a power cut.
+    """
+
+    def __init__(self, manager: FSDPCheckpointManager, *, durable: bool) -> None:
+        self._manager = manager
+        self._durable = durable
+        self._copy = StateCopy()
+        self._metadata: dict[str, bytes] | None = None
+
+    def take(self, step: int, todo: list[str], folder: Path, staging: Path) -> dict[str, SaveFn]:
+        """Copy what this rank is to write; the copies before must not be needed any more. Collective.
+
+        Args:
+            step: for errors.
+            todo: names of contents.
+            folder: where to write.
+            staging: the step's staging folder, to which the entries of the files are relative.
+
+        Returns:
+            What writes each content that is this rank's, by name.
+        """
+        rank = self._manager.rank
+        together(f"copy the state of step {step}", lambda: self._take(step, todo))
+        found: dict[str, SaveFn] = {
+            name: self._copy.writer(self._file(name), folder, staging, durable=self._durable)
+            for name in todo
+            if name not in contents.OF_FIRST_RANK
+        }
+        if rank == 0 and contents.METADATA in todo:
+            found[contents.METADATA] = lambda: files.write_files(self._metadata or {}, folder)
+        if contents.EXPORT in todo:
+            tensors = files.full_tensors(self._manager.model)
+            export = use_on_first_rank(f"gather the model of step {step}", tensors, self._export)
+            if export is not None:
+                empty, weights = export
+                found[contents.EXPORT] = lambda: files.write_export(empty, weights, folder / "huggingface")
+        return found
+
+    def _take(self, step: int, todo: list[str]) -> None:
+        live = {self._file(name): value for name, value in self._live(todo).items()}
+        self._copy.take(live, f"the state of step {step}")
+        if contents.METADATA in todo and self._manager.rank == 0 and self._metadata is None:
+            # Made once, and on the thread that uses config and tokenizer: neither changes in a run.
+            self._metadata = files.metadata(self._manager)
+
+    def _live(self, todo: list[str]) -> dict[str, object]:
+        """What each rank writes of these contents, by name, as `torch.save` takes it. Collective."""
+        manager = self._manager
+        live: dict[str, object] = {}
+        offload = torch.cuda.is_available()
+        with sharded(manager.model, offload=offload) if manager.model is not None else nullcontext():
+            if contents.MODEL in todo:
+                # Collective in FSDP1, so it comes before everything that may fail on one rank.
+                live[contents.MODEL] = self._chosen(manager.model.state_dict())
+            if contents.OPTIMIZER in todo:
+                live[contents.OPTIMIZER] = manager.optimizer.state_dict()
+        if contents.EXTRA in todo:
+            scheduler = copy.deepcopy(manager.lr_scheduler.state_dict()) if manager.lr_scheduler is not None else None
+            live[contents.EXTRA] = {"lr_scheduler": scheduler, "rng": manager.get_rng_state()}
+        return live
+
+    def _chosen(self, state: dict[str, object]) -> dict[str, object]:
+        if not (self._manager.should_save_lora_only and self._manager._has_lora()):
+            return state
+        chosen = {name: value for name, value in state.items() if "lora_" in name or ".adapter_" in name}
+        if not chosen:
+            raise ConfigError("save_lora_only is set and the model has adapters, but none of its tensors is one")
+        return chosen
+
+    def _export(self, tensors: Pairs) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+        state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+        dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+        return files.empty_model(self._manager.model, dtype, self._manager.trust_remote_code), state
+
+    def _file(self, name: str) -> str:
+        return contents.file(name, self._manager.world_size, self._manager.rank)

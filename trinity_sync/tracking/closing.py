@@ -1,0 +1,132 @@
+"""The short text that a user sees when a run is over: how it went, what is kept, where it is, and the next command."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+from trinity_sync.tracking import units
+from trinity_sync.tracking.summary import REWARD_STEPS, CheckpointFigures, SampleFigures, Summary, SyncFigures
+
+_WHOLE = ("folder", "report", "next")
+
+
+class _Closing:
+    """The closing text as rich prints it: as wide as the output, ASCII where it knows no more."""
+
+    def __init__(self, summary: Summary, run_dir: Path, total_steps: int | None, error: str | None) -> None:
+        self._summary, self._run_dir, self._total, self._error = summary, run_dir, total_steps, error
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        summary, status = self._summary, self._summary["status"]
+        style = {"completed": "bold green", "failed": "bold red"}.get(status, "bold yellow")
+        steps = str(summary["steps"]) if self._total is None else f"{summary['steps']} of {self._total}"
+        yield Text.assemble((status, style), f": {steps} steps in {units.seconds(summary['wall_s'])}")
+        if self._error:
+            yield Text(self._error, style="red")
+        rows = closing_lines(summary, self._run_dir, "->" if options.ascii_only else "→")
+        for label, text in lay_out(rows, options.max_width):
+            yield Text.assemble((label, "bold"), text, no_wrap=True, overflow="ignore")
+
+
+def render_summary(
+    summary: Summary, run_dir: str | os.PathLike[str], *, total_steps: int | None = None, error: str | None = None
+) -> RenderableType:
+    """What a user sees when a run ends: how it went, what is kept, where it is, and the one next command.
+
+    Args:
+        summary: the content of summary.json.
+        run_dir: the folder; shown relative to the working directory when it is below it.
+        total_steps: how many steps the run was to have.
+        error: why it failed.
+
+    Returns:
+        To be printed by ``console.print(..., crop=False)``, so that long paths and commands stay whole.
+    """
+    return _Closing(summary, Path(run_dir), total_steps, error)
+
+
+def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Labels, padded, and texts in two columns; texts are wrapped, but paths and commands stay whole to be copied."""
+    indent = max(len(label) for label, _ in rows) + 2
+    lines = []
+    for label, text in rows:
+        text = "".join(char if char.isprintable() else " " for char in text)
+        pieces = [text] if label in _WHOLE else textwrap.wrap(text, max(width - indent, 20)) or [""]
+        lines += [(label.ljust(indent) if index == 0 else " " * indent, piece) for index, piece in enumerate(pieces)]
+    return lines
+
+
+def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tuple[str, str]]:
+    """Label and text of each line below the status."""
+    sync, checkpoint = summary["sync"], summary["checkpoint"]
+    lines = []
+    if summary["reward_last"] is not None:
+        first, last = units.number(summary["reward_first"]), units.number(summary["reward_last"])
+        lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
+    lines.append(("versions", _versions_text(sync)))
+    if summary["samples"]["dropped"] is not None:
+        lines.append(("samples", _samples_text(summary["samples"])))
+    if sync["mismatched"]:
+        lines.append(("digests", f"{sync['mismatched']} not as published: see the report"))
+    lines.append(("checkpoints", _checkpoints_text(checkpoint)))
+    if summary["faults"]:
+        lines.append(("faults", f"{units.plural(summary['faults'], 'fault')} reported: see events.jsonl"))
+    shown = shorten(run_dir)
+    lines.append(("folder", shown))
+    if (run_dir / "report.html").exists():
+        lines.append(("report", f"{shown}/report.html"))
+    lines.append(("next", next_command(summary, shown)))
+    return lines
+
+
+def next_command(summary: Summary, run_dir: str) -> str:
+    """The one command that most users want now."""
+    folder = shlex.quote(run_dir)
+    if summary["checkpoint"]["latest"] is None:
+        return f"trinity-sync report {folder}"
+    if summary["status"] == "completed":
+        return f"trinity-sync ckpt list {folder}"
+    return f"trinity-sync resume {folder}"
+
+
+def shorten(path: Path) -> str:
+    """A path relative to the working directory when it is below it, else absolute."""
+    path = path.absolute()
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) and path != Path.cwd() else str(path)
+
+
+def _samples_text(samples: SampleFigures) -> str:
+    return (
+        f"{samples['dropped']} dropped as over-stale, explorers waited {units.seconds(samples['waited_s'])}; "
+        f"staleness {units.number(samples['staleness_mean'])} on average, {samples['staleness_max']:.0f} at most"
+    )
+
+
+def _versions_text(sync: SyncFigures) -> str:
+    if not sync["versions"]:
+        return "none published"
+    text = f"{sync['versions']} published ({sync['mode']}), {units.plural(sync['loads'], 'load')}"
+    text += f" by {units.plural(len(sync['explorers']), 'explorer')}" if sync["explorers"] else ""
+    blocked, total = sync["publish"]["blocked_s"]["median"], sync["load"]["total_s"]["median"]
+    times = [f"trainer blocked {units.seconds(blocked)}"] if blocked is not None else []
+    times += [f"load {units.seconds(total)}"] if total is not None else []
+    return f"{text}; median {', '.join(times)}" if times else text
+
+
+def _checkpoints_text(checkpoint: CheckpointFigures) -> str:
+    if not checkpoint["commits"]:
+        return "none saved"
+    pruned = f", {checkpoint['pruned']} pruned" if checkpoint["pruned"] else ""
+    if not checkpoint["kept"]:
+        return f"none kept ({checkpoint['commits']} saved{pruned})"
+    steps = ", ".join(str(step) for step in checkpoint["kept"][-5:])
+    more = len(checkpoint["kept"]) - 5
+    word = "step" if len(checkpoint["kept"]) == 1 else "steps"
+    return f"{word} {steps}{f' and {more} earlier' if more > 0 else ''} kept ({checkpoint['commits']} saved{pruned})"
