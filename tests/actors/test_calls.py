@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RaySystemError, RayTaskError
 
 from tests import local_ray
 from tests.sync.light import Member, Stillborn
@@ -166,3 +166,43 @@ def test_on_an_event_loop_a_call_says_the_same(member: Any, hanging: Any, mortal
     (tmp_path / "now").touch()
     with pytest.raises(MemberDied, match=r"^rank 0 died while it was to train step 2$"):
         answer(mortal.die_when.remote(tmp_path / "now"))
+
+
+def lost(*args: Any, **kwargs: Any) -> Any:
+    raise RaySystemError("broken pipe")
+
+
+@pytest.mark.parametrize("where", ["wait", "get"])
+def test_a_wait_that_ray_itself_breaks_off_names_who_and_what(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr(ray, "wait", lambda references, **options: (references[:1], references[1:]))
+    monkeypatch.setattr(module, "_failure", lambda call: None)
+    monkeypatch.setattr(ray, where, lost)
+    calls: list[Call[Any]] = [Call(object(), who, "load version 3") for who in ("b", "a")]  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"^a, b could not load version 3: RaySystemError: .*broken pipe") as caught:
+        results(calls, LIMIT)
+    assert isinstance(caught.value.__cause__, RaySystemError)
+    with pytest.raises(RunError, match=r"^a, b could not exchange version 3: RaySystemError: .*broken pipe"):
+        results(calls, LIMIT, "exchange version 3")
+
+
+def test_to_look_who_has_ended_names_who_and_what_where_ray_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "wait", lost)
+    with pytest.raises(RunError, match=r"^a could not load version 3: RaySystemError: .*broken pipe"):
+        ended([Call(object(), "a", "load version 3")])  # type: ignore[arg-type]
+
+
+def test_the_search_for_a_cause_that_ray_breaks_off_tells_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "wait", lost)
+    calls: list[Call[Any]] = [Call(object(), who, "load version 3") for who in ("a", "b")]  # type: ignore[arg-type]
+    cause = module._cause(calls[0], RuntimeError("connection closed"), calls[1:], None)
+    assert str(cause) == "a could not load version 3: RuntimeError: connection closed (no answer from b)"
+
+
+def test_on_an_event_loop_a_wait_that_ray_itself_breaks_off_names_who_and_what() -> None:
+    class Lost:
+        def __await__(self) -> Iterator[Any]:
+            return lost()
+
+    call: Call[Any] = Call(Lost(), "a", "load version 3")  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"^a could not load version 3: RaySystemError: .*broken pipe"):
+        asyncio.run(call.answer(LIMIT))

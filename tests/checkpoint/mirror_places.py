@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -23,8 +24,19 @@ def quick(**changes: Any) -> MirrorSettings:
 
 
 def loaded(mirror: Mirror) -> set[str]:
-    """Work at a mirror that only says which modules its process has imported."""
+    """Work at a mirror that only says which modules its process has imported, with those that every copy needs."""
+    importlib.import_module("trinity_sync.checkpoint.mirror.run")
     return {name for name, module in sys.modules.items() if module is not None}
+
+
+def descriptors(mirror: Mirror) -> list[str]:
+    """Work at a mirror that only says what its process has for standard input, output and error."""
+    return [str(Path(f"/proc/self/fd/{number}").readlink()).partition(":")[0] for number in range(3)]
+
+
+def fail(mirror: Mirror, error: Exception) -> None:
+    """Work at a mirror that fails."""
+    raise error
 
 
 class SftpServer:

@@ -48,6 +48,16 @@ def test_passwords_are_not_shown() -> None:
     assert without_secrets(text, place, {"secret": "k3y-of-mine"}) == "login of user with *** and *** was refused"
 
 
+def test_passwords_are_not_shown_wherever_an_option_has_them_and_as_the_client_sees_them() -> None:
+    options = {
+        "client_kwargs": {"aws_secret_access_key": "k3y-of-mine", "region_name": "eu-west-1"},
+        "hosts": [{"name": "first", "password": "hunter3"}, {"name": "second", "token": ["t0ken", {"value": "deep"}]}],
+    }
+    text = "p@ss-word, given as p%40ss-word, k3y-of-mine, hunter3, t0ken, deep; first, second in eu-west-1"
+    told = without_secrets(text, "sftp://user:p%40ss-word@host/far", options)
+    assert told == "***, given as ***, ***, ***, ***, ***; first, second in eu-west-1"
+
+
 def test_where_a_place_is_on_this_machine() -> None:
     assert local_folder("/mnt/far") == local_folder("file:///mnt/far") == Path("/mnt/far")
     assert local_folder("s3://bucket/far") is None

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers import commit
+from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, loaded, quick
+from trinity_sync.actors.calls import MemberDied
 from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.holds import leased
-from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.layout import LEASES, MANIFEST, step_dir
+from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, call
 from trinity_sync.checkpoint.mirror.run import RunMirror, Uploads
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.retention import KeepLast
 
 BIG = {"actor/model.pt": "w" * 300_000, "actor/optim.pt": "o" * 600_000, "actor/config.json": "{}"}
@@ -143,6 +148,64 @@ def test_a_checkpoint_that_is_damaged_here_is_tried_once(
     assert steps(there) == []
 
 
+def test_a_checkpoint_that_cannot_be_read_now_is_tried_again(
+    uploads: Callable[..., Uploads], here: Path, events: Events
+) -> None:
+    commit(here, 10)
+    manifest = step_dir(here, 10) / MANIFEST
+    text = manifest.read_text()
+    unreadable(manifest)
+    queue = uploads(options={}, tries=1000)
+    queue.add(10)
+    fault = events.wait_for("fault")[0]
+    assert fault["error"].startswith("try 1 of 1000 failed: ")
+    assert "cannot be read now" in fault["error"]
+    manifest.unlink()
+    manifest.write_text(text)
+    (event,) = events.wait_for("mirror")
+    assert (event["step"], event["state"]) == (10, "copied")
+    assert events.idle.wait(LIMIT_S)
+    assert queue.left() == {}
+
+
+def test_the_lease_of_a_copy_is_renewed_in_the_pause_between_its_tries(
+    uploads: Callable[..., Uploads], here: Path, there: Path, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_RENEW_S", 0.1)
+    commit(here, 10)
+    there.write_text("a file where the folder should be")
+    uploads(options={}, backoff_s=1000.0).add(10)
+    assert "the next is in 1000 s" in events.wait_for("fault")[0]["error"]
+    (lease,) = (here / LEASES).glob("*.json")
+
+    def expires() -> float:
+        return float(json.loads(lease.read_text())["expires"])
+
+    first, deadline = expires(), time.monotonic() + LIMIT_S
+    while expires() == first:
+        assert time.monotonic() < deadline, "it was not renewed"
+        time.sleep(0.1)
+
+
+def test_a_copy_that_is_under_way_when_the_run_ends_is_given_up_and_lets_go(
+    uploads: Callable[..., Uploads], here: Path, events: Events
+) -> None:
+    commit(here, 10)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        queue = uploads(f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/run", tries=8)
+        queue.add(10)
+        silent.settimeout(LIMIT_S)
+        connection, _ = silent.accept()
+        with connection:
+            assert leased(here, now=0.0) == {(10, 0)}
+            queue.stop()
+            (fault,) = events.wait_for("fault")
+    assert fault["error"] == "given up: the run ended meanwhile"
+    assert events.idle.wait(LIMIT_S)
+    assert leased(here, now=0.0) == set()
+    assert queue.left() == {10: "the run ended meanwhile"}
+
+
 # ---- one process per try
 
 
@@ -211,6 +274,23 @@ def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(her
     best = verification.newest_good(here)
     assert mirror.fetch_newer(here, best) is None
     assert "going on from step 10, which is here" in said[-1]
+
+
+@pytest.mark.parametrize("error", [WaitTimeout("it", "answer", 25.0), MemberDied("it", "answer")])
+def test_of_a_monitor_that_does_not_answer_nothing_more_is_told(there: Path, error: RunError) -> None:
+    class Silent:
+        def result(self, timeout_s: float) -> dict[int, str]:
+            raise error
+
+    monitor: Any = SimpleNamespace(wait_mirrored=lambda limit_s: Silent())
+    said: list[str] = []
+    faults: list[tuple[str, str]] = []
+    RunMirror(str(there), quick(), say=said.append).finish(
+        monitor, 5.0, lambda where, text: faults.append((where, text))
+    )
+    unknown = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
+    assert said == [f"not copied to {there} within 5 s: {unknown}"]
+    assert faults == [(f"mirror {there}", f"not copied at the end of the run: {unknown}")]
 
 
 # ---- a real server

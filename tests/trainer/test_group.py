@@ -50,6 +50,7 @@ def test_ranks_are_told_what_verl_looks_for(group: TrainerGroup) -> None:
     assert (first[:4], second[:4]) == (["0", "2", "2", "ray"], ["1", "2", "2", "ray"])
     assert first[4] == second[4]
     other = make_group(1)
+    other.initialise()
     assert other.all(lambda rank: ask(rank, "environment", "WG_PREFIX"), LIMIT) != [[first[4]]]
 
 

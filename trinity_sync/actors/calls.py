@@ -98,11 +98,17 @@ def ended(calls: Collection[Call[T]], timeout_s: float = 0.0) -> list[Call[T]]:
 
     Args:
         timeout_s: seconds; 0 does not wait.
+
+    Raises:
+        RunError: Ray itself broke the wait off.
     """
     references = {call.reference: call for call in calls}
     if not references:
         return []
-    done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
+    try:
+        done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
+    except RayError as error:
+        raise _broken_off(references.values(), error) from error
     return [references[reference] for reference in done]
 
 
@@ -124,20 +130,23 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
     Raises:
         MemberDied: a member's process ended.
         WaitTimeout: somebody was not done in time; names who.
-        TrinityError: what a member raised, with its name.
+        TrinityError: what a member raised, with its name; or Ray itself broke the wait off.
     """
     by_reference = {call.reference: call for call in calls}
     pending = list(by_reference)
     deadline = time.monotonic() + timeout_s
     failed: tuple[Call[T], Exception] | None = None
-    while pending and failed is None:
-        done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-        if not done:
-            late = [by_reference[reference] for reference in pending]
-            raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
-        failed = _failure(by_reference[done[0]])
-    if failed is None:
-        return ray.get([call.reference for call in calls])
+    try:
+        while pending and failed is None:
+            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                late = [by_reference[reference] for reference in pending]
+                raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
+            failed = _failure(by_reference[done[0]])
+        if failed is None:
+            return ray.get([call.reference for call in calls])
+    except RayError as error:
+        raise _expected(error) or _broken_off(calls, error, what) from error
     raise _cause(*failed, [by_reference[reference] for reference in pending], what)
 
 
@@ -152,6 +161,12 @@ def _failure(call: Call[T]) -> tuple[Call[T], Exception] | None:
     return None
 
 
+def _broken_off(calls: Collection[Call[T]], error: RayError, what: str | None = None) -> RunError:
+    """A wait was broken off by Ray itself, as it does where its raylet is dead, not by what one of them answered."""
+    what = what or next(iter(calls)).what
+    return RunError(f"{_names(calls)} could not {what}: {type(error).__name__}: {error}")
+
+
 # How long to look for what is behind an error that a peer reported, a death or an error of ours: the peer sees the
 # closed connection a moment before we are told.
 _GRACE_S = 3.0
@@ -162,7 +177,10 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
         deadline = time.monotonic() + _GRACE_S
         while pending and time.monotonic() < deadline:
             left = max(0.0, deadline - time.monotonic())
-            done, _ = ray.wait([other.reference for other in pending], num_returns=1, timeout=left)
+            try:
+                done, _ = ray.wait([other.reference for other in pending], num_returns=1, timeout=left)
+            except RayError:  # there is no more to be learnt
+                break
             ended = [other for other in pending if other.reference in done]
             pending = [other for other in pending if other.reference not in done]
             found = _failure(ended[0]) if ended else None

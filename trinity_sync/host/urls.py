@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 #: The extra of this package that brings what a protocol needs.
 _EXTRAS = {"s3": "s3", "s3a": "s3", "sftp": "sftp", "ssh": "sftp", "gs": "gcs", "gcs": "gcs"}
@@ -71,8 +72,25 @@ def shown(place: str) -> str:
 def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
     """A text, such as a store's error, without what the place and its options keep secret."""
     found = re.search(r"://[^/@:]*:([^/@]+)@", place)
-    secrets = [found.group(1)] if found else []
-    secrets += [value for name, value in options.items() if isinstance(value, str) and _SECRET_OPTION.search(name)]
+    secrets = {found.group(1), unquote(found.group(1))} if found else set()
+    secrets |= set(_secrets(options))
     for secret in sorted((value for value in secrets if len(value) > 3), key=len, reverse=True):
         text = text.replace(secret, "***")
     return text
+
+
+def _secrets(value: Any, *, secret: bool = False) -> Iterator[str]:
+    """All texts in options, however deep, that stand under a name of a secret.
+
+    Args:
+        secret: `value` stands under one.
+    """
+    if isinstance(value, str):
+        if secret:
+            yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secrets(inner, secret=secret or bool(_SECRET_OPTION.search(str(name))))
+    elif isinstance(value, Sequence):
+        for inner in value:
+            yield from _secrets(inner, secret=secret)

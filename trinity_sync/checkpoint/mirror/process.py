@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar
 
 import tenacity
 
-from trinity_sync.checkpoint.layout import ManifestError
+from trinity_sync.checkpoint.layout import ManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.errors import RunError
@@ -36,7 +36,7 @@ T = TypeVar("T")
 #: How often the child says that bytes are moving, and what is more than its own small change.
 _BEAT_S = 1.0
 _BEAT_BYTES = 1 << 16
-#: For the rest of a message that has begun.
+#: For a message to be taken, for the rest of one that has begun, and to end after the last one. Whole seconds.
 _MESSAGE_S = 10
 _MAX_BACKOFF_S = 60.0
 
@@ -105,8 +105,7 @@ def call(
         raise MirrorError(f"the copying process could not be started: {error}") from error
     with connection, child:
         try:
-            with contextlib.suppress(OSError):  # it died at once; its end is read below
-                connection.send((place, dict(settings.options), work))
+            _send(connection, (place, dict(settings.options), work))
             heard = time.monotonic()
             while stop is None or not stop.is_set():
                 tick()
@@ -127,8 +126,12 @@ def call(
 
 
 def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
+    _open_standard_descriptors()
     ours, theirs = socket.socketpair()
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _MESSAGE_S, 0))
+    for end in (ours, theirs):
+        end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
+    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _MESSAGE_S, 0))
     with ours, theirs, contextlib.ExitStack() as opened:
         output: Any = 2
         if log is not None:
@@ -146,13 +149,34 @@ def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
         return child, Connection(ours.detach())
 
 
+def _open_standard_descriptors() -> None:
+    """Let those of 0, 1 and 2 that are closed be ``/dev/null``: an end of the connection there would be overwritten."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
+
+
+def _send(connection: Connection, message: tuple[Any, ...]) -> None:
+    try:
+        connection.send(message)
+    except BlockingIOError:
+        raise MirrorError(f"the copying process has not taken its work within {_MESSAGE_S} s") from None
+    except OSError:
+        pass  # it died at once; `_receive` finds its end
+
+
 def _receive(connection: Connection, child: subprocess.Popen[bytes]) -> tuple[Any, ...]:
     try:
         return connection.recv()
     except BlockingIOError:
         raise MirrorError(f"the copying process has not ended a message within {_MESSAGE_S} s") from None
     except (EOFError, OSError):
-        raise MirrorError(f"the copying process ended with {child.wait()}") from None
+        pass
+    try:
+        status = child.wait(_MESSAGE_S)
+    except subprocess.TimeoutExpired:
+        raise MirrorError(f"the copying process has hung up and not ended within {_MESSAGE_S} s") from None
+    raise MirrorError(f"the copying process ended with {status}")
 
 
 def try_again(
@@ -160,11 +184,14 @@ def try_again(
     work: Callable[[], T],
     on_failure: Callable[[str], object],
     stop: threading.Event | None = None,
+    tick: Callable[[], object] = lambda: None,
 ) -> T:
     """Repeat work that fails with a `MirrorError` that is not final, waiting longer each time.
 
     Args:
         on_failure: called after each failure with a sentence.
+        stop: set: no pause is begun or waited out.
+        tick: called about once a second while the next try is waited for.
 
     Raises:
         MirrorError: the last failure.
@@ -177,11 +204,17 @@ def try_again(
         on_failure(f"try {state.attempt_number} of {settings.tries} failed: {error}; the next is in {pause:g} s")
 
     stop = stop or threading.Event()
+
+    def sleep(seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0 and not stop.wait(min(left, _BEAT_S)):
+            tick()
+
     retrying = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(settings.tries) | tenacity.stop_when_event_set(stop),
         wait=tenacity.wait_exponential(multiplier=settings.backoff_s, max=max(_MAX_BACKOFF_S, settings.backoff_s)),
         retry=tenacity.retry_if_exception(lambda error: isinstance(error, MirrorError) and not error.final),
-        sleep=tenacity.sleep_using_event(stop),
+        sleep=sleep,
         before_sleep=told,
         reraise=True,
     )
@@ -216,7 +249,8 @@ def serve(descriptor: int) -> None:
         place, options, work = pickle.loads(asked)
         send("done", work(Mirror(partial(Storage, place, options), partial(send, "say"))))
     except Exception as error:
-        send("failed", described(error), isinstance(error, ImportError | ManifestError | DamagedError))
+        final = isinstance(error, ImportError | ManifestError | DamagedError) and not isinstance(error, UnreadableError)
+        send("failed", described(error), final)
     # Clients leave threads and connections behind, for which nobody has to wait.
     os._exit(0)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
-from trinity_sync.checkpoint.layout import NewerFormatError, step_dir
+from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, step_dir
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
 from trinity_sync.errors import ConfigError, RunError
@@ -30,7 +30,7 @@ T = TypeVar("T")
 _PROBE_S = 60.0
 #: What the monitor may need beyond its own limit before it answers.
 _ANSWER_S = 20.0
-#: A lease is renewed while its copy goes on; of a monitor that was killed it ends by itself.
+#: A lease is renewed until its copy is done, between its tries too; of a monitor that was killed it ends by itself.
 _LEASE_S = 90.0
 _RENEW_S = 20.0
 
@@ -135,7 +135,7 @@ class RunMirror:
             left = monitor.wait_mirrored(limit_s).result(limit_s + _ANSWER_S)
             text = "; ".join(f"step {step} ({reason})" for step, reason in left.items())
         except RunError as error:
-            text = f"not known: {error}"
+            text = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
         if text:
             self.say(f"not copied to {self.name} within {limit_s:g} s: {text}")
             fault(f"mirror {self.name}", f"not copied at the end of the run: {text}")
@@ -259,12 +259,15 @@ class Uploads:
         where = f"copy of step {step} to {shown(self._place)}"
         started = self._clock()
         try:
-            lease = lease_checkpoint(self._root, step, holder="mirror", seconds=_LEASE_S, clock=self._clock)
-        except (RunError, OSError) as error:
-            if step_dir(self._root, step).exists():
-                self._fault(where, str(error))
-                self._settle(step, str(error), final=True)
-                return
+            lease = try_again(self._settings, partial(self._lease, step), partial(self._fault, where), self._stop)
+        except MirrorError as error:
+            self._settle(step, str(error))
+            return
+        except RunError as error:
+            self._fault(where, str(error))
+            self._settle(step, str(error), final=True)
+            return
+        if lease is None:
             reason = "retention deleted it here before its turn came"
             self._settle(step)
             self._told(step, state="skipped", bytes=0, total_s=0.0, reason=reason)
@@ -285,6 +288,22 @@ class Uploads:
             self._given_up.clear()
         self._settle(step)
 
+    def _lease(self, step: int) -> CheckpointLease | None:
+        """Hold a step's checkpoint; None: retention has deleted it.
+
+        Raises:
+            MirrorError: it cannot be read or held now.
+            RunError: it is damaged, or somebody has been about to delete it for long.
+        """
+        try:
+            return lease_checkpoint(self._root, step, holder="mirror", seconds=_LEASE_S, clock=self._clock)
+        except (UnreadableError, OSError) as error:
+            raise MirrorError(str(error)) from error
+        except RunError:
+            if step_dir(self._root, step).exists():
+                raise
+            return None
+
     def _call(self, work: Callable[[Mirror], T], where: str, lease: CheckpointLease | None = None) -> T:
         """Have it done, in several tries; each one that fails is a fault, and the lease is renewed meanwhile."""
         renewed = time.monotonic()
@@ -296,7 +315,7 @@ class Uploads:
                 renewed = time.monotonic()
 
         once = partial(call, self._place, self._settings, work, tick=tick, stop=self._stop)
-        return try_again(self._settings, once, partial(self._fault, where), self._stop)
+        return try_again(self._settings, once, partial(self._fault, where), self._stop, tick)
 
     def _settle(self, step: int | None, problem: str | None = None, *, final: bool = False) -> None:
         """A step's turn is over. What failed for good is not tried again, and stays among what is left."""

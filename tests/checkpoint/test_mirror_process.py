@@ -1,0 +1,129 @@
+"""What is told of a copying process that does not do as it should, and of a parent that is not as usual."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.mirror_places import LIMIT_S, fail, quick
+from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
+from trinity_sync.checkpoint.mirror import process as module
+from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror
+from trinity_sync.checkpoint.mirror.process import MirrorError, call
+
+#: More than fits into a connection that nobody reads.
+BIG: dict[str, Any] = {"options": {"padding": "x" * 3_000_000}}
+
+_FIND_ITS_END = "import os, re, sys, time; end = int(re.search(r'serve.(\\d+)', sys.argv[1])[1]); "
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Path:
+    return tmp_path / "there"
+
+
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """``child("os.close(end)")``: let the copying process do that instead."""
+
+    def make(program: str) -> None:
+        script = tmp_path / "python"
+        command = shlex.join([sys.executable, "-S", "-c", _FIND_ITS_END + program])
+        script.write_text(f'#!/bin/sh\nexec {command} "$2"\n')
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "told"),
+    [
+        (r"os.write(end, b'\0\0\0\x20half of it'); time.sleep(60)", {}, "has not ended a message within 1 s"),
+        (r"os.write(end, b'\0\0\0\x20half of it'); sys.exit(3)", {}, "the copying process ended with 3"),
+        ("time.sleep(60)", {"timeout_s": 0.5}, r"nothing moved for 0\.5 s"),
+        ("time.sleep(60)", BIG, "has not taken its work within 1 s"),
+        ("sys.exit(3)", {}, "the copying process ended with 3"),
+        ("sys.exit(3)", BIG, "the copying process ended with 3"),
+        ("os.close(end); time.sleep(60)", {}, "has hung up and not ended within 1 s"),
+    ],
+    ids=["half-message", "half-message-and-end", "hangs", "does-not-read", "dies", "dies-unread", "hangs-up"],
+)
+def test_a_process_that_does_not_answer_fails_its_try(
+    child: Callable[[str], None],
+    there: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    settings: dict[str, Any],
+    told: str,
+) -> None:
+    child(program)
+    monkeypatch.setattr(module, "_MESSAGE_S", 1 if "within 1 s" in told else int(LIMIT_S))
+    with pytest.raises(MirrorError, match=told) as caught:
+        call(str(there), quick(**settings), Mirror.probe)
+    assert not caught.value.final
+
+
+def test_an_interpreter_that_is_not_there_fails_the_try(
+    there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(MirrorError, match=r"the copying process could not be started: .*none") as caught:
+        call(str(there), quick(), Mirror.probe)
+    assert not caught.value.final
+
+
+def test_a_default_limit_for_sockets_does_not_reach_the_connection(there: Path) -> None:
+    socket.setdefaulttimeout(5.0)
+    try:
+        assert call(str(there), quick(options={}), Mirror.probe) == []
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+@pytest.mark.parametrize("closed", [[0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]], ids=str)
+def test_a_program_without_its_standard_descriptors_has_copies_too(
+    there: Path, tmp_path: Path, closed: list[int]
+) -> None:
+    answer = tmp_path / "answer"
+    program = (
+        "from pathlib import Path\n"
+        "from tests.checkpoint.mirror_places import descriptors\n"
+        "from trinity_sync.checkpoint.mirror.process import MirrorSettings, call\n"
+        f"found = call({str(there)!r}, MirrorSettings(timeout_s=20), descriptors)\n"
+        f"Path({str(answer)!r}).write_text(' '.join(found))\n"
+    )
+    without = " ".join(f"{number}>&-" for number in closed)
+    command = f"exec {shlex.join([sys.executable, '-c', program])} {without}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run(["/bin/sh", "-c", command], capture_output=True, timeout=LIMIT_S, check=False, env=environment)
+    assert answer.exists(), "the copy failed"
+    output = "/dev/null" if 2 in closed else "pipe"
+    assert answer.read_text() == f"/dev/null {output} {output}", "an end of the connection is among them"
+
+
+@pytest.mark.parametrize(
+    ("error", "final"),
+    [
+        (UnreadableError("not now"), False),
+        (OSError("not now"), False),
+        (ManifestError("damaged"), True),
+        (NoManifestError("none"), True),
+        (NewerFormatError("newer"), True),
+        (DamagedError("damaged"), True),
+        (ImportError("no client"), True),
+    ],
+)
+def test_what_may_pass_is_tried_again_and_what_stays_is_not(there: Path, error: Exception, final: bool) -> None:
+    with pytest.raises(MirrorError, match=str(error)) as caught:
+        call(str(there), quick(options={}), partial(fail, error=error))
+    assert caught.value.final == final
