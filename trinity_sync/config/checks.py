@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.retention import policy_fields
+from trinity_sync.config.lookup import missing
+from trinity_sync.config.options import TARGET, own_targets
+from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import MEGATRON_FAMILIES, Config
 from trinity_sync.errors import ConfigError
-from trinity_sync.protocol.retention import make_policies
 
 
 class Problem(NamedTuple):
@@ -95,15 +96,16 @@ def _missing_text(key: str) -> str:
 def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
     """Yield the values below `node` that are outside of the range their dataclass gives."""
     schema = OmegaConf.get_type(node)
-    typed = schema is not None and is_dataclass(schema)
     limits = {f.name: f.metadata for f in fields(schema)} if schema is not None and is_dataclass(schema) else {}
+    # Hydra lets '+key=value' through; a class of the user's own may take more keys than the option it replaces
+    closed = bool(limits) and _target(node) in (None, *own_targets())
     for name in map(str, node):
         if OmegaConf.is_missing(node, name):
             continue
         key, value = f"{prefix}{name}", node[name]
-        if typed and name not in limits and "_target_" not in limits:
-            # Hydra lets '+key=value' through; a class of the user's own may take more keys than the option it replaces
-            yield Problem(key, f"is no setting; {prefix.rstrip('.') or 'the configuration'} has {', '.join(limits)}")
+        if closed and name not in limits:
+            known = ", ".join(known for known in limits if known != TARGET) or "none"
+            yield Problem(key, f"is no setting; {prefix.rstrip('.') or 'the configuration'} has {known}")
         elif isinstance(value, DictConfig):
             yield from _field_problems(value, f"{key}.")
         elif isinstance(value, ListConfig):
@@ -111,6 +113,13 @@ def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
             yield from (Problem(key, text) for text in texts if text)
         elif text := _limit_text(value, limits.get(name, {})):
             yield Problem(key, text)
+
+
+def _target(node: Any) -> str | None:
+    """The class that a node names; None: none."""
+    if not isinstance(node, DictConfig) or TARGET not in node or OmegaConf.is_missing(node, TARGET):
+        return None
+    return str(node[TARGET])
 
 
 def _limit_text(value: Any, limits: Any) -> str | None:
@@ -343,13 +352,17 @@ def _check_schedule(get: Get) -> Iterator[Problem]:
 
 def _check_retention(get: Get) -> Iterator[Problem]:
     for name, node in get("retention.policies").items():
+        key = f"retention.policies.{name}"
         if not isinstance(node, DictConfig):
-            yield Problem(
-                f"retention.policies.{name}", f"is {node}; must hold the fields of a policy, such as {{n: 2}}"
-            )
+            yield Problem(key, f"is {node}; must hold the fields of a policy, such as {{n: 2}}")
             continue
+        target = _target(node)
+        if target is not None and target not in own_targets():
+            if reason := missing(target):
+                yield Problem(f"{key}.{TARGET}", f"is {target}, which cannot be used: {reason}")
+            continue  # it is built by `check_inputs`
         try:
-            make_policies({name: policy_fields(name, node)})
+            build_policy(str(name), node)
         except ConfigError as error:
             # policies know their ranges and name the key themselves
             key, _, text = str(error).partition(" ")

@@ -6,11 +6,14 @@ its defaults list: `- /schema/sync@_here_`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
+
+from trinity_sync.protocol.quantities import QUANTITY
+from trinity_sync.protocol.retention import POLICIES, Policy
 
 DTYPES = ("bf16", "fp32", "fp16")
 
@@ -82,48 +85,6 @@ class SyncConfig:
     transport: str = _choice("auto", "nccl", "gloo")
     shm_dir: str = MISSING
     durable: bool = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepAll:
-    """Every checkpoint stays."""
-
-
-@dataclass(kw_only=True)
-class KeepLast:
-    """The newest checkpoints stay."""
-
-    n: int = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepEvery:
-    """Checkpoints whose step is a multiple of `steps` stay."""
-
-    steps: int = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepBest:
-    """The checkpoints with the best metric stay."""
-
-    metric: str = MISSING
-    n: int = MISSING
-    mode: str = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepFor:
-    """Checkpoints younger than an age stay."""
-
-    seconds: int | float | str = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepWithinBudget:
-    """A limit to the space of all checkpoints; it only takes away."""
-
-    bytes: int | float | str = MISSING
 
 
 @dataclass(kw_only=True)
@@ -317,17 +278,22 @@ class Config:
     tracker: dict[str, Any] = field(default_factory=dict)
 
 
+def _policy_schema(policy: type[Policy]) -> type:
+    """What types the options of a retention policy: the class that is named, and the fields that it declares."""
+    types = get_type_hints(policy)
+    typed: list[tuple[str, Any, Any]] = [("_target_", str, field(default=MISSING))]
+    for declared in fields(policy):  # type: ignore[arg-type]
+        kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
+        typed.append((declared.name, kind, field(default=MISSING)))
+    return make_dataclass(policy.__name__, typed, kw_only=True)
+
+
 SCHEMA: dict[str, type] = {
     "root": Config,
     "fsdp": FsdpConfig,
     "megatron": MegatronConfig,
     "sync": SyncConfig,
-    "keep_all": KeepAll,
-    "keep_last": KeepLast,
-    "keep_every": KeepEvery,
-    "keep_best": KeepBest,
-    "keep_for": KeepFor,
-    "keep_within_budget": KeepWithinBudget,
+    **{name: _policy_schema(policy) for name, policy in POLICIES.items()},
     "checkpoint": CheckpointConfig,
     "model": ModelConfig,
     "trainer": TrainerConfig,

@@ -1,4 +1,4 @@
-"""Building what the user names by `_target_`: the task with its reward function. Errors become the user's own words."""
+"""Building what the user names by `_target_`. Errors become the user's own words."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.retention import retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 
 
 def check_inputs(cfg: DictConfig) -> None:
-    """Build the task once, so that its file is read line by line and its reward function imported before Ray starts.
+    """Build once what a class of the user's own may refuse: the retention policies; and the task, so that its file is
+    read line by line and its reward function imported before Ray starts.
 
     Raises:
         ConfigError: naming the key, and the file and line where there is one.
     """
+    retention_policies(cfg)
     task = build_task(cfg.task, cfg.seed)
     needed = ("pairs",) if cfg.algorithm.kind == "sft" else ("prompts", "reward")
     lacking = [name for name in needed if not callable(getattr(task, name, None))]

@@ -1,0 +1,211 @@
+"""Options from outside the tree: a class in a user's package, and one YAML in the user's own config folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.cli.test_runs import StandIn, first_run, launcher  # noqa: F401 - a fixture
+from trinity_sync import config
+from trinity_sync.cli import main as cli
+from trinity_sync.config.lookup import missing
+from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.retention import CheckpointFacts, decide
+
+MARK = "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the user's package `of_mine`, which notes that it was imported, and for option files below conf/."""
+    (tmp_path / "of_mine").mkdir()
+    (tmp_path / "of_mine" / "__init__.py").write_text(MARK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "of_mine"]:
+        del sys.modules[name]
+
+
+def imported(own: Path) -> bool:
+    return (own / "of_mine" / "imported").exists()
+
+
+def write(own: Path, module: str, source: str, option: str, text: str) -> None:
+    (own / "of_mine" / f"{module}.py").write_text(source)
+    file = own / "conf" / f"{option}.yaml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def composed(own: Path, *overrides: str) -> DictConfig:
+    return config.compose(overrides, config_dir=own / "conf")
+
+
+def refused(cfg: DictConfig, check: Any = config.check) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(cfg)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# names
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("KeepOdd", "it is no dotted name"),
+        ("of_mine.1st", "it is no dotted name"),
+        ("nowhere.KeepOdd", "there is no module nowhere"),
+        ("of_mine.KeepOdd", "of_mine has no KeepOdd"),
+        ("of_mine.policies.KeepEven", "of_mine.policies has no KeepEven"),
+        ("of_mine.policies", "of_mine.policies is a module; name a class of it"),
+        ("of_mine.policies.KeepOdd", None),
+        ("of_mine.policies.Policy", None),
+        ("of_mine.policies.KeepOdd.Inner", None),
+        ("of_mine.any.Thing", None),
+        ("of_mine.either.Chosen", None),
+        ("sys.intern", None),
+    ],
+)
+def test_a_class_is_looked_for_without_importing_anything(own: Path, name: str, reason: str | None) -> None:
+    write(own, "policies", "from x import Policy\n\nclass KeepOdd(Policy):\n    class Inner: ...\n", "any/any", "")
+    (own / "of_mine" / "any.py").write_text("def __getattr__(name):\n    return name\n")
+    (own / "of_mine" / "either.py").write_text("try:\n    import fast as Chosen\nexcept ImportError:\n    Chosen = 1\n")
+    found = missing(name)
+    assert found is None if reason is None else found is not None and found.startswith(reason)
+    assert not imported(own)
+
+
+# retention
+
+KEEP_ODD = """
+from dataclasses import dataclass, field
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.quantities import DURATION, QUANTITY
+from trinity_sync.protocol.retention import Policy
+
+
+@dataclass(frozen=True)
+class KeepOdd(Policy):
+    most: int
+    younger: float = field(metadata={QUANTITY: DURATION})
+
+    def __post_init__(self):
+        if self.most < 1:
+            raise ConfigError(f"most is {self.most}; it has to be at least 1")
+
+    def kept(self, checkpoints, now):
+        return {c.step: "odd" for c in checkpoints if c.step % 2 and now - c.created < self.younger}
+
+
+class NoPolicy:
+    pass
+"""
+
+KEEP_ODD_OPTION = """
+policies:
+  keep_odd:
+    _target_: of_mine.policies.KeepOdd
+    most: 3
+    younger: 1h
+"""
+
+
+@pytest.fixture
+def keep_odd(own: Path) -> Path:
+    write(own, "policies", KEEP_ODD, "retention/keep_odd", KEEP_ODD_OPTION)
+    return own
+
+
+def test_a_retention_policy_of_ones_own_is_an_option(keep_odd: Path) -> None:
+    cfg = composed(keep_odd, "retention=[keep_odd,keep_last]", "retention.policies.keep_last.n=1")
+    config.check(cfg)
+    assert not imported(keep_odd), "it was loaded before the checks"
+    config.check_inputs(cfg)
+    policies = config.retention_policies(cfg)
+    assert [type(policy).__name__ for policy in policies] == ["KeepOdd", "KeepLast"]
+    facts = [CheckpointFacts(step=step, kind=FULL, created=0.0, bytes=1) for step in (1, 2, 3, 4)]
+    decided = decide(facts, policies, 60.0)
+    assert [decision.step for decision in decided if decision.keep] == [1, 3, 4]
+    assert decided[1].reasons == ("not kept by KeepOdd, keep_last",)
+
+
+def test_a_value_that_a_policy_of_ones_own_refuses_is_named_with_its_key(keep_odd: Path) -> None:
+    cfg = composed(keep_odd, "retention=[keep_odd]", "retention.policies.keep_odd.most=0")
+    assert refused(cfg, config.check_inputs) == "retention.policies.keep_odd.most is 0; it has to be at least 1"
+    cfg = composed(keep_odd, "retention=[keep_odd]", "retention.policies.keep_odd.younger=soon")
+    assert refused(cfg, config.check_inputs).startswith("retention.policies.keep_odd.younger is soon; must be a number")
+    cfg = composed(keep_odd, "retention=[keep_odd]", "+retention.policies.keep_odd.colour=red")
+    assert "retention.policies.keep_odd: " in refused(cfg, config.check_inputs)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("of_mine.policies.KeepEven", "of_mine.policies has no KeepEven"),
+        ("of_theirs.KeepOdd", "there is no module of_theirs"),
+        ("trinity_sync.protocol.retention.KeepNone", "trinity_sync.protocol.retention has no KeepNone"),
+    ],
+)
+def test_a_retention_policy_that_is_not_there_is_refused_with_its_key(keep_odd: Path, target: str, reason: str) -> None:
+    cfg = composed(keep_odd, "retention=[keep_odd]", f"retention.policies.keep_odd._target_={target}")
+    assert refused(cfg).startswith(f"retention.policies.keep_odd._target_ is {target}, which cannot be used: {reason}")
+    assert not imported(keep_odd)
+
+
+def test_a_class_that_is_no_policy_is_refused_with_its_key(keep_odd: Path) -> None:
+    cfg = composed(keep_odd, "retention=[keep_odd]", "retention.policies.keep_odd._target_=of_mine.policies.NoPolicy")
+    config.check(cfg)
+    key = "retention.policies.keep_odd._target_"
+    assert refused(cfg, config.check_inputs).startswith(f"{key} is of_mine.policies.NoPolicy, which is no subclass of")
+
+
+def test_a_saved_retention_policy_of_ones_own_has_to_be_allowed(
+    keep_odd: Path,
+    launcher: StandIn,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = first_run(f"--config-dir={keep_odd}/conf", "retention=[keep_odd]")
+    forget(keep_odd)
+    assert cli.main(["resume", str(folder)]) == 2
+    assert "retention.policies.keep_odd._target_ is of_mine.policies.KeepOdd" in (said := capsys.readouterr().err)
+    assert "--allow-target of_mine" in said
+    (folder / "checkpoints").mkdir()
+    assert cli.main(["ckpt", "prune", str(folder)]) == 2
+    assert "--allow-target of_mine" in capsys.readouterr().err
+    assert not imported(keep_odd)
+    assert cli.main(["ckpt", "prune", str(folder), "--allow-target", "of_mine", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+    assert cli.main(["resume", str(folder), "--allow-target", "of_mine"]) == 0
+
+
+def forget(own: Path) -> None:
+    """Let the package be as if it had never been imported."""
+    (own / "of_mine" / "imported").unlink()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "of_mine"]:
+        del sys.modules[name]
+
+
+def test_the_classes_of_our_options_may_be_named_by_saved_settings_and_their_neighbours_not(tmp_path: Path) -> None:
+    config.check_saved_target("key", "trinity_sync.protocol.retention.KeepLast", [], tmp_path)
+    for name in ("trinity_sync.protocol.retention.make_policy", "trinity_sync.config.lookup.load"):
+        with pytest.raises(ConfigError, match="would be imported and run"):
+            config.check_saved_target("key", name, [], tmp_path)
+
+
+def test_saved_policies_of_an_older_version_are_known_by_their_names(tmp_path: Path) -> None:
+    (tmp_path / ".hydra").mkdir()
+    cfg = OmegaConf.create({"retention": {"policies": {"keep_for": {"seconds": "24h"}, "keep_all": {}}}})
+    OmegaConf.save(cfg, tmp_path / ".hydra" / "config.yaml")
+    OmegaConf.save({"hydra": {"runtime": {"cwd": str(tmp_path)}}}, tmp_path / ".hydra" / "hydra.yaml")
+    (tmp_path / "checkpoints").mkdir()
+    assert cli.main(["ckpt", "prune", str(tmp_path)]) == 0
