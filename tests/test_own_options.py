@@ -6,18 +6,24 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from tests.cli.test_runs import StandIn, first_run, launcher  # noqa: F401 - a fixture
 from trinity_sync import config
 from trinity_sync.cli import main as cli
 from trinity_sync.config.lookup import missing
 from trinity_sync.errors import ConfigError
+from trinity_sync.explorer.spec import explorer_spec
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, decide
+from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.nccl import NcclMode
 
 MARK = "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
 
@@ -209,3 +215,162 @@ def test_saved_policies_of_an_older_version_are_known_by_their_names(tmp_path: P
     OmegaConf.save({"hydra": {"runtime": {"cwd": str(tmp_path)}}}, tmp_path / ".hydra" / "hydra.yaml")
     (tmp_path / "checkpoints").mkdir()
     assert cli.main(["ckpt", "prune", str(tmp_path)]) == 0
+
+
+# sync modes
+
+RDMA = """
+from trinity_sync.sync.base import SyncMode
+
+
+class RdmaMode(SyncMode):
+    def __init__(self, *, device, timeout_s, **settings):
+        self.device = device
+        self.limit = timeout_s
+
+    def publisher(self, side):
+        return "publisher", self.device, side
+
+    def transport(self, side):
+        return "transport", self.device, side
+
+
+class InStep(RdmaMode):
+    ranks_take_part = True
+
+
+class HalfAMode(SyncMode):
+    def publisher(self, side): ...
+"""
+
+RDMA_OPTION = """
+defaults:
+  - /base/sync@_here_
+  - /schema/own_keys@_here_
+  - _self_
+
+_target_: of_mine.rdma.RdmaMode
+mode: rdma
+device: mlx5_0
+"""
+
+
+@pytest.fixture
+def rdma(own: Path) -> Path:
+    write(own, "rdma", RDMA, "sync/rdma", RDMA_OPTION)
+    return own
+
+
+def test_a_sync_mode_of_ones_own_is_an_option_with_both_halves(rdma: Path) -> None:
+    cfg = composed(rdma, "sync=rdma", "sync.device=mlx5_1", "sync.timeout_s=7")
+    config.check(cfg)
+    assert not imported(rdma), "it was loaded before the checks"
+    config.check_inputs(cfg)
+    mode: Any = config.build("sync", config.plain(cfg.sync), SyncMode)
+    assert (mode.device, mode.limit) == ("mlx5_1", 7)
+    assert mode.publisher("driver") == ("publisher", "mlx5_1", "driver")
+    sent = explorer_spec(cfg, "model", "logs").sync
+    built: Any = config.build("sync", sent, SyncMode)
+    assert built.transport("explorer") == ("transport", "mlx5_1", "explorer")
+    assert cfg.sync.mode == "rdma"
+
+
+def test_the_keys_that_modes_have_in_common_stay_typed(rdma: Path) -> None:
+    with pytest.raises((OmegaConfBaseException, HydraException), match="interval"):
+        composed(rdma, "sync=rdma", "sync.interval=often")
+    assert refused(composed(rdma, "sync=rdma", "sync.slots=1")) == "sync.slots is 1; must be at least 2"
+
+
+def test_a_mode_in_whose_loads_the_ranks_take_part_needs_lockstep(rdma: Path) -> None:
+    cfg = composed(rdma, "sync=rdma", "sync._target_=of_mine.rdma.InStep", "trainer.schedule=free")
+    config.check(cfg)
+    assert "in a round of sync=rdma the trainer's ranks take part" in refused(cfg, config.check_inputs)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("of_mine.rdma.Rdma", "of_mine.rdma has no Rdma"),
+        ("of_theirs.Rdma", "there is no module of_theirs"),
+        ("rdma", "it is no dotted name"),
+        ("trinity_sync.sync.memory.MemoryModus", "trinity_sync.sync.memory has no MemoryModus"),
+    ],
+)
+def test_a_sync_mode_that_is_not_there_is_refused_with_its_key(rdma: Path, target: str, reason: str) -> None:
+    message = refused(composed(rdma, "sync=rdma", f"sync._target_={target}"))
+    assert message.startswith(f"sync._target_ is {target}, which cannot be used: {reason}")
+    assert not imported(rdma)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("of_mine.policies.KeepOdd", "which is no subclass of trinity_sync.sync.base.SyncMode"),
+        ("of_mine.rdma.HalfAMode", "which cannot be used: Can't instantiate abstract class HalfAMode"),
+    ],
+)
+def test_a_class_that_is_no_sync_mode_is_refused_with_its_key(
+    rdma: Path, keep_odd: Path, target: str, reason: str
+) -> None:
+    cfg = composed(rdma, "sync=rdma", f"sync._target_={target}")
+    config.check(cfg)
+    assert refused(cfg, config.check_inputs).startswith(f"sync._target_ is {target}, {reason}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["sync.mode=nccl"], "sync.mode is nccl, but the option that was chosen is sync=memory; choose sync=nccl"),
+        (["sync.mode=ncll"], "sync.mode is ncll; must be one of checkpoint, memory, nccl (did you mean nccl?)"),
+    ],
+)
+def test_a_label_that_is_not_the_options_own_is_refused(overrides: list[str], told: str) -> None:
+    assert refused(config.compose(overrides)) == told
+
+
+def test_an_option_without_a_class_is_refused(own: Path) -> None:
+    write(own, "none", "", "sync/none", "defaults:\n  - /base/sync@_here_\n  - _self_\nmode: memory\n")
+    assert refused(composed(own, "sync=none")) == (
+        "sync._target_ names no class; choose an option of the group, sync=..., or give a dotted name"
+    )
+
+
+def test_a_saved_sync_mode_of_ones_own_has_to_be_allowed(
+    rdma: Path,
+    launcher: StandIn,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = first_run(f"--config-dir={rdma}/conf", "sync=rdma")
+    forget(rdma)
+    assert cli.main(["resume", str(folder)]) == 2
+    assert "sync._target_ is of_mine.rdma.RdmaMode in the saved settings" in capsys.readouterr().err
+    assert not imported(rdma)
+    assert cli.main(["resume", str(folder), "--allow-target", "of_mine"]) == 0
+    assert launcher.calls[-1].cfg.sync.device == "mlx5_0"
+
+
+def test_a_saved_run_that_named_its_sync_mode_by_the_label_goes_on(launcher: StandIn) -> None:  # noqa: F811
+    folder = first_run("sync=checkpoint", "sync.interval=2", "sync.max_staleness=1")
+    saved = ["sync=checkpoint", "sync.mode=nccl", "sync.interval=2", "sync.max_staleness=1"]
+    OmegaConf.save(OmegaConf.create(saved), folder / ".hydra" / "overrides.yaml")
+    assert cli.main(["resume", str(folder)]) == 0
+    sync = launcher.calls[-1].cfg.sync
+    assert (sync.mode, sync._target_, sync.interval) == ("nccl", "trinity_sync.sync.nccl.NcclMode", 2)
+
+
+@pytest.mark.parametrize("mode", ["memory", "checkpoint", "nccl"])
+def test_every_sync_mode_of_ours_gives_both_halves(mode: str) -> None:
+    cfg = config.compose([f"sync={mode}"])
+    built: Any = config.build("sync", config.plain(cfg.sync), SyncMode)
+    side: Any = SimpleNamespace(store=object(), use_gpu=False)
+    assert built.publisher(side).name == mode
+    assert callable(built.transport)
+
+
+@pytest.mark.parametrize(
+    ("transport", "use_gpu", "found"),
+    [("auto", False, "gloo"), ("auto", True, "nccl"), ("gloo", True, "gloo"), ("nccl", False, "nccl")],
+)
+def test_rounds_choose_their_transport(transport: str, use_gpu: bool, found: str) -> None:
+    side: Any = SimpleNamespace(use_gpu=use_gpu)
+    assert NcclMode(transport=transport).publisher(side)._transport == found

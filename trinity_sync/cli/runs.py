@@ -87,6 +87,7 @@ def _resume(options: argparse.Namespace) -> int:
 
     folder = options.run.absolute()
     overrides, config_name, config_dir = _read_invocation(folder)
+    overrides = config.chosen_by_option(overrides)
     trusted: dict[str, Any] = {
         "config_name": config_name,
         "config_dir": config_dir,

@@ -10,7 +10,8 @@ from __future__ import annotations
 from trinity_sync.config.checks import check
 from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest
 from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote
-from trinity_sync.config.options import TARGET
+from trinity_sync.config.lookup import build
+from trinity_sync.config.options import TARGET, chosen_by_option
 from trinity_sync.config.retention import build_policy, retention_policies
 from trinity_sync.config.saved import check_saved_target, check_saved_targets, check_search_path
 from trinity_sync.config.schema import SCHEMA, Config, register
@@ -22,6 +23,7 @@ __all__ = [
     "TARGET",
     "Config",
     "Difference",
+    "build",
     "build_policy",
     "build_task",
     "check",
@@ -29,6 +31,7 @@ __all__ = [
     "check_saved_target",
     "check_saved_targets",
     "check_search_path",
+    "chosen_by_option",
     "compose",
     "conf_dir",
     "config_diff",

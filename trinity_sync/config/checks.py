@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.lookup import missing
-from trinity_sync.config.options import TARGET, own_targets
+from trinity_sync.config.options import LABELS, TARGET, own_labels, own_targets
 from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import MEGATRON_FAMILIES, Config
 from trinity_sync.errors import ConfigError
@@ -88,6 +89,9 @@ def _find_problems(cfg: DictConfig) -> list[Problem]:
 def _missing_text(key: str) -> str:
     if key in ("retention", "retention.policies"):
         return "names no policy; choose at least one, retention=[keep_all] keeps every checkpoint"
+    if key.rpartition(".")[2] == TARGET:
+        group = key.partition(".")[0]
+        return f"names no class; choose an option of the group, {group}=..., or give a dotted name"
     if key in Config.__dataclass_fields__:
         return f"has no value; choose an option of the group, {key}=..."
     return f"has no value and needs one; give {key}=..."
@@ -149,6 +153,21 @@ def _choice_text(value: Any, choices: Sequence[str]) -> str | None:
         return text + ' (in a YAML file write "off" with its quotes)'
     near = difflib.get_close_matches(str(value), choices, n=1)
     return text + (f" (did you mean {near[0]}?)" if near else "")
+
+
+def _check_option(group: str, get: Get) -> Iterator[Problem]:
+    """That the class which an option names is there, and that the option calls itself by no other's label."""
+    target, label = get(f"{group}.{TARGET}"), f"{group}.{LABELS[group]}"
+    if target not in own_targets():
+        if reason := missing(target):
+            yield Problem(f"{group}.{TARGET}", f"is {target}, which cannot be used: {reason}")
+        return
+    said, own = get(label), own_labels(group)
+    if text := _choice_text(said, tuple(own)):
+        yield Problem(label, text)
+    elif own[said] != target:
+        named = ", ".join(other for other, of in own.items() if of == target)
+        yield Problem(label, f"is {said}, but the option that was chosen is {group}={named}; choose {group}={said}")
 
 
 def _check_name(get: Get) -> Iterator[Problem]:
@@ -342,12 +361,6 @@ def _check_schedule(get: Get) -> Iterator[Problem]:
             f"is free, but algorithm={get('algorithm.kind')} has no explorers that could run ahead; "
             f"set trainer.schedule=lockstep",
         )
-    if get("sync.mode") == "nccl":
-        yield Problem(
-            "trainer.schedule",
-            "is free, but in a round of sync=nccl the trainer's ranks take part, so they would wait for loads; "
-            "use sync=memory or sync=checkpoint, or set trainer.schedule=lockstep",
-        )
 
 
 def _check_retention(get: Get) -> Iterator[Problem]:
@@ -461,6 +474,7 @@ _TRANSFORMER_FIELDS = {name: "backend.dtype" for name in ("bf16", "fp16", "param
 """Fields of verl's engine configs, and of megatron-core's `TransformerConfig`, that other keys set."""
 
 _CHECKS: tuple[Callable[[Get], Iterator[Problem]], ...] = (
+    *(partial(_check_option, group) for group in LABELS),
     _check_name,
     _check_fsdp_size,
     _check_megatron_ranks,

@@ -7,12 +7,15 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from trinity_sync.config.options import TARGET
 from trinity_sync.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def missing(name: str) -> str | None:
@@ -74,6 +77,40 @@ def load(key: str, name: str) -> Any:
             raise _useless(key, name, error) from error
         return found
     raise _useless(key, name, missing(name) or "it cannot be imported")
+
+
+def load_class(key: str, name: str, kind: type[T]) -> type[T]:
+    """Import a class, as `load` does.
+
+    Args:
+        kind: what it has to be a subclass of.
+
+    Raises:
+        ConfigError: it cannot be imported, or is none.
+    """
+    found = load(key, name)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{key} is {name}, which is no subclass of {kind.__module__}.{kind.__name__}")
+    return found
+
+
+def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
+    """Build what a part of the configuration names by `_target_`, from all its other keys.
+
+    Args:
+        key: of the part.
+        values: of the part, plain.
+        kind: what the class has to be a subclass of.
+
+    Raises:
+        ConfigError: the class cannot be imported, is none of that kind, or refuses a value.
+    """
+    named, others = f"{key}.{TARGET}", {name: value for name, value in values.items() if name != TARGET}
+    found = load_class(named, str(values.get(TARGET)), kind)
+    try:
+        return found(**others)
+    except TypeError as error:
+        raise _useless(named, str(values.get(TARGET)), error) from error
 
 
 def _useless(key: str, name: str, reason: object) -> ConfigError:

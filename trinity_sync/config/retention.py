@@ -7,9 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_sync.config.lookup import load
+from trinity_sync.config.lookup import load_class
 from trinity_sync.config.options import TARGET
-from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.retention import Policy, make_policy, policy_named
 
 
@@ -38,8 +37,5 @@ def build_policy(name: str, node: DictConfig | Mapping[str, Any] | None) -> Poli
     target = fields.pop(TARGET, None)
     if target is None:
         return make_policy(name, policy_named(name), fields)
-    key = f"retention.policies.{name}.{TARGET}"
-    found = load(key, target)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigError(f"{key} is {target}, which is no subclass of {Policy.__module__}.{Policy.__name__}")
+    found: type[Policy] = load_class(f"retention.policies.{name}.{TARGET}", str(target), Policy)  # type: ignore[type-abstract]
     return make_policy(name, found, fields)

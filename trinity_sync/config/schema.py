@@ -72,7 +72,8 @@ class MegatronConfig(BackendConfig):
 class SyncConfig:
     """How versions of the weights reach the explorers."""
 
-    mode: str = _choice("checkpoint", "memory", "nccl")
+    _target_: str = MISSING
+    mode: str = MISSING
     interval: int = _number(at_least=1)
     max_staleness: int = _number(at_least=0)
     encoding: str = _choice("full")
@@ -324,4 +325,6 @@ def register() -> None:
             node[key] = {}
             node[key]._set_flag("struct", False)
         store.store(group="schema", name=name, node=node)
+    # an option file of the user's own lists this where its class has keys that no option of ours has
+    store.store(group="schema", name="own_keys", node=OmegaConf.create({}, flags={"struct": False}))
     OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)

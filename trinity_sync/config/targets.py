@@ -9,13 +9,18 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.composition import plain
+from trinity_sync.config.lookup import build, load
 from trinity_sync.config.retention import retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 
+# Named as text, since the rooms of these classes lie above this one.
+_SYNC_MODE = "trinity_sync.sync.base.SyncMode"
+
 
 def check_inputs(cfg: DictConfig) -> None:
-    """Build once what a class of the user's own may refuse: the retention policies; and the task, so that its file is
-    read line by line and its reward function imported before Ray starts.
+    """Build once what a class of the user's own may refuse: the retention policies, the sync mode and the task. So the
+    task's file is read line by line and its reward function imported before Ray starts.
 
     Raises:
         ConfigError: naming the key, and the file and line where there is one.
@@ -29,6 +34,16 @@ def check_inputs(cfg: DictConfig) -> None:
         raise ConfigError(
             f"task._target_ is {cfg.task._target_}, which has no {' and no '.join(lacking)}(), "
             f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {advice}"
+        )
+    _check_sync(cfg)
+
+
+def _check_sync(cfg: DictConfig) -> None:
+    mode = build("sync", plain(cfg.sync), load("sync", _SYNC_MODE))
+    if mode.ranks_take_part and cfg.trainer.schedule == "free":
+        raise ConfigError(
+            f"trainer.schedule is free, but in a round of sync={cfg.sync.mode} the trainer's ranks take part, so they "
+            "would wait for loads; use sync=memory or sync=checkpoint, or set trainer.schedule=lockstep"
         )
 
 

@@ -19,7 +19,7 @@ import ray
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced
-from trinity_sync.config import build_task
+from trinity_sync.config import build, build_task
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.memory import peak_rss
@@ -27,11 +27,8 @@ from trinity_sync.host.process import own_log, without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
-from trinity_sync.sync.base import Transport
-from trinity_sync.sync.checkpoint import CheckpointTransport
+from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.nccl import NcclTransport
 from trinity_sync.sync.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
@@ -73,11 +70,15 @@ class Explorer:
         from trinity_sync.sync.loading import WeightLoader
 
         layouts = LayoutCache(agents, spec.timeout_s)
+        mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
+        side = ExplorerSide(
+            name=spec.name, agents=agents, layouts=layouts, timeout_s=spec.timeout_s, hold=partial(_hold, spec)
+        )
         self._loader = WeightLoader(
             spec.member,
             self._engine.destinations(),
             self._synchronizer,
-            _transport(spec, agents, layouts),
+            mode.transport(side),
             layouts,
             spec.verify,
             spec.wire_dtype,
@@ -136,14 +137,6 @@ class Explorer:
     def memory(self) -> dict[str, int]:
         """Peak resident bytes of this process."""
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
-
-
-def _transport(spec: ExplorerSpec, agents: dict[str, AgentClient], layouts: LayoutCache) -> Transport:
-    if spec.mode == "memory":
-        return MemoryTransport(agents, layouts, spec.timeout_s)
-    if spec.mode == "checkpoint":
-        return CheckpointTransport(partial(_hold, spec))
-    return NcclTransport(spec.name, layouts)
 
 
 @contextmanager

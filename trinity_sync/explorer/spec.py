@@ -20,7 +20,7 @@ class ExplorerSpec:
         engine: keyword arguments of `HFEngine`.
         task: the `task` node of the config, to be instantiated here for its rewards.
         seed: of the run.
-        mode: sync mode.
+        sync: the `sync` node of the config, to be instantiated here for the explorer's half of the mode.
         verify: `sync.verify`.
         wire_dtype: dtype of floating parameters on the wire, as safetensors names it.
         timeout_s: `sync.timeout_s`.
@@ -31,7 +31,7 @@ class ExplorerSpec:
     engine: dict[str, Any]
     task: dict[str, Any]
     seed: int
-    mode: str
+    sync: dict[str, Any]
     verify: str
     wire_dtype: str
     timeout_s: float
@@ -70,7 +70,7 @@ def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpe
         engine=engine,
         task=plain(cfg.task),
         seed=cfg.seed,
-        mode=cfg.sync.mode,
+        sync=plain(cfg.sync),
         verify=cfg.sync.verify,
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         timeout_s=cfg.sync.timeout_s,

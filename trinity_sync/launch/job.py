@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.config import build_task, config_digest, retention_policies
+from trinity_sync.config import build, build_task, config_digest, plain, retention_policies
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.launch.agents import close_agents, start_agents
@@ -236,7 +236,7 @@ class Job:
             # free explorers begin a resumed run with the trainer's weights
             published if self._with_explorers and not self._free else None,
         )
-        mode = self._mode(saves)
+        mode = self._publisher(saves)
         settings = LoopSettings(
             steps=cfg.trainer.steps,
             first=self._start.step + 1,
@@ -305,23 +305,20 @@ class Job:
             return None
         return step, partial(published.restore, folder)
 
-    def _mode(self, saves: Any) -> Any:
-        from trinity_sync.sync.base import TrainerSide
-        from trinity_sync.sync.checkpoint import CheckpointMode
-        from trinity_sync.sync.memory import MemoryMode
-        from trinity_sync.sync.nccl import NcclMode
+    def _publisher(self, saves: Any) -> Any:
+        from trinity_sync.sync.base import SyncMode, TrainerSide
         from trinity_sync.trainer.saves import WeightSaves
 
         cfg = self._cfg.sync
         side = TrainerSide(
-            synchronizer=self._synchronizer, agents=self._agents, ranks=self._trainer.ranks, timeout_s=cfg.timeout_s
+            synchronizer=self._synchronizer,
+            agents=self._agents,
+            ranks=self._trainer.ranks,
+            timeout_s=cfg.timeout_s,
+            use_gpu=self._use_gpu,
+            store=WeightSaves(self._monitor, saves, self._recorder, cfg.durable),
         )
-        if cfg.mode == "memory":
-            return MemoryMode(side)
-        if cfg.mode == "checkpoint":
-            return CheckpointMode(side, WeightSaves(self._monitor, saves, self._recorder, cfg.durable), cfg.durable)
-        transport = cfg.transport if cfg.transport != "auto" else ("nccl" if self._use_gpu else "gloo")
-        return NcclMode(side, transport)
+        return build("sync", plain(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
 
     def _data(self, mode: Any) -> Any:
         cfg = self._cfg

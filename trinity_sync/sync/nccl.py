@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 
@@ -25,7 +25,7 @@ from trinity_sync.actors.explorer import ExplorerClient, LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide
+from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindRoom, SyncMode, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.synchronizer import Sealed
 
@@ -39,7 +39,27 @@ _ROOMS = 2
 """Of them in memory beside the model: one is applied while the next one comes."""
 
 
-class NcclMode:
+class NcclMode(SyncMode):
+    """Versions are broadcast in rounds.
+
+    Args:
+        transport: ``gloo``, ``nccl``, or ``auto``: NCCL on GPUs, gloo elsewhere (`sync.transport`).
+    """
+
+    ranks_take_part: ClassVar[bool] = True
+
+    def __init__(self, *, transport: str, **settings: Any) -> None:
+        self._transport = transport
+
+    def publisher(self, side: TrainerSide) -> NcclPublisher:
+        found = "nccl" if side.use_gpu else "gloo"
+        return NcclPublisher(side, found if self._transport == "auto" else self._transport)
+
+    def transport(self, side: ExplorerSide) -> NcclTransport:
+        return NcclTransport(side.name, side.layouts)
+
+
+class NcclPublisher:
     """The driver's half: commits the version, then leads rounds until every living explorer has it.
 
     Args:

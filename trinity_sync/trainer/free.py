@@ -25,7 +25,7 @@ import numpy as np
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.base import Publisher
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
@@ -93,7 +93,7 @@ class FreeLoop:
         *,
         trainer: TrainerGroup,
         source: SampleSource,
-        mode: SyncMode,
+        mode: Publisher,
         synchronizer: Synchronizer,
         parts: list[str],
         saves: FullSaves,

@@ -20,7 +20,7 @@ from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.base import Publisher
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
@@ -66,7 +66,7 @@ class TrainingLoop:
         *,
         trainer: TrainerGroup,
         data: Data,
-        mode: SyncMode,
+        mode: Publisher,
         synchronizer: Synchronizer,
         parts: list[str],
         saves: FullSaves,
