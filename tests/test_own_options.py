@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +22,12 @@ from trinity_sync.cli import main as cli
 from trinity_sync.config.lookup import missing
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.spec import explorer_spec
+from trinity_sync.launch.start import _check_engine
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, decide
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.sync.nccl import NcclMode
+from trinity_sync.trainer.spec import worker_spec
 
 MARK = "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
 
@@ -374,3 +378,138 @@ def test_every_sync_mode_of_ours_gives_both_halves(mode: str) -> None:
 def test_rounds_choose_their_transport(transport: str, use_gpu: bool, found: str) -> None:
     side: Any = SimpleNamespace(use_gpu=use_gpu)
     assert NcclMode(transport=transport).publisher(side)._transport == found
+
+
+# backends
+
+TINY = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trinity_sync.backends.option import BackendOption
+from trinity_sync.config import Problem
+from trinity_sync.config.schema import BackendConfig
+
+
+def check_depth(get):
+    if get("backend.depth") > get("backend.ranks"):
+        yield Problem("backend.depth", "is more than backend.ranks")
+
+
+@dataclass(kw_only=True)
+class TinyOption(BackendConfig, BackendOption):
+    depth: int
+    checks: ClassVar = (check_depth,)
+    reads: ClassVar = frozenset({"tiny"})
+
+    def engine_fields(self, cfg):
+        return {"depth": self.depth, "seed": cfg.seed}
+
+    def optimizer_fields(self, cfg):
+        return {"lr": cfg.trainer.lr}
+
+    def engine_configs(self, engine, optimizer):
+        return engine, optimizer
+
+    def view(self, engine, wire_dtype):
+        return engine
+"""
+
+TINY_OPTION = """
+defaults:
+  - /schema/own_keys@_here_
+  - /base/backend@_here_
+  - _self_
+
+_target_: of_mine.tiny.TinyOption
+strategy: tiny
+depth: 2
+"""
+
+
+@pytest.fixture
+def tiny(own: Path) -> Path:
+    write(own, "tiny", TINY, "backend/tiny", TINY_OPTION)
+    return own
+
+
+def test_a_backend_of_ones_own_is_an_option(tiny: Path) -> None:
+    cfg = composed(tiny, "backend=tiny", "backend.depth=1", "seed=5")
+    config.check(cfg)
+    assert not imported(tiny), "it was loaded before the checks"
+    config.check_inputs(cfg)
+    spec = worker_spec(cfg, "model", "logs")
+    assert (spec.engine, spec.optimizer) == ({"depth": 1, "seed": 5}, {"lr": cfg.trainer.lr})
+    sent: Any = pickle.loads(pickle.dumps(spec)).backend
+    assert (sent.strategy, sent.depth, sent.ranks) == ("tiny", 1, 2)
+    assert sent.engine_configs(spec.engine, spec.optimizer) == (spec.engine, spec.optimizer)
+
+
+def test_a_backend_of_ones_own_checks_the_configuration_as_ours_do(tiny: Path) -> None:
+    cfg = composed(tiny, "backend=tiny", "backend.depth=3", "backend.overrides.ranks=3", "trainer.mini_batches=7")
+    config.check(cfg)
+    message = refused(cfg, config.check_inputs)
+    assert message.startswith("3 settings are wrong")
+    assert "\n  backend.depth is more than backend.ranks" in message
+    assert "\n  backend.overrides.ranks would take the place of backend.ranks" in message
+    assert "\n  algorithm.prompts_per_step times" in message
+
+
+def test_a_checkpoint_goes_on_with_an_engine_that_reads_it_and_else_with_its_weights(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ours, theirs = config.compose(), composed(tiny, "backend=tiny")
+    assert _check_engine(theirs, tmp_path, "tiny", 9)
+    assert _check_engine(ours, tmp_path, "fsdp2", 2)
+    assert capsys.readouterr().err == ""
+    for cfg, saved_by in ((ours, "tiny"), (theirs, "fsdp2"), (ours, "megatron")):
+        assert not _check_engine(cfg, tmp_path, saved_by, 2)
+        assert f"was saved by backend={saved_by}, this run goes on with" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"was saved by backend=fsdp on backend\.ranks=2, this run asks for"):
+        _check_engine(ours, tmp_path, "fsdp", 2)
+    (tmp_path / "actor" / "dcp").mkdir(parents=True)
+    assert _check_engine(ours, tmp_path, "fsdp", 2)
+    assert capsys.readouterr().err == ""
+    assert _check_engine(ours, tmp_path, "fsdp", 4)
+    assert "was saved by 4 trainer ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("of_mine.tiny.Tiny", "of_mine.tiny has no Tiny"),
+        ("of_theirs.Tiny", "there is no module of_theirs"),
+        ("trinity_sync.backends.fsdp_option.FsdpOptions", "trinity_sync.backends.fsdp_option has no FsdpOptions"),
+    ],
+)
+def test_a_backend_that_is_not_there_is_refused_with_its_key(tiny: Path, target: str, reason: str) -> None:
+    message = refused(composed(tiny, "backend=tiny", f"backend._target_={target}"))
+    assert message.startswith(f"backend._target_ is {target}, which cannot be used: {reason}")
+
+
+def test_a_class_that_is_no_backend_is_refused_with_its_key(tiny: Path) -> None:
+    cfg = composed(tiny, "backend=tiny", "backend._target_=of_mine.tiny.BackendConfig")
+    config.check(cfg)
+    assert refused(cfg, config.check_inputs).startswith(
+        "backend._target_ is of_mine.tiny.BackendConfig, which is no subclass of trinity_sync.backends.option"
+    )
+
+
+def test_both_generations_of_fsdp_are_one_class_and_their_label_chooses(own: Path) -> None:
+    cfg = config.compose(["backend.strategy=fsdp"])
+    config.check(cfg)
+    assert worker_spec(cfg, "model", "logs").engine["strategy"] == "fsdp"
+    assert refused(config.compose(["backend.strategy=megatron"])) == (
+        "backend.strategy is megatron, but the option that was chosen is backend=fsdp, fsdp2; choose backend=megatron"
+    )
+
+
+def test_what_a_backend_of_ours_has_to_say_is_told_without_importing_torch() -> None:
+    code = (
+        "import sys\nfrom trinity_sync import config\n"
+        "for name in ('fsdp', 'megatron'):\n"
+        "    config.check(config.compose([f'backend={name}']))\n"
+        "print([name for name in ('torch', 'ray', 'verl', 'megatron', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

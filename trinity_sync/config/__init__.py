@@ -12,6 +12,7 @@ from trinity_sync.config.comparison import ABSENT, Difference, config_diff, conf
 from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote
 from trinity_sync.config.lookup import build
 from trinity_sync.config.options import TARGET, chosen_by_option
+from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy, retention_policies
 from trinity_sync.config.saved import check_saved_target, check_saved_targets, check_search_path
 from trinity_sync.config.schema import SCHEMA, Config, register
@@ -21,8 +22,11 @@ __all__ = [
     "ABSENT",
     "SCHEMA",
     "TARGET",
+    "Check",
     "Config",
     "Difference",
+    "Get",
+    "Problem",
     "build",
     "build_policy",
     "build_task",

@@ -7,37 +7,28 @@ itself, so that one mistake is told once.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.lookup import missing
+from trinity_sync.config.lookup import load, load_class, missing
 from trinity_sync.config.options import LABELS, TARGET, own_labels, own_targets
+from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
-from trinity_sync.config.schema import MEGATRON_FAMILIES, Config
+from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 
-
-class Problem(NamedTuple):
-    """One thing that is wrong: the key, and what is wrong and what would be right."""
-
-    key: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.text}"
-
-
-Get = Callable[[str], Any]
+# Named as text, since the room of this class lies above this one.
+_BACKEND_OPTION = "trinity_sync.backends.option.BackendOption"
 
 
 class _UnknownValueError(Exception):
@@ -54,6 +45,21 @@ def check(cfg: DictConfig) -> None:
         ConfigError: naming every problem with its key, what is wrong and what would be right.
     """
     problems = _find_problems(cfg)
+    if problems:
+        raise ConfigError(_join(problems))
+
+
+def check_backend(cfg: DictConfig) -> None:
+    """Check what a backend of the user's own has to say of a configuration that has passed `check`.
+
+    Raises:
+        ConfigError: the class that is named cannot be used, or there are problems, each with its key.
+    """
+    target = str(cfg.backend[TARGET])
+    if target in own_targets():
+        return
+    option = load_class(f"backend.{TARGET}", target, load("backend", _BACKEND_OPTION))
+    problems = list(_run(option.all_checks(), partial(OmegaConf.select, cfg)))
     if problems:
         raise ConfigError(_join(problems))
 
@@ -78,12 +84,15 @@ def _find_problems(cfg: DictConfig) -> list[Problem]:
             raise _UnknownValueError
         return OmegaConf.select(cfg, key)
 
-    for between_fields in _CHECKS:
-        try:
-            problems += between_fields(get)
-        except _UnknownValueError:
-            continue
-    return problems
+    target = _target(OmegaConf.select(cfg, "backend"))
+    of_backend = load(f"backend.{TARGET}", target).all_checks() if target in own_targets() else ()
+    return problems + list(_run((*_CHECKS, *of_backend), get))
+
+
+def _run(checks: Sequence[Check], get: Get) -> Iterator[Problem]:
+    for between_fields in checks:
+        with suppress(_UnknownValueError):
+            yield from between_fields(get)
 
 
 def _missing_text(key: str) -> str:
@@ -176,121 +185,6 @@ def _check_name(get: Get) -> Iterator[Problem]:
         yield Problem("name", f"is {name!r}; it becomes a folder, so use letters, digits, '.', '_' and '-' only")
 
 
-def _check_fsdp_size(get: Get) -> Iterator[Problem]:
-    ranks, size = get("backend.ranks"), get("backend.fsdp_size")
-    if size is None:
-        return
-    if size == 0 or (size > 0 and ranks % size):
-        yield Problem("backend.fsdp_size", f"is {size}; must divide backend.ranks ({ranks}), or be -1 for all ranks")
-    elif size == 1 and ranks > 1 and get("backend.strategy") == "fsdp":
-        yield Problem(
-            "backend.fsdp_size",
-            f"is 1 with {ranks} ranks of fsdp, whose copies of the weights drift apart without an error; "
-            "set backend.fsdp_size=-1, or use backend=fsdp2",
-        )
-
-
-def _check_megatron_ranks(get: Get) -> Iterator[Problem]:
-    if get("backend.strategy") != "megatron":
-        return
-    ranks, tp, pp = get("backend.ranks"), get("backend.tp"), get("backend.pp")
-    if ranks % (tp * pp):
-        yield Problem(
-            "backend.ranks",
-            f"is {ranks}; backend.tp x backend.pp ({tp} x {pp} = {tp * pp}) must divide it; "
-            f"set backend.ranks={tp * pp} or another multiple, or a smaller backend.tp or backend.pp",
-        )
-
-
-def _check_megatron_model(get: Get) -> Iterator[Problem]:
-    if get("backend.strategy") != "megatron":
-        return
-    model = _model_fields(get)
-    family = model.get("model_type")
-    if family is not None and family not in MEGATRON_FAMILIES:
-        yield Problem(
-            "backend",
-            f"is megatron, which trains models of the families {', '.join(MEGATRON_FAMILIES)}; this one is {family}; "
-            "use backend=fsdp2",
-        )
-    cuts = {
-        "backend.tp": ("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-        "backend.pp": ("num_hidden_layers",),
-    }
-    for key, names in cuts.items():
-        parts = get(key)
-        uneven = [
-            f"{name} ({model[name]})" for name in names if isinstance(model.get(name), int) and model[name] % parts
-        ]
-        if uneven:
-            yield Problem(key, f"is {parts}; it must divide the model's {' and '.join(uneven)}")
-
-
-def _check_megatron_settings(get: Get) -> Iterator[Problem]:
-    if get("backend.strategy") != "megatron":
-        return
-    dtype, wire = get("backend.dtype"), get("sync.wire_dtype")
-    if dtype != "bf16":
-        yield Problem(
-            "backend.dtype", f"is {dtype}; backend=megatron trains in bf16 (its optimizer keeps copies in fp32)"
-        )
-    elif wire != dtype:
-        yield Problem(
-            "sync.wire_dtype",
-            f"is {wire}; backend=megatron publishes the weights it computes with, so set it to {dtype} (backend.dtype)",
-        )
-    warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
-    if warmup == steps:
-        yield Problem(
-            "trainer.warmup_steps",
-            f"is {warmup}, as many as trainer.steps; backend=megatron needs less, set it to {steps - 1} or less",
-        )
-    form = get("checkpoint.format")
-    if form != "verl":
-        yield Problem(
-            "checkpoint.format",
-            f"is {form}, which is for fsdp and fsdp2; with backend=megatron verl's files are megatron-core's, which "
-            "other layouts can load too, so set it to verl",
-        )
-    writers = get("checkpoint.save_strategy")
-    if writers != "unrestricted":
-        yield Problem(
-            "checkpoint.save_strategy",
-            f"is {writers}; the ranks of backend=megatron finish a checkpoint together, so set it to unrestricted",
-        )
-
-
-def _check_engine_overrides(get: Get) -> Iterator[Problem]:
-    """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence."""
-    backend = get("backend")
-    overrides = backend.overrides
-    named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"}
-    named |= _MEGATRON_FIELDS if backend.strategy == "megatron" else _FSDP_FIELDS
-    given = {name: named.get(name) for name in map(str, overrides)}
-    transformer = overrides.get("override_transformer_config")
-    if backend.strategy == "megatron" and isinstance(transformer, DictConfig):
-        given |= {
-            f"override_transformer_config.{name}": _TRANSFORMER_FIELDS.get(name) or named.get(name)
-            for name in map(str, transformer)
-        }
-    for name, key in given.items():
-        if key is not None:
-            yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
-
-
-def _model_fields(get: Get) -> dict[str, Any]:
-    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
-    path = get("model.path")
-    if path is None:
-        architecture = get("model.architecture")
-        return {} if architecture is None else {str(name): value for name, value in architecture.items()}
-    try:
-        found = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}  # a bad folder is told of by _check_model
-    return found if isinstance(found, dict) else {}
-
-
 def _check_staleness(get: Get) -> Iterator[Problem]:
     interval, staleness = get("sync.interval"), get("sync.max_staleness")
     if staleness < interval - 1:
@@ -299,25 +193,6 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
             f"is {staleness}, but with sync.interval={interval} samples lag up to {interval - 1} steps behind; "
             f"set sync.max_staleness={interval - 1} or more, or sync.interval={staleness + 1} or less",
         )
-
-
-def _check_batch(get: Get) -> Iterator[Problem]:
-    copies, named = get("backend.ranks"), "backend.ranks"
-    if get("backend.strategy") == "megatron":
-        shared = get("backend.tp") * get("backend.pp")
-        if copies % shared:
-            return  # said by _check_megatron_ranks
-        copies, named = copies // shared, "data-parallel ranks (backend.ranks / (backend.tp x backend.pp))"
-    parts = copies * get("trainer.mini_batches")
-    if get("algorithm.kind") == "sft":
-        key, sequences = "algorithm.batch_size", get("algorithm.batch_size")
-        counted = f"is {sequences}"
-    else:
-        prompts, samples = get("algorithm.prompts_per_step"), get("algorithm.samples_per_prompt")
-        key, sequences = "algorithm.prompts_per_step", prompts * samples
-        counted = f"times algorithm.samples_per_prompt is {sequences} sequences a step ({prompts} x {samples})"
-    if sequences % parts:
-        yield Problem(key, f"{counted}; it must be a multiple of {named} x trainer.mini_batches ({parts})")
 
 
 def _check_replicas(get: Get) -> Iterator[Problem]:
@@ -459,30 +334,10 @@ def _check_task(get: Get) -> Iterator[Problem]:
         yield Problem("task.path", f"is {path}, which is no file; name an existing one")
 
 
-_FSDP_FIELDS = {
-    "dtype": "backend.param_dtype",
-    "model_dtype": "backend.master_dtype",
-    "mixed_precision": "backend.param_dtype and backend.reduce_dtype",
-}
-_MEGATRON_FIELDS = {
-    "tensor_model_parallel_size": "backend.tp",
-    "pipeline_model_parallel_size": "backend.pp",
-    "dist_ckpt_optim_fully_reshardable": "backend.optimizer_format",
-    "seed": "seed",
-}
-_TRANSFORMER_FIELDS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
-"""Fields of verl's engine configs, and of megatron-core's `TransformerConfig`, that other keys set."""
-
-_CHECKS: tuple[Callable[[Get], Iterator[Problem]], ...] = (
+_CHECKS: tuple[Check, ...] = (
     *(partial(_check_option, group) for group in LABELS),
     _check_name,
-    _check_fsdp_size,
-    _check_megatron_ranks,
-    _check_megatron_model,
-    _check_megatron_settings,
-    _check_engine_overrides,
     _check_staleness,
-    _check_batch,
     _check_replicas,
     _check_temperature,
     _check_optimizer,

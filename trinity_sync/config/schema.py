@@ -17,9 +17,6 @@ from trinity_sync.protocol.retention import POLICIES, Policy
 
 DTYPES = ("bf16", "fp32", "fp16")
 
-MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model families of transformers that `backend=megatron` trains."""
-
 
 def _choice(*values: str) -> Any:
     return field(default=MISSING, metadata={"choices": values})
@@ -34,8 +31,11 @@ def _number(*, at_least: float | None = None, more_than: float | None = None, at
 class BackendConfig:
     """Keys that every training engine has."""
 
+    _target_: str = MISSING
     strategy: str = MISSING
     ranks: int = _number(at_least=1)
+    param_offload: bool = MISSING
+    optimizer_offload: bool = MISSING
     timeout_s: float = _number(more_than=0)
     overrides: dict[str, Any] = MISSING
 
@@ -44,26 +44,20 @@ class BackendConfig:
 class FsdpConfig(BackendConfig):
     """FSDP1 and FSDP2 of PyTorch, through verl's engine."""
 
-    strategy: str = _choice("fsdp", "fsdp2")
     fsdp_size: int = _number(at_least=-1)
     master_dtype: str = _choice("fp32", "bf16")
     param_dtype: str = _choice(*DTYPES)
     reduce_dtype: str = _choice(*DTYPES)
-    param_offload: bool = MISSING
-    optimizer_offload: bool = MISSING
 
 
 @dataclass(kw_only=True)
 class MegatronConfig(BackendConfig):
     """megatron-core, through verl's engine."""
 
-    strategy: str = _choice("megatron")
     tp: int = _number(at_least=1)
     pp: int = _number(at_least=1)
     sequence_parallel: bool = MISSING
     dtype: str = _choice(*DTYPES)
-    param_offload: bool = MISSING
-    optimizer_offload: bool = MISSING
     optimizer_format: str = _choice("fully_reshardable", "dp_reshardable")
     restore_rng: bool = MISSING
 

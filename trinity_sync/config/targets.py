@@ -9,6 +9,7 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.checks import check_backend
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load
 from trinity_sync.config.retention import retention_policies
@@ -19,12 +20,13 @@ _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
 
 
 def check_inputs(cfg: DictConfig) -> None:
-    """Build once what a class of the user's own may refuse: the retention policies, the sync mode and the task. So the
-    task's file is read line by line and its reward function imported before Ray starts.
+    """Build once what a class of the user's own may refuse: backend, retention policies, sync mode and task. The task's
+    file is read line by line, and its reward function imported, before Ray starts.
 
     Raises:
         ConfigError: naming the key, and the file and line where there is one.
     """
+    check_backend(cfg)
     retention_policies(cfg)
     task = build_task(cfg.task, cfg.seed)
     needed = ("pairs",) if cfg.algorithm.kind == "sft" else ("prompts", "reward")

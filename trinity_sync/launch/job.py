@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trinity_sync.backends.megatron.resume import check_layout
+from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.config import build, build_task, config_digest, plain, retention_policies
@@ -292,9 +292,7 @@ class Job:
         folder = self._start.folder
         if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
             return None
-        moved = self._start.weights_only or (
-            self._cfg.backend.strategy == "megatron" and check_layout(self._cfg, folder) is not None
-        )
+        moved = self._start.weights_only or backend_option(self._cfg).moved(folder)
         step = None if moved else published_step(folder, parts)
         if step is None:
             print(
