@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 from tests.cli.test_runs import StandIn, first_run, launcher  # noqa: F401 - a fixture
 from trinity_sync import config
 from trinity_sync.cli import main as cli
-from trinity_sync.config.lookup import missing
+from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
+from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import explorer_spec
 from trinity_sync.launch.start import _check_engine
+from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, decide
 from trinity_sync.sync.base import SyncMode
@@ -513,3 +517,93 @@ def test_what_a_backend_of_ours_has_to_say_is_told_without_importing_torch() -> 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+# explorers
+
+PARROT = """
+from trinity_sync.explorer.engine import RolloutEngine
+
+
+class Parrot(RolloutEngine):
+    def __init__(self, *, model_path, word, temperature, response_length, **settings):
+        self.says = model_path, word, temperature, response_length
+        self.settings = settings
+
+    def destinations(self):
+        return {}
+
+    def after_load(self):
+        pass
+
+    def generate(self, prompts, task, *, step, samples_per_prompt, version):
+        return self.says
+
+
+class Mute:
+    def __init__(self, **settings):
+        pass
+"""
+
+PARROT_OPTION = """
+defaults:
+  - hf
+  - /schema/own_keys@_here_
+  - _self_
+
+_target_: of_mine.parrot.Parrot
+kind: parrot
+word: hello
+"""
+
+
+@pytest.fixture
+def parrot(own: Path) -> Path:
+    write(own, "parrot", PARROT, "explorer/parrot", PARROT_OPTION)
+    return own
+
+
+def explorer_of(cfg: DictConfig) -> Explorer:
+    spec = replace(explorer_spec(cfg, "model", "logs"), member=Member.new("explorer-0"), log_dir=None)
+    return Explorer(spec, None)  # type: ignore[arg-type]
+
+
+def test_an_engine_of_ones_own_is_an_option_and_only_explorers_import_it(parrot: Path) -> None:
+    cfg = composed(parrot, "explorer=parrot", "explorer.temperature=0.5")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    explorer = explorer_of(cfg)
+    assert not imported(parrot), "it was loaded in the driver"
+    explorer.start()
+    engine: Any = explorer._engine
+    assert engine.generate([], None, step=1, samples_per_prompt=1, version=(0, 0)) == ("model", "hello", 0.5, 3)
+    assert set(engine.settings) == {
+        *("dtype", "top_k", "top_p", "batch_size", "prompt_length", "seed", "attn_implementation", "trust_remote_code")
+    }
+
+
+def test_a_class_that_is_no_engine_is_refused_with_its_key(parrot: Path) -> None:
+    cfg = composed(parrot, "explorer=parrot", "explorer._target_=of_mine.parrot.Mute")
+    config.check(cfg)
+    with pytest.raises(ConfigError, match=r"^explorer\._target_ is of_mine\.parrot\.Mute, which is no subclass of"):
+        explorer_of(cfg).start()
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("of_mine.parrot.Macaw", "of_mine.parrot has no Macaw"),
+        ("of_theirs.Parrot", "there is no module of_theirs"),
+        ("trinity_sync.explorer.hf.HfEngine", "trinity_sync.explorer.hf has no HfEngine"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_with_its_key(parrot: Path, target: str, reason: str) -> None:
+    message = refused(composed(parrot, "explorer=parrot", f"explorer._target_={target}"))
+    assert message.startswith(f"explorer._target_ is {target}, which cannot be used: {reason}")
+    assert not imported(parrot)
+
+
+def test_an_engine_is_given_the_keys_that_ours_takes() -> None:
+    spec = explorer_spec(config.compose(), "model", "logs")
+    taken = inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters
+    assert set(spec.engine) - {config.TARGET} == set(taken) - {"device"}

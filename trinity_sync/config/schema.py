@@ -205,7 +205,8 @@ class PairsConfig:
 class ExplorerConfig:
     """The rollout replicas."""
 
-    kind: str = _choice("hf")
+    _target_: str = MISSING
+    kind: str = MISSING
     replicas: int = _number(at_least=1)
     max_restarts: int = _number(at_least=0)
     dtype: str = _choice(*DTYPES)

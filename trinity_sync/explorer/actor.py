@@ -19,8 +19,9 @@ import ray
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced
-from trinity_sync.config import build, build_task
+from trinity_sync.config import TARGET, build, build_task, load
 from trinity_sync.errors import RunError
+from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log, without_collections
@@ -52,16 +53,15 @@ class Explorer:
     def warm_up(self) -> None:
         """Import what `start` needs. Called at once, while the model that `start` reads may still be in the making."""
         with without_collections():
-            import trinity_sync.explorer.hf
             import trinity_sync.sync.loading  # noqa: F401
+
+            load(f"explorer.{TARGET}", self._spec.engine[TARGET])
 
     def start(self) -> None:
         """Build engine and task. Apart from `__init__`, so that what goes wrong is raised here and not as the actor's
         death.
         """
-        from trinity_sync.explorer.hf import HFEngine
-
-        self._engine = HFEngine(**self._spec.engine)
+        self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
         self._task = build_task(self._spec.task, self._spec.seed)
 
     def attach(self, agents: dict[str, AgentClient]) -> dict[str, Any]:
