@@ -31,6 +31,7 @@ from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, decide
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.sync.nccl import NcclMode
+from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.trainer.spec import worker_spec
 
 MARK = "import pathlib\npathlib.Path(__file__).with_name('imported').touch()\n"
@@ -607,3 +608,94 @@ def test_an_engine_is_given_the_keys_that_ours_takes() -> None:
     spec = explorer_spec(config.compose(), "model", "logs")
     taken = inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters
     assert set(spec.engine) - {config.TARGET} == set(taken) - {"device"}
+
+
+# algorithms
+
+RAFT = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trinity_sync.config import Problem
+from trinity_sync.trainer.algorithms.grpo import Grpo
+
+
+def check_best(get):
+    if get("algorithm.best") > get("algorithm.samples_per_prompt"):
+        yield Problem("algorithm.best", "is more than algorithm.samples_per_prompt")
+
+
+@dataclass(kw_only=True)
+class Raft(Grpo):
+    best: int
+    checks: ClassVar = (*Grpo.checks, check_best)
+
+    def loss(self, strategy):
+        return strategy, self.best, self.clip_ratio
+
+
+class Other:
+    pass
+"""
+
+RAFT_OPTION = """
+defaults:
+  - grpo
+  - /schema/own_keys@_here_
+  - _self_
+
+_target_: of_mine.raft.Raft
+kind: raft
+best: 4
+"""
+
+
+@pytest.fixture
+def raft(own: Path) -> Path:
+    write(own, "raft", RAFT, "algorithm/raft", RAFT_OPTION)
+    return own
+
+
+def test_an_algorithm_of_ones_own_is_an_option(raft: Path) -> None:
+    cfg = composed(raft, "algorithm=raft", "algorithm.best=3")
+    config.check(cfg)
+    assert not imported(raft), "it was loaded before the checks"
+    config.check_inputs(cfg)
+    spec = pickle.loads(pickle.dumps(worker_spec(cfg, "model", "logs")))
+    assert spec.algorithm.loss("fsdp2") == ("fsdp2", 3, 0.2)
+    assert spec.algorithm.explores
+
+
+def test_an_algorithm_of_ones_own_checks_the_configuration_as_ours_do(raft: Path) -> None:
+    cfg = composed(raft, "algorithm=raft", "algorithm.best=17", "explorer.temperature=0", "trainer.mini_batches=7")
+    config.check(cfg)
+    message = refused(cfg, config.check_inputs)
+    assert message.startswith("3 settings are wrong")
+    for key in ("explorer.temperature is 0", "algorithm.best is more", "algorithm.prompts_per_step times"):
+        assert f"\n  {key}" in message
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("of_mine.raft.Rafft", "of_mine.raft has no Rafft"),
+        ("of_theirs.Raft", "there is no module of_theirs"),
+        ("trinity_sync.trainer.algorithms.grpo.GRPO", "trinity_sync.trainer.algorithms.grpo has no GRPO"),
+    ],
+)
+def test_an_algorithm_that_is_not_there_is_refused_with_its_key(raft: Path, target: str, reason: str) -> None:
+    message = refused(composed(raft, "algorithm=raft", f"algorithm._target_={target}"))
+    assert message.startswith(f"algorithm._target_ is {target}, which cannot be used: {reason}")
+
+
+def test_a_class_that_is_no_algorithm_is_refused_with_its_key(raft: Path) -> None:
+    cfg = composed(raft, "algorithm=raft", "algorithm._target_=of_mine.raft.Other")
+    config.check(cfg)
+    assert refused(cfg, config.check_inputs).startswith(
+        "algorithm._target_ is of_mine.raft.Other, which is no subclass"
+    )
+
+
+@pytest.mark.parametrize(("name", "explores"), [("grpo", True), ("sft", False)])
+def test_an_algorithm_says_whether_explorers_take_part(name: str, explores: bool) -> None:
+    assert algorithm_of(config.compose([f"algorithm={name}"])).explores == explores

@@ -42,7 +42,7 @@ class BackendOption(ABC):
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
         """Its own, and those of every engine."""
-        return (*cls.checks, partial(check_overrides, cls), partial(check_batch, cls))
+        return (*cls.checks, partial(check_overrides, cls))
 
     @classmethod
     def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
@@ -117,24 +117,6 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
     for name, key in option.overridden(get):
         if key is not None:
             yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
-
-
-def check_batch(option: type[BackendOption], get: Get) -> Iterator[Problem]:
-    """That a batch can be divided among the ranks."""
-    sharing = option.sharing_ranks(get)
-    if sharing is None:
-        return
-    ranks, named = sharing
-    parts = ranks * get("trainer.mini_batches")
-    if get("algorithm.kind") == "sft":
-        key, sequences = "algorithm.batch_size", get("algorithm.batch_size")
-        counted = f"is {sequences}"
-    else:
-        prompts, samples = get("algorithm.prompts_per_step"), get("algorithm.samples_per_prompt")
-        key, sequences = "algorithm.prompts_per_step", prompts * samples
-        counted = f"times algorithm.samples_per_prompt is {sequences} sequences a step ({prompts} x {samples})"
-    if sequences % parts:
-        yield Problem(key, f"{counted}; it must be a multiple of {named} x trainer.mini_batches ({parts})")
 
 
 def shared_fields(cfg: DictConfig) -> dict[str, Any]:

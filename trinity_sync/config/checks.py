@@ -10,7 +10,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -27,8 +27,11 @@ from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 
-# Named as text, since the room of this class lies above this one.
-_BACKEND_OPTION = "trinity_sync.backends.option.BackendOption"
+# What the classes have to be that options of these groups name. As text, since their rooms lie above this one.
+_CHECKING = {
+    "backend": "trinity_sync.backends.option.BackendOption",
+    "algorithm": "trinity_sync.trainer.algorithms.base.Algorithm",
+}
 
 
 class _UnknownValueError(Exception):
@@ -49,17 +52,23 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(_join(problems))
 
 
-def check_backend(cfg: DictConfig) -> None:
-    """Check what a backend of the user's own has to say of a configuration that has passed `check`.
+def check_own_classes(cfg: DictConfig) -> None:
+    """Check what a backend or an algorithm of the user's own has to say of a configuration that has passed `check`.
 
     Raises:
-        ConfigError: the class that is named cannot be used, or there are problems, each with its key.
+        ConfigError: a class that is named cannot be used, or there are problems, each with its key.
     """
-    target = str(cfg.backend[TARGET])
-    if target in own_targets():
+    targets = {group: str(cfg[group][TARGET]) for group in _CHECKING}
+    if set(targets.values()) <= own_targets():
         return
-    option = load_class(f"backend.{TARGET}", target, load("backend", _BACKEND_OPTION))
-    problems = list(_run(option.all_checks(), partial(OmegaConf.select, cfg)))
+    classes = {
+        group: load_class(f"{group}.{TARGET}", target, load(group, _CHECKING[group]))
+        for group, target in targets.items()
+    }
+    checks = [
+        check for group, of in classes.items() if targets[group] not in own_targets() for check in of.all_checks()
+    ]
+    problems = list(_run([*checks, partial(_check_batch, classes)], partial(OmegaConf.select, cfg)))
     if problems:
         raise ConfigError(_join(problems))
 
@@ -84,9 +93,15 @@ def _find_problems(cfg: DictConfig) -> list[Problem]:
             raise _UnknownValueError
         return OmegaConf.select(cfg, key)
 
-    target = _target(OmegaConf.select(cfg, "backend"))
-    of_backend = load(f"backend.{TARGET}", target).all_checks() if target in own_targets() else ()
-    return problems + list(_run((*_CHECKS, *of_backend), get))
+    return problems + list(_run((*_CHECKS, *_checks_of_classes(cfg)), get))
+
+
+def _checks_of_classes(cfg: DictConfig) -> list[Check]:
+    """What classes of ours check, which are light; for the others see `check_own_classes`."""
+    targets = {group: _target(OmegaConf.select(cfg, group)) for group in _CHECKING}
+    classes = {group: load(group, target) for group, target in targets.items() if target in own_targets()}
+    checks = [check for of in classes.values() for check in of.all_checks()]
+    return [*checks, partial(_check_batch, classes)] if len(classes) == len(_CHECKING) else checks
 
 
 def _run(checks: Sequence[Check], get: Get) -> Iterator[Problem]:
@@ -195,25 +210,16 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
         )
 
 
-def _check_replicas(get: Get) -> Iterator[Problem]:
-    if get("algorithm.kind") != "grpo":
+def _check_batch(classes: Mapping[str, Any], get: Get) -> Iterator[Problem]:
+    """That a step's sequences can be divided among the ranks."""
+    sharing = classes["backend"].sharing_ranks(get)
+    if sharing is None:
         return
-    replicas, prompts = get("explorer.replicas"), get("algorithm.prompts_per_step")
-    if replicas > prompts:
-        yield Problem(
-            "explorer.replicas",
-            f"is {replicas}, more than algorithm.prompts_per_step ({prompts}), so some would have nothing to do; "
-            f"set it to {prompts} or less",
-        )
-
-
-def _check_temperature(get: Get) -> Iterator[Problem]:
-    if get("algorithm.kind") == "grpo" and get("explorer.temperature") == 0:
-        yield Problem(
-            "explorer.temperature",
-            "is 0: all samples of a prompt would be the same, and algorithm=grpo would have nothing to compare; "
-            "set it above 0, such as 1.0",
-        )
+    ranks, named = sharing
+    parts = ranks * get("trainer.mini_batches")
+    number, key, counted = classes["algorithm"].sequences(get)
+    if number % parts:
+        yield Problem(key, f"{counted}; it must be a multiple of {named} x trainer.mini_batches ({parts})")
 
 
 def _check_optimizer(get: Get) -> Iterator[Problem]:
@@ -224,17 +230,6 @@ def _check_optimizer(get: Get) -> Iterator[Problem]:
     if warmup > steps:
         yield Problem(
             "trainer.warmup_steps", f"is {warmup}, more than trainer.steps ({steps}); set it to {steps} or less"
-        )
-
-
-def _check_schedule(get: Get) -> Iterator[Problem]:
-    if get("trainer.schedule") != "free":
-        return
-    if get("algorithm.kind") != "grpo":
-        yield Problem(
-            "trainer.schedule",
-            f"is free, but algorithm={get('algorithm.kind')} has no explorers that could run ahead; "
-            f"set trainer.schedule=lockstep",
         )
 
 
@@ -338,10 +333,7 @@ _CHECKS: tuple[Check, ...] = (
     *(partial(_check_option, group) for group in LABELS),
     _check_name,
     _check_staleness,
-    _check_replicas,
-    _check_temperature,
     _check_optimizer,
-    _check_schedule,
     _check_retention,
     _check_mirror,
     _check_checkpoint_dir,

@@ -15,7 +15,7 @@ from trinity_sync.config.composition import conf_dir
 TARGET = "_target_"
 """The key that names a class."""
 
-LABELS = {"backend": "strategy", "explorer": "kind", "sync": "mode"}
+LABELS = {"algorithm": "kind", "backend": "strategy", "explorer": "kind", "sync": "mode"}
 """Groups with one option at a time that names the class it configures, and the key by which that option calls itself:
 what users, events and reports name it by.
 """

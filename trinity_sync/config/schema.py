@@ -143,7 +143,8 @@ class TrainerConfig:
 class AlgorithmConfig:
     """What every algorithm has."""
 
-    kind: str = _choice("grpo", "sft")
+    _target_: str = MISSING
+    kind: str = MISSING
 
 
 @dataclass(kw_only=True)

@@ -26,6 +26,7 @@ from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.start import Start, run_mirror
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
     from trinity_sync.actors.agent import AgentClient
@@ -155,7 +156,7 @@ class Job:
 
     @property
     def _with_explorers(self) -> bool:
-        return self._cfg.algorithm.kind != "sft"
+        return algorithm_of(self._cfg).explores
 
     def _make_pool(self) -> Any:
         from trinity_sync.explorer.pool import ExplorerPool

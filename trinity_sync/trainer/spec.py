@@ -14,6 +14,7 @@ from trinity_sync.actors.rank import RankInfo
 from trinity_sync.backends.option import BackendOption, backend_option
 from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError
+from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.shards import CoverageError, check_complete
 
 
@@ -29,8 +30,7 @@ class WorkerSpec:
         attn_implementation: as transformers names it.
         trust_remote_code: run code that comes with the model.
         gradient_checkpointing: recompute activations in the backward pass.
-        algorithm: ``grpo`` or ``sft``.
-        loss: fields of verl's actor config that shape the loss.
+        algorithm: what is trained for.
         mini_batches, epochs: optimizer steps per training step, passes over the samples.
         micro_batch_size: sequences per forward and backward and rank, at most.
         temperature: of the sampler; log-probs are recomputed with it.
@@ -50,8 +50,7 @@ class WorkerSpec:
     attn_implementation: str
     trust_remote_code: bool
     gradient_checkpointing: bool
-    algorithm: str
-    loss: dict[str, Any] = field(default_factory=dict)
+    algorithm: Algorithm
     mini_batches: int
     epochs: int
     micro_batch_size: int
@@ -96,18 +95,6 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         log_dir: where the ranks log.
     """
     backend, trainer = backend_option(cfg), cfg.trainer
-    algorithm = cfg.algorithm
-    loss = {}
-    if algorithm.kind == "grpo":
-        high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
-        loss = {
-            "clip_ratio": algorithm.clip_ratio,
-            "clip_ratio_low": algorithm.clip_ratio,
-            "clip_ratio_high": high,
-            "clip_ratio_c": algorithm.clip_ratio_c,
-            "loss_agg_mode": algorithm.loss_agg_mode,
-            "entropy_coeff": algorithm.entropy_coeff,
-        }
     return WorkerSpec(
         backend=backend,
         engine=backend.engine_fields(cfg),
@@ -116,8 +103,7 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         attn_implementation=cfg.model.attn_implementation,
         trust_remote_code=cfg.model.trust_remote_code,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        algorithm=algorithm.kind,
-        loss=loss,
+        algorithm=algorithm_of(cfg),
         mini_batches=trainer.mini_batches,
         epochs=trainer.epochs,
         micro_batch_size=trainer.micro_batch_size,

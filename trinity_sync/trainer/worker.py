@@ -14,7 +14,6 @@ import mmap
 import os
 import random
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,8 @@ import ray
 import torch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import ActorConfig, HFModelConfig, TrainingWorkerConfig
+from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
-from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -74,7 +72,7 @@ class TrinityWorker(TrainingWorker):
     def initialise(self) -> RankInfo:
         """Build model, optimizer and scheduler. Collective."""
         self.reset()
-        self.set_loss_fn(_loss(self._spec))
+        self.set_loss_fn(self._spec.algorithm.loss(self._spec.backend.strategy))
         seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -254,20 +252,6 @@ def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
         optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
-
-
-def _loss(spec: WorkerSpec) -> Any:
-    if spec.algorithm == "sft":
-        return partial(sft_loss, None)
-    # The fields of verl's actor config that its loss does not read still have to pass verl's own checks.
-    config = ActorConfig(
-        strategy=spec.backend.strategy,
-        ppo_micro_batch_size_per_gpu=1,
-        rollout_n=1,
-        use_torch_compile=False,
-        **spec.loss,
-    )
-    return partial(ppo_loss, config)
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, float]:
