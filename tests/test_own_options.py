@@ -24,6 +24,7 @@ from trinity_sync.cli import main as cli
 from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import Explorer
+from trinity_sync.explorer.model_factory import make_model
 from trinity_sync.explorer.spec import explorer_spec
 from trinity_sync.launch.start import _check_engine
 from trinity_sync.protocol.members import Member
@@ -604,6 +605,17 @@ def test_an_engine_that_is_not_there_is_refused_with_its_key(parrot: Path, targe
     assert not imported(parrot)
 
 
+def test_an_explorer_builds_the_engine_of_ours(tmp_path: Path) -> None:
+    cfg = config.compose(["model.architecture.hidden_size=32", "model.architecture.intermediate_size=32"])
+    model = make_model(config.plain(cfg.model.architecture), 0, tmp_path / "model")
+    spec = explorer_spec(cfg, str(model), "logs")
+    explorer = Explorer(replace(spec, member=Member.new("explorer-0"), log_dir=None), None)  # type: ignore[arg-type]
+    explorer.warm_up()
+    explorer.start()
+    assert type(explorer._engine).__name__ == "HFEngine"
+    assert explorer._engine.destinations()
+
+
 def test_an_engine_is_given_the_keys_that_ours_takes() -> None:
     spec = explorer_spec(config.compose(), "model", "logs")
     taken = inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters
@@ -694,6 +706,14 @@ def test_a_class_that_is_no_algorithm_is_refused_with_its_key(raft: Path) -> Non
     assert refused(cfg, config.check_inputs).startswith(
         "algorithm._target_ is of_mine.raft.Other, which is no subclass"
     )
+
+
+@pytest.mark.parametrize("group", ["backend", "algorithm", "sync"])
+def test_a_class_of_ours_that_is_for_something_else_is_refused_with_its_key(group: str) -> None:
+    target = "trinity_sync.protocol.retention.KeepLast"
+    cfg = config.compose([f"{group}._target_={target}"])
+    config.check(cfg)
+    assert refused(cfg, config.check_inputs).startswith(f"{group}._target_ is {target}, which is no subclass of")
 
 
 @pytest.mark.parametrize(("name", "explores"), [("grpo", True), ("sft", False)])

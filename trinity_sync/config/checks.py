@@ -41,8 +41,9 @@ class _UnknownValueError(Exception):
 def check(cfg: DictConfig) -> None:
     """Check a composed configuration: missing values, ranges, and what must hold between fields.
 
-    Looks at the values and at the paths they name, and reads no file but the model's `config.json`, for the backends
-    that cut a model by its heads and layers. Starts nothing.
+    Looks at the values, at the paths they name, and at the source of classes of the user's own, which are not imported.
+    Reads no other file but the model's `config.json`, for the backends that cut a model by its heads and layers. Starts
+    nothing.
 
     Raises:
         ConfigError: naming every problem with its key, what is wrong and what would be right.
@@ -59,15 +60,14 @@ def check_own_classes(cfg: DictConfig) -> None:
         ConfigError: a class that is named cannot be used, or there are problems, each with its key.
     """
     targets = {group: str(cfg[group][TARGET]) for group in _CHECKING}
-    if set(targets.values()) <= own_targets():
+    foreign = [group for group, target in targets.items() if target not in own_labels(group).values()]
+    if not foreign:
         return
     classes = {
         group: load_class(f"{group}.{TARGET}", target, load(group, _CHECKING[group]))
         for group, target in targets.items()
     }
-    checks = [
-        check for group, of in classes.items() if targets[group] not in own_targets() for check in of.all_checks()
-    ]
+    checks = [check for group in foreign for check in classes[group].all_checks()]
     problems = list(_run([*checks, partial(_check_batch, classes)], partial(OmegaConf.select, cfg)))
     if problems:
         raise ConfigError(_join(problems))
@@ -98,8 +98,8 @@ def _find_problems(cfg: DictConfig) -> list[Problem]:
 
 def _checks_of_classes(cfg: DictConfig) -> list[Check]:
     """What classes of ours check, which are light; for the others see `check_own_classes`."""
-    targets = {group: _target(OmegaConf.select(cfg, group)) for group in _CHECKING}
-    classes = {group: load(group, target) for group, target in targets.items() if target in own_targets()}
+    targets = {group: _target(OmegaConf.select(cfg, group)) or "" for group in _CHECKING}
+    classes = {group: load(group, name) for group, name in targets.items() if name in own_labels(group).values()}
     checks = [check for of in classes.values() for check in of.all_checks()]
     return [*checks, partial(_check_batch, classes)] if len(classes) == len(_CHECKING) else checks
 
@@ -181,12 +181,12 @@ def _choice_text(value: Any, choices: Sequence[str]) -> str | None:
 
 def _check_option(group: str, get: Get) -> Iterator[Problem]:
     """That the class which an option names is there, and that the option calls itself by no other's label."""
-    target, label = get(f"{group}.{TARGET}"), f"{group}.{LABELS[group]}"
-    if target not in own_targets():
+    target, label, own = get(f"{group}.{TARGET}"), f"{group}.{LABELS[group]}", own_labels(group)
+    if target not in own.values():
         if reason := missing(target):
             yield Problem(f"{group}.{TARGET}", f"is {target}, which cannot be used: {reason}")
         return
-    said, own = get(label), own_labels(group)
+    said = get(label)
     if text := _choice_text(said, tuple(own)):
         yield Problem(label, text)
     elif own[said] != target:
