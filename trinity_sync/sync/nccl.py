@@ -9,9 +9,7 @@ dead.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
@@ -26,6 +24,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindRoom, SyncMode, TrainerSide
+from trinity_sync.sync.groups import begin_broadcast, close, forget, give_up, open_group, wait
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.synchronizer import Sealed
 
@@ -117,9 +116,9 @@ class NcclPublisher:
         try:
             answers = results([*sending, *loading], limit * 2, f"exchange version {sealed.version}")
         except BaseException:
-            _give_up(store, broadcast)
+            give_up(store, broadcast)
             raise
-        _forget(store, broadcast)
+        forget(store, broadcast)
         return answers[len(sending) :]
 
     def _open_store(self, timeout_s: float) -> Any:
@@ -134,94 +133,6 @@ class NcclPublisher:
         return self._store
 
 
-def _give_up(store: Any, broadcast: Broadcast) -> None:
-    """Send home who still waits for the others, and who comes later. Who has met already finds connections closed."""
-    for sender in range(len(broadcast.senders)):
-        store.compare_set(f"{broadcast.prefix(sender)}decision", "", "over")
-    _forget(store, broadcast, but="decision")
-
-
-def _forget(store: Any, broadcast: Broadcast, but: str | None = None) -> None:
-    """Remove the keys of a round: what is not removed would grow with every version."""
-    prefixes = tuple(broadcast.prefix(sender) for sender in range(len(broadcast.senders)))
-    for key in store.list_keys():
-        if key.startswith(prefixes) and key.rsplit("/", 1)[1] != but:
-            store.delete_key(key)
-
-
-@functools.cache
-def _connect(host: str, port: int, timeout_s: float) -> Any:
-    """This process's client of the store, kept: torch looks up the names of both ends for every connection, which takes
-    seconds where there is no name server.
-    """
-    from torch.distributed import TCPStore
-
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-def _meet(broadcast: Broadcast, sender: int) -> Any:
-    """Wait until the sender and all explorers are there; the store for their group.
-
-    Raises:
-        RunError: the round was given up meanwhile.
-        DistStoreError: somebody did not come in time.
-    """
-    from torch.distributed import PrefixStore
-
-    store = _connect(broadcast.host, broadcast.port, broadcast.timeout_s)
-    prefix = broadcast.prefix(sender)
-    if store.add(f"{prefix}joined", 1) == 1 + len(broadcast.explorers):
-        store.compare_set(f"{prefix}decision", "", "go")
-    store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
-    if store.get(f"{prefix}decision") != b"go":
-        raise RunError(f"the round for version {broadcast.version} was given up")
-    return PrefixStore(f"{prefix}group", store)
-
-
-def _group(broadcast: Broadcast, sender: int, rank: int) -> Any:
-    import torch.distributed as dist
-
-    limit = timedelta(seconds=broadcast.timeout_s)
-    store = _meet(broadcast, sender)
-    size = 1 + len(broadcast.explorers)
-    if broadcast.transport == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    return dist.ProcessGroupGloo(store, rank, size, limit)
-
-
-def _wait(work: Any, broadcast: Broadcast) -> None:
-    """Until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait; gloo
-    keeps the group's limit, and closes its connections when a wait with another one ends.
-    """
-    if broadcast.transport == "nccl":
-        work.wait(timedelta(seconds=broadcast.timeout_s))
-    else:
-        work.wait()
-
-
-def _close(groups: list[Any], broadcast: Broadcast) -> None:
-    """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
-    connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
-    shutdown before.
-    """
-    if broadcast.transport == "gloo":
-        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
-        return
-    with contextlib.suppress(RuntimeError):
-        groups[0].shutdown()
-    groups.clear()
-
-
-def _begin(group: Any, tensor: torch.Tensor, timeout_s: float) -> Any:
-    import torch.distributed as dist
-
-    options = dist.BroadcastOptions()
-    options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
-    return group.broadcast([tensor], options)
-
-
 def send(broadcast: Broadcast, part: str, layout: Any, segment: Any) -> int:
     """A trainer rank's share of a round: broadcast its staged part piece by piece.
 
@@ -234,11 +145,11 @@ def send(broadcast: Broadcast, part: str, layout: Any, segment: Any) -> int:
     Returns:
         Bytes sent.
     """
-    groups = [_group(broadcast, broadcast.senders.index(part), 0)]
+    groups = [open_group(broadcast, broadcast.senders.index(part), 0)]
     try:
         sent = _send(broadcast, groups[0], layout, segment)
     finally:
-        _close(groups, broadcast)
+        close(groups, broadcast)
     return sent
 
 
@@ -250,12 +161,14 @@ def _send(broadcast: Broadcast, group: Any, layout: Any, segment: Any) -> int:
     sent = 0
     for start, stop in layout.pieces(broadcast.cut):
         if len(under_way) == _AHEAD:
-            _wait(under_way.popleft(), broadcast)
+            wait(under_way.popleft(), broadcast)
         piece = staged[start:stop]
-        under_way.append(_begin(group, piece.cuda() if broadcast.transport == "nccl" else piece, broadcast.timeout_s))
+        under_way.append(
+            begin_broadcast(group, piece.cuda() if broadcast.transport == "nccl" else piece, broadcast.timeout_s)
+        )
         sent += stop - start
     for work in under_way:
-        _wait(work, broadcast)
+        wait(work, broadcast)
     return sent
 
 
@@ -280,7 +193,9 @@ class NcclTransport:
         for index, part in enumerate(broadcast.senders):
             info = lease.parts[part]
             layout = self._layouts.get(info)
-            arriving = _Arriving(_group(broadcast, index, rank), broadcast, layout, find_room, self._make_rooms(layout))
+            arriving = _Arriving(
+                open_group(broadcast, index, rank), broadcast, layout, find_room, self._make_rooms(layout)
+            )
             try:
                 for number, data in arriving:
                     digest = None if info.buckets is None else info.buckets[number]
@@ -355,7 +270,7 @@ class _Arriving:
         finally:
             self._under_way.clear()
             groups, self._group = [self._group], None
-            _close(groups, self._broadcast)
+            close(groups, self._broadcast)
         return clean
 
     def _go_on(self) -> None:
@@ -402,11 +317,11 @@ class _Receiving:
         self._target = target if there else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
         self._copy_to = None if there else target
         self._broadcast = broadcast
-        self._work = _begin(group, self._target, broadcast.timeout_s)
+        self._work = begin_broadcast(group, self._target, broadcast.timeout_s)
 
     def wait(self) -> None:
         """Until all of it is there."""
-        _wait(self._work, self._broadcast)
+        wait(self._work, self._broadcast)
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 
