@@ -48,9 +48,9 @@ from trinity_sync.protocol.staged import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import TrainerSide
-from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.memory import MemoryMode
-from trinity_sync.sync.nccl import NcclMode
+from trinity_sync.sync.checkpoint import CheckpointPublisher
+from trinity_sync.sync.memory import MemoryPublisher
+from trinity_sync.sync.nccl import NcclPublisher
 from trinity_sync.trainer.saves import SaveSettings, WeightSaves
 
 MODES = ("memory", "checkpoint", "nccl", "fleet", "small", "growth", "control")
@@ -151,9 +151,9 @@ class Fleet:
         settings = SaveSettings(attempt=0, seed=0, meta=_META, ranks=self.parts, timeout_s=LIMIT_S)
         store = WeightSaves(MonitorClient(self.monitor), settings, _Silent(), durable=False)
         self.modes: dict[str, Any] = {
-            "memory": MemoryMode(side),
-            "checkpoint": CheckpointMode(side, store, durable=False),
-            "nccl": NcclMode(side, "gloo"),
+            "memory": MemoryPublisher(side),
+            "checkpoint": CheckpointPublisher(side, store, durable=False),
+            "nccl": NcclPublisher(side, "gloo"),
         }
         self._steps = itertools.count()
         self._raw: Any = None

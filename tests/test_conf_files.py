@@ -62,8 +62,13 @@ def test_every_option_is_typed_by_the_schema(option: str) -> None:
 def test_several_retention_policies_stand_side_by_side() -> None:
     cfg = config.compose(["retention=[keep_last,keep_best]", "retention.policies.keep_best.n=3"])
     assert cfg.retention.policies == {
-        "keep_last": {"n": 2},
-        "keep_best": {"metric": "reward/mean", "n": 3, "mode": "max"},
+        "keep_last": {"_target_": "trinity_sync.protocol.retention.KeepLast", "n": 2},
+        "keep_best": {
+            "_target_": "trinity_sync.protocol.retention.KeepBest",
+            "metric": "reward/mean",
+            "n": 3,
+            "mode": "max",
+        },
     }
 
 

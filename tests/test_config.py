@@ -23,7 +23,7 @@ from trinity_sync.config import (
     instantiate_target,
 )
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.protocol.retention import make_policies
+from trinity_sync.protocol.retention import POLICIES, make_policies
 
 
 class PairsOnly:
@@ -69,6 +69,12 @@ def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         check(compose(overrides))
     return str(caught.value)
+
+
+def check_all(cfg: DictConfig) -> None:
+    """All checks before anything starts, as the entry points make them."""
+    check(cfg)
+    check_inputs(cfg)
 
 
 def test_the_default_configuration_passes() -> None:
@@ -149,9 +155,8 @@ def test_all_problems_are_listed_at_once() -> None:
     ("override", "why"), [("algorithm=sft", "no explorers that could run ahead"), ("sync=nccl", "use sync=memory")]
 )
 def test_a_free_schedule_is_refused_where_it_cannot_be_had(override: str, why: str) -> None:
-    message = refused("trainer.schedule=free", override)
-    assert "trainer.schedule is free" in message
-    assert why in message
+    with pytest.raises(ConfigError, match=f"trainer.schedule is free.*{why}"):
+        check_all(compose(["trainer.schedule=free", override]))
 
 
 def test_a_free_schedule_runs_as_far_ahead_as_samples_may_be_stale() -> None:
@@ -430,14 +435,38 @@ def test_durations_and_sizes_may_be_given_as_text(override: str, plain: float) -
     policy, field = override.partition("=")[0].split(".")
     cfg = compose([f"retention=[{policy}]", f"retention.policies.{override}"])
     check(cfg)
-    assert config.retention_policies(cfg) == {policy: {field: plain}}
+    (built,) = config.retention_policies(cfg)
+    assert built == make_policies({policy: {field: plain}})[0]
+    assert type(getattr(built, field)) in (int, float)
 
 
-def test_retention_policies_come_as_the_policies_take_them() -> None:
+def test_retention_policies_are_built_from_the_classes_that_their_options_name() -> None:
     names = ["keep_all", "keep_last", "keep_every", "keep_best", "keep_for", "keep_within_budget"]
-    fields = config.retention_policies(compose([f"retention=[{','.join(names)}]"]))
-    assert list(fields) == names
-    assert len(make_policies(fields)) == 6
+    assert names == list(POLICIES)
+    built = config.retention_policies(compose([f"retention=[{','.join(names)}]"]))
+    assert [type(policy) for policy in built] == list(POLICIES.values())
+    assert [policy.name for policy in built] == names
+
+
+def test_a_policy_of_ours_may_be_given_by_its_name_alone() -> None:
+    cfg = compose(["retention=[keep_all]", "+retention.policies.keep_last={n: 3}"])
+    check(cfg)
+    assert config.retention_policies(cfg) == make_policies({"keep_all": {}, "keep_last": {"n": 3}})
+
+
+def test_two_policies_of_one_class_stand_side_by_side_and_name_their_own_keys() -> None:
+    twin = "+retention.policies.recent={_target_: trinity_sync.protocol.retention.KeepLast, n: %d}"
+    cfg = compose([twin % 5])
+    check(cfg)
+    assert config.retention_policies(cfg) == make_policies({"keep_last": {"n": 2}}) + make_policies(
+        {"keep_last": {"n": 5}}
+    )
+    assert refused(twin % 0).startswith("retention.policies.recent.n is 0; it has to be a whole number")
+
+
+def test_a_field_that_a_policy_of_ours_does_not_have_is_refused() -> None:
+    message = refused("+retention.policies.keep_last.count=3")
+    assert "retention.policies.keep_last.count is no setting; retention.policies.keep_last has n" in message
 
 
 # backend.overrides is open

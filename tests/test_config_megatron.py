@@ -87,10 +87,10 @@ def test_the_models_folder_is_looked_into(tmp_path: Path) -> None:
 def test_dtype_and_generators_are_those_of_the_configuration() -> None:
     cfg = compose(["backend=megatron"])
     assert worker_spec(cfg, "model", "logs").engine["dtype"] == "bfloat16"
-    assert worker_spec(cfg, "model", "logs").restore_rng
+    assert worker_spec(cfg, "model", "logs").backend.restore_rng
     cfg = compose(["backend=megatron", "backend.dtype=fp16", "backend.restore_rng=false"])  # which `check` refuses
     assert worker_spec(cfg, "model", "logs").engine["dtype"] == "float16"
-    assert not worker_spec(cfg, "model", "logs").restore_rng
+    assert not worker_spec(cfg, "model", "logs").backend.restore_rng
 
 
 def test_verls_settings_reach_its_configs() -> None:

@@ -376,7 +376,7 @@ class Run:
         await self.ask(self.synchronizer, "commit", version, location)
 
     async def _commit_weights(self, version: Version, digest: str) -> str:
-        """As `sync.checkpoint.CheckpointMode` and `trainer.saves.WeightSaves` do it."""
+        """As `sync.checkpoint.CheckpointPublisher` and `trainer.saves.WeightSaves` do it."""
         parts, step = ["weights-node", "digest"], version.step
         folder = Path(
             await self.ask(

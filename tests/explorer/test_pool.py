@@ -67,7 +67,7 @@ class Pools:
         self.made: list[ExplorerPool] = []
 
     def make(self, *, replicas: int, max_restarts: int, free: bool = False) -> ExplorerPool:
-        fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "mode": "memory", "verify": "full"}
+        fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "sync": {}, "verify": "full"}
         spec = ExplorerSpec(
             member=Member.new(""), wire_dtype="BF16", timeout_s=LIMIT, log_dir=str(self._folder), **fixed
         )
@@ -253,7 +253,7 @@ def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools
 
 def test_an_explorer_that_holds_no_version_refuses_to_generate() -> None:
     """The real one, before its first load."""
-    fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "mode": "memory", "verify": "full"}
+    fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "sync": {}, "verify": "full"}
     spec = ExplorerSpec(member=Member.new("explorer-0"), wire_dtype="BF16", timeout_s=LIMIT, log_dir=None, **fixed)
     with pytest.raises(RunError, match=r"^explorer-0 holds no version, so it cannot generate for step 3$"):
         Explorer(spec, None).generate(3, PROMPTS, 1)  # type: ignore[arg-type]

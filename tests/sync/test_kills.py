@@ -30,7 +30,7 @@ from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import TrainerSide
-from trinity_sync.sync.memory import MemoryMode
+from trinity_sync.sync.memory import MemoryPublisher
 
 SHAPES = {"embed.weight": (3000, 512), "layers.0.mlp.weight": (512, 512), "layers.0.norm.weight": (512,)}
 VERSIONS = 6
@@ -176,7 +176,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
     clients = {name: ExplorerClient(explorer, name) for name, explorer in explorers.items()}
     for name, explorer in explorers.items():
         ray.get(explorer.attach.remote(trainer.agents, impatient, Member.new(name)), timeout=LIMIT)
-    mode = MemoryMode(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks=[], timeout_s=limit))
+    mode = MemoryPublisher(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks=[], timeout_s=limit))
     told, error = {
         "dies": ("died while it was to answer {}", MemberDied),
         "hangs": ("did not answer {} within 1 s", WaitTimeout),

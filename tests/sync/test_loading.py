@@ -24,10 +24,10 @@ from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import Bucket, FindRoom, TrainerSide
-from trinity_sync.sync.checkpoint import CheckpointMode, CheckpointTransport
+from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
-from trinity_sync.sync.memory import MemoryMode, MemoryTransport
+from trinity_sync.sync.memory import MemoryPublisher, MemoryTransport
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFileError
 from trinity_sync.weights.slots import map_segment
@@ -106,10 +106,10 @@ def test_an_explorer_holds_what_the_trainer_published(
     here = {name: torch.zeros_like(t, dtype=dtype if t.is_floating_point() else t.dtype) for name, t in weights.items()}
     sealed = trainer.seal(weights)
     if mode == "memory":
-        MemoryMode(side_of(trainer)).publish(sealed)
+        MemoryPublisher(side_of(trainer)).publish(sealed)
         loader = make_loader(trainer, here)
     else:
-        CheckpointMode(side_of(trainer), store, durable=False).publish(sealed)
+        CheckpointPublisher(side_of(trainer), store, durable=False).publish(sealed)
         loader = make_loader(trainer, here, transport=CheckpointTransport())
     report = loader.load(sealed.version)
     assert report.digest == sealed.digest == reference_digest(weights, "BF16")
@@ -264,8 +264,8 @@ def refuse(path: str, nbytes: int, map_segment: Any = map_segment) -> None:
 
 
 @pytest.fixture
-def mode(trainer: PretendTrainer, store: FolderStore) -> CheckpointMode:
-    return CheckpointMode(side_of(trainer), store, durable=False)
+def mode(trainer: PretendTrainer, store: FolderStore) -> CheckpointPublisher:
+    return CheckpointPublisher(side_of(trainer), store, durable=False)
 
 
 @pytest.fixture
@@ -274,7 +274,7 @@ def reader(trainer: PretendTrainer) -> WeightLoader:
 
 
 def test_files_are_handed_to_the_store_with_their_digests(
-    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore
 ) -> None:
     sealed = trainer.seal(random_weights(41))
     mode.publish(sealed)
@@ -284,7 +284,7 @@ def test_files_are_handed_to_the_store_with_their_digests(
 
 
 def test_a_write_that_fails_is_told_and_the_version_before_stays_the_newest(
-    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore
 ) -> None:
     mode.publish(before := trainer.seal(random_weights(42)))
     sealed = trainer.seal(random_weights(43))
@@ -296,14 +296,14 @@ def test_a_write_that_fails_is_told_and_the_version_before_stays_the_newest(
     trainer.synchronizer.discard(sealed.version).result(LIMIT)
 
 
-def published_file(mode: CheckpointMode, trainer: PretendTrainer, store: FolderStore, seed: int) -> Path:
+def published_file(mode: CheckpointPublisher, trainer: PretendTrainer, store: FolderStore, seed: int) -> Path:
     sealed = trainer.seal(random_weights(seed))
     mode.publish(sealed)
     return store.begin(sealed.version, []) / "actor" / f"weights_{PART}.safetensors"
 
 
 def test_a_damaged_file_is_told_with_the_tensor(
-    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore, reader: WeightLoader
 ) -> None:
     path = published_file(mode, trainer, store, 44)
     with path.open("r+b") as file:
@@ -318,7 +318,7 @@ def test_a_damaged_file_is_told_with_the_tensor(
 
 @pytest.mark.parametrize("harm", ["is torn", "is missing", "cannot be read now: Input/output error"])
 def test_a_file_that_is_not_all_there_is_told(
-    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader, harm: str
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore, reader: WeightLoader, harm: str
 ) -> None:
     path = published_file(mode, trainer, store, 45)
     if harm == "is torn":
@@ -335,7 +335,7 @@ def test_a_file_that_is_not_all_there_is_told(
 
 
 def test_a_file_of_another_layout_is_refused(
-    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, reader: WeightLoader
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore, reader: WeightLoader
 ) -> None:
     path = published_file(mode, trainer, store, 46)
     path.write_bytes((path.parent / "weights_rank-00000.safetensors").read_bytes())
@@ -349,7 +349,9 @@ def test_a_version_without_a_folder_is_refused(trainer: PretendTrainer, reader: 
         reader.load(None)
 
 
-def test_the_folder_is_held_while_it_is_read(trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore) -> None:
+def test_the_folder_is_held_while_it_is_read(
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore
+) -> None:
     held: list[tuple[Path, Version]] = []
     prolonged: list[int] = []
 
@@ -379,7 +381,7 @@ def test_the_folder_is_held_while_it_is_read(trainer: PretendTrainer, mode: Chec
 
 def test_a_file_on_a_bad_disk_is_told_and_the_version_loads_once_it_can_be_read(
     trainer: PretendTrainer,
-    mode: CheckpointMode,
+    mode: CheckpointPublisher,
     store: FolderStore,
     reader: WeightLoader,
     monkeypatch: pytest.MonkeyPatch,
@@ -406,7 +408,7 @@ def test_a_file_on_a_bad_disk_is_told_and_the_version_loads_once_it_can_be_read(
 
 @pytest.mark.parametrize("wire", [True, False], ids=["read in place", "cast"])
 def test_a_file_that_is_cut_under_a_slow_explorer_is_an_error_and_does_not_kill_it(
-    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore, wire: bool
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore, wire: bool
 ) -> None:
     path = published_file(mode, trainer, store, 50)
 
@@ -426,7 +428,7 @@ def test_a_file_that_is_cut_under_a_slow_explorer_is_an_error_and_does_not_kill_
 
 
 def test_a_version_whose_folder_was_deleted_is_not_loaded(
-    trainer: PretendTrainer, mode: CheckpointMode, store: FolderStore
+    trainer: PretendTrainer, mode: CheckpointPublisher, store: FolderStore
 ) -> None:
     def gone(folder: Path, version: Version) -> Any:
         raise RunError(f"the checkpoint of step {version.step} was deleted")
@@ -448,6 +450,6 @@ def test_all_explorers_load_side_by_side_and_are_reported_in_order(trainer: Pret
         return ExplorerClient(SimpleNamespace(load=load), name)
 
     explorers = {name: explorer(name) for name in ("explorer-1", "explorer-0")}
-    delivery = MemoryMode(side_of(trainer)).deliver(explorers, Version(0, 5))
+    delivery = MemoryPublisher(side_of(trainer)).deliver(explorers, Version(0, 5))
     assert delivery.reports == [("explorer-1", Version(0, 5)), ("explorer-0", Version(0, 5))]
     assert delivery.lost == {}

@@ -22,7 +22,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.members import Member
 from trinity_sync.sync import nccl
 from trinity_sync.sync.base import TrainerSide
-from trinity_sync.sync.nccl import NcclMode
+from trinity_sync.sync.nccl import NcclPublisher
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 
@@ -68,17 +68,17 @@ def stopped(explorers: dict[str, ExplorerClient]) -> Iterator[int]:
 
 
 @pytest.fixture(scope="module")
-def mode(trainer: PretendTrainer, ranks: list[RankClient]) -> NcclMode:
+def mode(trainer: PretendTrainer, ranks: list[RankClient]) -> NcclPublisher:
     return mode_of(trainer, ranks)
 
 
-def mode_of(trainer: PretendTrainer, ranks: list[RankClient], timeout_s: float = LIMIT) -> NcclMode:
+def mode_of(trainer: PretendTrainer, ranks: list[RankClient], timeout_s: float = LIMIT) -> NcclPublisher:
     side = TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks=ranks, timeout_s=timeout_s)
-    return NcclMode(side, "gloo")
+    return NcclPublisher(side, "gloo")
 
 
 def test_every_explorer_gets_every_ranks_part(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
+    trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     for seed in (1, 2):
         sealed = trainer.seal(random_weights(seed))
@@ -93,7 +93,7 @@ def test_every_explorer_gets_every_ranks_part(
 
 
 def test_who_comes_late_gets_a_round_of_its_own(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
+    trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     sealed = trainer.seal(random_weights(3))
     mode.publish(sealed)
@@ -131,7 +131,7 @@ def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the
 
 
 def test_a_slot_that_was_damaged_is_told_and_the_next_version_arrives(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
+    trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     sealed = trainer.seal(random_weights(9))
     trainer.damage(sealed, "rank-00001", 300)
@@ -144,7 +144,7 @@ def test_a_slot_that_was_damaged_is_told_and_the_next_version_arrives(
 
 
 def test_an_explorer_that_gives_up_with_buckets_on_their_way_holds_nobody_up(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
+    trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     ask(explorers["explorer-1"], "take_for_damaged")
     mode.publish(sealed := trainer.seal(random_weights(17)))
@@ -157,7 +157,7 @@ def test_an_explorer_that_gives_up_with_buckets_on_their_way_holds_nobody_up(
 
 
 def test_a_round_is_led_for_the_version_that_the_ranks_have_staged_only(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
+    trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     older, newer = trainer.seal(random_weights(11)), None
     mode.publish(older)
@@ -174,7 +174,7 @@ def test_a_load_without_an_invitation_is_refused(trainer: PretendTrainer, explor
 
 
 def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version(
-    trainer: PretendTrainer, mode: NcclMode, explorers: dict[str, ExplorerClient]
+    trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     ask(explorers["explorer-1"], "signal_itself", signal.SIGKILL)
     sealed = trainer.seal(random_weights(14))

@@ -2,7 +2,7 @@
 
 Who calls what, in this order, on every rank:
 
-1. `build_engine(spec)` makes verl's engine; verl's worker initialises it (collective).
+1. verl's worker makes the engine and initialises it (collective), then `BackendOption.view` gives this view of it.
 2. `shards()` once: the layout never changes while a run lives. The driver compares all ranks' with `saved()` of one.
 3. `sources()` for each version: the live local tensors in the shards' order.
 4. `state()` for each full checkpoint: everything a resume needs, in the files that verl itself would write. Its tensors

@@ -65,7 +65,7 @@ class MonitorConfig:
 
     Args:
         attempt: the run's attempt; reports for another one are refused.
-        policies: retention, as policies or as the map of name to fields that the configuration has. Empty: keep all.
+        policies: retention, as policies, or as a map of name to fields for those of ours. Empty: keep all.
         keep_state_dicts: number of the newest state-dict folders that stay.
         timeout_s: a step of which nothing is heard for so long has failed; also the limit of waits that name none.
         fsync: whether commits are made durable.

@@ -19,9 +19,11 @@ from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.trackers import read_tracker
 from trinity_sync.checkpoint.verification import verify
+from trinity_sync.cli.policies import given_policies, saved_policies
+from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.protocol.retention import Policy, make_policies
+from trinity_sync.protocol.retention import Policy
 from trinity_sync.tracking import units
 from trinity_sync.tracking.afterwards import note_prunes
 from trinity_sync.tracking.progress import Progress, progress_bar
@@ -55,6 +57,7 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
         metavar="POLICY[.FIELD=VALUE]",
         help="a retention policy instead of the run's own, such as keep_last.n=3; may be given several times",
     )
+    pruning.add_argument("--allow-target", action="append", default=[], metavar="PREFIX", help=ALLOW_TARGET_HELP)
     add("pin", _pin, "keep a checkpoint whatever retention says", "the step")
     add("unpin", _unpin, "leave a checkpoint to retention again", "the step")
     return commands
@@ -158,7 +161,7 @@ def _prune(options: argparse.Namespace) -> int:
     root, step = _find(options)
     if step is not None:
         raise ConfigError(f"{options.path} is one step; prune looks at all checkpoints together: name {root}")
-    policies = _policies(options.keep, options.path, root)
+    policies = _policies(options, root)
     now = time.time()
     plan = prune_plan(root, policies, now=now)
     deleted, problems = ([], []) if options.dry_run else prune(root, plan, now=now)
@@ -330,28 +333,16 @@ def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> li
     return chosen
 
 
-def _policies(keep: Sequence[str] | None, path: Path, root: Path) -> tuple[Policy, ...]:
-    if keep:
-        from hydra.errors import HydraException
-
-        from trinity_sync import config
-        from trinity_sync.launch import app
-
-        names = list(dict.fromkeys(item.partition(".")[0] for item in keep))
-        fields = [f"retention.policies.{item}" for item in keep if "=" in item]
-        try:
-            cfg = config.compose([f"retention=[{','.join(names)}]", *fields])
-        except HydraException as error:
-            raise ConfigError(app.explain(error)) from error
-        config.check(cfg)
-        return make_policies(config.retention_policies(cfg))
-    for run in (path, root.parent):
+def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
+    if options.keep:
+        return given_policies(options.keep)
+    for run in (options.path, root.parent):
         saved, _ = _saved_config(run)
         policies = (saved.get("retention") or {}).get("policies")
         if policies:
-            return make_policies(policies)
+            return saved_policies(policies, options.allow_target, run)
     raise ConfigError(
-        f"{path} is in no folder of a run, so no policies are known; give some, such as --keep keep_last.n=3"
+        f"{options.path} is in no folder of a run, so no policies are known; give some, such as --keep keep_last.n=3"
     )
 
 

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 
     from trinity_sync.launch.resume import Resume
 
+ALLOW_TARGET_HELP = (
+    "a package of your own that the run's saved settings may name by _target_; may be given several times"
+)
+
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add them to the parser of `trinity-sync`."""
@@ -39,7 +43,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="append",
         default=[],
         metavar="PREFIX",
-        help="a package of your own that the run's saved settings may name by _target_; may be given several times",
+        help=ALLOW_TARGET_HELP,
     )
     resume.set_defaults(command=_resume)
 
@@ -83,6 +87,7 @@ def _resume(options: argparse.Namespace) -> int:
 
     folder = options.run.absolute()
     overrides, config_name, config_dir = _read_invocation(folder)
+    overrides = config.chosen_by_option(overrides)
     trusted: dict[str, Any] = {
         "config_name": config_name,
         "config_dir": config_dir,

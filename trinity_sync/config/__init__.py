@@ -10,27 +10,39 @@ from __future__ import annotations
 from trinity_sync.config.checks import check
 from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest
 from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote
-from trinity_sync.config.retention import retention_policies
-from trinity_sync.config.saved import check_saved_targets, check_search_path
+from trinity_sync.config.lookup import build, load
+from trinity_sync.config.options import TARGET, chosen_by_option
+from trinity_sync.config.problems import Check, Get, Problem
+from trinity_sync.config.retention import build_policy, retention_policies
+from trinity_sync.config.saved import check_saved_target, check_saved_targets, check_search_path
 from trinity_sync.config.schema import SCHEMA, Config, register
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target
 
 __all__ = [
     "ABSENT",
     "SCHEMA",
+    "TARGET",
+    "Check",
     "Config",
     "Difference",
+    "Get",
+    "Problem",
+    "build",
+    "build_policy",
     "build_task",
     "check",
     "check_inputs",
+    "check_saved_target",
     "check_saved_targets",
     "check_search_path",
+    "chosen_by_option",
     "compose",
     "conf_dir",
     "config_diff",
     "config_digest",
     "dtype_name",
     "instantiate_target",
+    "load",
     "plain",
     "quote",
     "register",

@@ -7,35 +7,31 @@ itself, so that one mistake is told once.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.retention import policy_fields
-from trinity_sync.config.schema import MEGATRON_FAMILIES, Config
+from trinity_sync.config.lookup import load, load_class, missing
+from trinity_sync.config.options import LABELS, TARGET, own_labels, own_targets
+from trinity_sync.config.problems import Check, Get, Problem
+from trinity_sync.config.retention import build_policy
+from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
-from trinity_sync.protocol.retention import make_policies
 
-
-class Problem(NamedTuple):
-    """One thing that is wrong: the key, and what is wrong and what would be right."""
-
-    key: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.text}"
-
-
-Get = Callable[[str], Any]
+# What the classes have to be that options of these groups name. As text, since their rooms lie above this one.
+_CHECKING = {
+    "backend": "trinity_sync.backends.option.BackendOption",
+    "algorithm": "trinity_sync.trainer.algorithms.base.Algorithm",
+}
 
 
 class _UnknownValueError(Exception):
@@ -45,13 +41,34 @@ class _UnknownValueError(Exception):
 def check(cfg: DictConfig) -> None:
     """Check a composed configuration: missing values, ranges, and what must hold between fields.
 
-    Looks at the values and at the paths they name, and reads no file but the model's `config.json`, for the backends
-    that cut a model by its heads and layers. Starts nothing.
+    Looks at the values, at the paths they name, and at the source of classes of the user's own, which are not imported.
+    Reads no other file but the model's `config.json`, for the backends that cut a model by its heads and layers. Starts
+    nothing.
 
     Raises:
         ConfigError: naming every problem with its key, what is wrong and what would be right.
     """
     problems = _find_problems(cfg)
+    if problems:
+        raise ConfigError(_join(problems))
+
+
+def check_own_classes(cfg: DictConfig) -> None:
+    """Check what a backend or an algorithm of the user's own has to say of a configuration that has passed `check`.
+
+    Raises:
+        ConfigError: a class that is named cannot be used, or there are problems, each with its key.
+    """
+    targets = {group: str(cfg[group][TARGET]) for group in _CHECKING}
+    foreign = [group for group, target in targets.items() if target not in own_labels(group).values()]
+    if not foreign:
+        return
+    classes = {
+        group: load_class(f"{group}.{TARGET}", target, load(group, _CHECKING[group]))
+        for group, target in targets.items()
+    }
+    checks = [check for group in foreign for check in classes[group].all_checks()]
+    problems = list(_run([*checks, partial(_check_batch, classes)], partial(OmegaConf.select, cfg)))
     if problems:
         raise ConfigError(_join(problems))
 
@@ -76,17 +93,29 @@ def _find_problems(cfg: DictConfig) -> list[Problem]:
             raise _UnknownValueError
         return OmegaConf.select(cfg, key)
 
-    for between_fields in _CHECKS:
-        try:
-            problems += between_fields(get)
-        except _UnknownValueError:
-            continue
-    return problems
+    return problems + list(_run((*_CHECKS, *_checks_of_classes(cfg)), get))
+
+
+def _checks_of_classes(cfg: DictConfig) -> list[Check]:
+    """What classes of ours check, which are light; for the others see `check_own_classes`."""
+    targets = {group: _target(OmegaConf.select(cfg, group)) or "" for group in _CHECKING}
+    classes = {group: load(group, name) for group, name in targets.items() if name in own_labels(group).values()}
+    checks = [check for of in classes.values() for check in of.all_checks()]
+    return [*checks, partial(_check_batch, classes)] if len(classes) == len(_CHECKING) else checks
+
+
+def _run(checks: Sequence[Check], get: Get) -> Iterator[Problem]:
+    for between_fields in checks:
+        with suppress(_UnknownValueError):
+            yield from between_fields(get)
 
 
 def _missing_text(key: str) -> str:
     if key in ("retention", "retention.policies"):
         return "names no policy; choose at least one, retention=[keep_all] keeps every checkpoint"
+    if key.rpartition(".")[2] == TARGET:
+        group = key.partition(".")[0]
+        return f"names no class; choose an option of the group, {group}=..., or give a dotted name"
     if key in Config.__dataclass_fields__:
         return f"has no value; choose an option of the group, {key}=..."
     return f"has no value and needs one; give {key}=..."
@@ -95,15 +124,16 @@ def _missing_text(key: str) -> str:
 def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
     """Yield the values below `node` that are outside of the range their dataclass gives."""
     schema = OmegaConf.get_type(node)
-    typed = schema is not None and is_dataclass(schema)
     limits = {f.name: f.metadata for f in fields(schema)} if schema is not None and is_dataclass(schema) else {}
+    # Hydra lets '+key=value' through; a class of the user's own may take more keys than the option it replaces
+    closed = bool(limits) and _target(node) in (None, *own_targets())
     for name in map(str, node):
         if OmegaConf.is_missing(node, name):
             continue
         key, value = f"{prefix}{name}", node[name]
-        if typed and name not in limits and "_target_" not in limits:
-            # Hydra lets '+key=value' through; a class of the user's own may take more keys than the option it replaces
-            yield Problem(key, f"is no setting; {prefix.rstrip('.') or 'the configuration'} has {', '.join(limits)}")
+        if closed and name not in limits:
+            known = ", ".join(known for known in limits if known != TARGET) or "none"
+            yield Problem(key, f"is no setting; {prefix.rstrip('.') or 'the configuration'} has {known}")
         elif isinstance(value, DictConfig):
             yield from _field_problems(value, f"{key}.")
         elif isinstance(value, ListConfig):
@@ -111,6 +141,13 @@ def _field_problems(node: DictConfig, prefix: str) -> Iterator[Problem]:
             yield from (Problem(key, text) for text in texts if text)
         elif text := _limit_text(value, limits.get(name, {})):
             yield Problem(key, text)
+
+
+def _target(node: Any) -> str | None:
+    """The class that a node names; None: none."""
+    if not isinstance(node, DictConfig) or TARGET not in node or OmegaConf.is_missing(node, TARGET):
+        return None
+    return str(node[TARGET])
 
 
 def _limit_text(value: Any, limits: Any) -> str | None:
@@ -142,125 +179,25 @@ def _choice_text(value: Any, choices: Sequence[str]) -> str | None:
     return text + (f" (did you mean {near[0]}?)" if near else "")
 
 
+def _check_option(group: str, get: Get) -> Iterator[Problem]:
+    """That the class which an option names is there, and that the option calls itself by no other's label."""
+    target, label, own = get(f"{group}.{TARGET}"), f"{group}.{LABELS[group]}", own_labels(group)
+    if target not in own.values():
+        if reason := missing(target):
+            yield Problem(f"{group}.{TARGET}", f"is {target}, which cannot be used: {reason}")
+        return
+    said = get(label)
+    if text := _choice_text(said, tuple(own)):
+        yield Problem(label, text)
+    elif own[said] != target:
+        named = ", ".join(other for other, of in own.items() if of == target)
+        yield Problem(label, f"is {said}, but the option that was chosen is {group}={named}; choose {group}={said}")
+
+
 def _check_name(get: Get) -> Iterator[Problem]:
     name = get("name")
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
         yield Problem("name", f"is {name!r}; it becomes a folder, so use letters, digits, '.', '_' and '-' only")
-
-
-def _check_fsdp_size(get: Get) -> Iterator[Problem]:
-    ranks, size = get("backend.ranks"), get("backend.fsdp_size")
-    if size is None:
-        return
-    if size == 0 or (size > 0 and ranks % size):
-        yield Problem("backend.fsdp_size", f"is {size}; must divide backend.ranks ({ranks}), or be -1 for all ranks")
-    elif size == 1 and ranks > 1 and get("backend.strategy") == "fsdp":
-        yield Problem(
-            "backend.fsdp_size",
-            f"is 1 with {ranks} ranks of fsdp, whose copies of the weights drift apart without an error; "
-            "set backend.fsdp_size=-1, or use backend=fsdp2",
-        )
-
-
-def _check_megatron_ranks(get: Get) -> Iterator[Problem]:
-    if get("backend.strategy") != "megatron":
-        return
-    ranks, tp, pp = get("backend.ranks"), get("backend.tp"), get("backend.pp")
-    if ranks % (tp * pp):
-        yield Problem(
-            "backend.ranks",
-            f"is {ranks}; backend.tp x backend.pp ({tp} x {pp} = {tp * pp}) must divide it; "
-            f"set backend.ranks={tp * pp} or another multiple, or a smaller backend.tp or backend.pp",
-        )
-
-
-def _check_megatron_model(get: Get) -> Iterator[Problem]:
-    if get("backend.strategy") != "megatron":
-        return
-    model = _model_fields(get)
-    family = model.get("model_type")
-    if family is not None and family not in MEGATRON_FAMILIES:
-        yield Problem(
-            "backend",
-            f"is megatron, which trains models of the families {', '.join(MEGATRON_FAMILIES)}; this one is {family}; "
-            "use backend=fsdp2",
-        )
-    cuts = {
-        "backend.tp": ("num_attention_heads", "num_key_value_heads", "intermediate_size"),
-        "backend.pp": ("num_hidden_layers",),
-    }
-    for key, names in cuts.items():
-        parts = get(key)
-        uneven = [
-            f"{name} ({model[name]})" for name in names if isinstance(model.get(name), int) and model[name] % parts
-        ]
-        if uneven:
-            yield Problem(key, f"is {parts}; it must divide the model's {' and '.join(uneven)}")
-
-
-def _check_megatron_settings(get: Get) -> Iterator[Problem]:
-    if get("backend.strategy") != "megatron":
-        return
-    dtype, wire = get("backend.dtype"), get("sync.wire_dtype")
-    if dtype != "bf16":
-        yield Problem(
-            "backend.dtype", f"is {dtype}; backend=megatron trains in bf16 (its optimizer keeps copies in fp32)"
-        )
-    elif wire != dtype:
-        yield Problem(
-            "sync.wire_dtype",
-            f"is {wire}; backend=megatron publishes the weights it computes with, so set it to {dtype} (backend.dtype)",
-        )
-    warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
-    if warmup == steps:
-        yield Problem(
-            "trainer.warmup_steps",
-            f"is {warmup}, as many as trainer.steps; backend=megatron needs less, set it to {steps - 1} or less",
-        )
-    form = get("checkpoint.format")
-    if form != "verl":
-        yield Problem(
-            "checkpoint.format",
-            f"is {form}, which is for fsdp and fsdp2; with backend=megatron verl's files are megatron-core's, which "
-            "other layouts can load too, so set it to verl",
-        )
-    writers = get("checkpoint.save_strategy")
-    if writers != "unrestricted":
-        yield Problem(
-            "checkpoint.save_strategy",
-            f"is {writers}; the ranks of backend=megatron finish a checkpoint together, so set it to unrestricted",
-        )
-
-
-def _check_engine_overrides(get: Get) -> Iterator[Problem]:
-    """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence."""
-    backend = get("backend")
-    overrides = backend.overrides
-    named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"}
-    named |= _MEGATRON_FIELDS if backend.strategy == "megatron" else _FSDP_FIELDS
-    given = {name: named.get(name) for name in map(str, overrides)}
-    transformer = overrides.get("override_transformer_config")
-    if backend.strategy == "megatron" and isinstance(transformer, DictConfig):
-        given |= {
-            f"override_transformer_config.{name}": _TRANSFORMER_FIELDS.get(name) or named.get(name)
-            for name in map(str, transformer)
-        }
-    for name, key in given.items():
-        if key is not None:
-            yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
-
-
-def _model_fields(get: Get) -> dict[str, Any]:
-    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
-    path = get("model.path")
-    if path is None:
-        architecture = get("model.architecture")
-        return {} if architecture is None else {str(name): value for name, value in architecture.items()}
-    try:
-        found = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}  # a bad folder is told of by _check_model
-    return found if isinstance(found, dict) else {}
 
 
 def _check_staleness(get: Get) -> Iterator[Problem]:
@@ -273,44 +210,16 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
         )
 
 
-def _check_batch(get: Get) -> Iterator[Problem]:
-    copies, named = get("backend.ranks"), "backend.ranks"
-    if get("backend.strategy") == "megatron":
-        shared = get("backend.tp") * get("backend.pp")
-        if copies % shared:
-            return  # said by _check_megatron_ranks
-        copies, named = copies // shared, "data-parallel ranks (backend.ranks / (backend.tp x backend.pp))"
-    parts = copies * get("trainer.mini_batches")
-    if get("algorithm.kind") == "sft":
-        key, sequences = "algorithm.batch_size", get("algorithm.batch_size")
-        counted = f"is {sequences}"
-    else:
-        prompts, samples = get("algorithm.prompts_per_step"), get("algorithm.samples_per_prompt")
-        key, sequences = "algorithm.prompts_per_step", prompts * samples
-        counted = f"times algorithm.samples_per_prompt is {sequences} sequences a step ({prompts} x {samples})"
-    if sequences % parts:
-        yield Problem(key, f"{counted}; it must be a multiple of {named} x trainer.mini_batches ({parts})")
-
-
-def _check_replicas(get: Get) -> Iterator[Problem]:
-    if get("algorithm.kind") != "grpo":
+def _check_batch(classes: Mapping[str, Any], get: Get) -> Iterator[Problem]:
+    """That a step's sequences can be divided among the ranks."""
+    sharing = classes["backend"].sharing_ranks(get)
+    if sharing is None:
         return
-    replicas, prompts = get("explorer.replicas"), get("algorithm.prompts_per_step")
-    if replicas > prompts:
-        yield Problem(
-            "explorer.replicas",
-            f"is {replicas}, more than algorithm.prompts_per_step ({prompts}), so some would have nothing to do; "
-            f"set it to {prompts} or less",
-        )
-
-
-def _check_temperature(get: Get) -> Iterator[Problem]:
-    if get("algorithm.kind") == "grpo" and get("explorer.temperature") == 0:
-        yield Problem(
-            "explorer.temperature",
-            "is 0: all samples of a prompt would be the same, and algorithm=grpo would have nothing to compare; "
-            "set it above 0, such as 1.0",
-        )
+    ranks, named = sharing
+    parts = ranks * get("trainer.mini_batches")
+    number, key, counted = classes["algorithm"].sequences(get)
+    if number % parts:
+        yield Problem(key, f"{counted}; it must be a multiple of {named} x trainer.mini_batches ({parts})")
 
 
 def _check_optimizer(get: Get) -> Iterator[Problem]:
@@ -324,32 +233,19 @@ def _check_optimizer(get: Get) -> Iterator[Problem]:
         )
 
 
-def _check_schedule(get: Get) -> Iterator[Problem]:
-    if get("trainer.schedule") != "free":
-        return
-    if get("algorithm.kind") != "grpo":
-        yield Problem(
-            "trainer.schedule",
-            f"is free, but algorithm={get('algorithm.kind')} has no explorers that could run ahead; "
-            f"set trainer.schedule=lockstep",
-        )
-    if get("sync.mode") == "nccl":
-        yield Problem(
-            "trainer.schedule",
-            "is free, but in a round of sync=nccl the trainer's ranks take part, so they would wait for loads; "
-            "use sync=memory or sync=checkpoint, or set trainer.schedule=lockstep",
-        )
-
-
 def _check_retention(get: Get) -> Iterator[Problem]:
     for name, node in get("retention.policies").items():
+        key = f"retention.policies.{name}"
         if not isinstance(node, DictConfig):
-            yield Problem(
-                f"retention.policies.{name}", f"is {node}; must hold the fields of a policy, such as {{n: 2}}"
-            )
+            yield Problem(key, f"is {node}; must hold the fields of a policy, such as {{n: 2}}")
             continue
+        target = _target(node)
+        if target is not None and target not in own_targets():
+            if reason := missing(target):
+                yield Problem(f"{key}.{TARGET}", f"is {target}, which cannot be used: {reason}")
+            continue  # it is built by `check_inputs`
         try:
-            make_policies({name: policy_fields(name, node)})
+            build_policy(str(name), node)
         except ConfigError as error:
             # policies know their ranges and name the key themselves
             key, _, text = str(error).partition(" ")
@@ -433,33 +329,11 @@ def _check_task(get: Get) -> Iterator[Problem]:
         yield Problem("task.path", f"is {path}, which is no file; name an existing one")
 
 
-_FSDP_FIELDS = {
-    "dtype": "backend.param_dtype",
-    "model_dtype": "backend.master_dtype",
-    "mixed_precision": "backend.param_dtype and backend.reduce_dtype",
-}
-_MEGATRON_FIELDS = {
-    "tensor_model_parallel_size": "backend.tp",
-    "pipeline_model_parallel_size": "backend.pp",
-    "dist_ckpt_optim_fully_reshardable": "backend.optimizer_format",
-    "seed": "seed",
-}
-_TRANSFORMER_FIELDS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
-"""Fields of verl's engine configs, and of megatron-core's `TransformerConfig`, that other keys set."""
-
-_CHECKS: tuple[Callable[[Get], Iterator[Problem]], ...] = (
+_CHECKS: tuple[Check, ...] = (
+    *(partial(_check_option, group) for group in LABELS),
     _check_name,
-    _check_fsdp_size,
-    _check_megatron_ranks,
-    _check_megatron_model,
-    _check_megatron_settings,
-    _check_engine_overrides,
     _check_staleness,
-    _check_batch,
-    _check_replicas,
-    _check_temperature,
     _check_optimizer,
-    _check_schedule,
     _check_retention,
     _check_mirror,
     _check_checkpoint_dir,

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import xxhash
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.options import TARGET, own_targets
+
 ABSENT = "(absent)"
 """Stands in `config_diff` for a key that one of the two configurations does not have."""
 LOCATIONS = (
@@ -35,11 +37,11 @@ NAMED_BY_PATH = ("model.path", "task.path")
 def config_digest(cfg: DictConfig) -> str:
     """Return the digest of what a configuration asks for, wherever it runs: xxh3_128 hex of canonical JSON.
 
-    The configuration is resolved and `LOCATIONS` are left out; of a local path in `NAMED_BY_PATH` the last component
-    counts. Canonical JSON is UTF-8 with sorted keys and no blanks.
+    The configuration is resolved, and `LOCATIONS` and the classes that options of ours name are left out, since those
+    follow from the options; of a local path in `NAMED_BY_PATH` the last component counts. Canonical JSON is UTF-8 with
+    sorted keys and no blanks.
     """
-    values = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(values, dict)
+    values = _values(cfg)
     for key in LOCATIONS:
         *parents, last = key.split(".")
         _descend(values, parents).pop(last, None)
@@ -51,6 +53,23 @@ def config_digest(cfg: DictConfig) -> str:
             owner[last] = Path(path).resolve().name
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _values(cfg: DictConfig) -> dict[Any, Any]:
+    """What a configuration says, without the names that classes of ours happen to have."""
+    values = _without_own_targets(OmegaConf.to_container(cfg, resolve=True))
+    assert isinstance(values, dict)
+    return values
+
+
+def _without_own_targets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: _without_own_targets(inner)
+        for key, inner in value.items()
+        if not (key == TARGET and isinstance(inner, str) and inner in own_targets())
+    }
 
 
 def _descend(values: dict[Any, Any], parents: Sequence[str]) -> dict[Any, Any]:
@@ -68,8 +87,8 @@ class Difference(NamedTuple):
 
 
 def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
-    """Return the keys whose resolved values differ, sorted by key."""
-    before, after = (dict(_leaves(OmegaConf.to_container(cfg, resolve=True), "")) for cfg in (old, new))
+    """Return the keys whose resolved values differ, sorted by key; classes that options of ours name are no values."""
+    before, after = (dict(_leaves(_values(cfg), "")) for cfg in (old, new))
     keys = sorted(before.keys() | after.keys())
     pairs = (Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
     return [pair for pair in pairs if pair.old != pair.new]

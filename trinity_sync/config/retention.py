@@ -1,51 +1,41 @@
-"""The retention policies of a configuration, with durations and sizes that were given as text turned into numbers."""
+"""The retention policies of a configuration, built from the classes that it names."""
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_sync.errors import ConfigError
-
-_UNITS: dict[tuple[str, str], tuple[dict[str, float], str]] = {
-    ("keep_for", "seconds"): (
-        {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 604800},
-        "a number of seconds, or a text such as 90s, 30m, 12h or 7d",
-    ),
-    ("keep_within_budget", "bytes"): (
-        {"": 1, "b": 1}
-        | {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)}
-        | {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
-        "a number of bytes, or a text such as 500MB, 100GB or 2TiB",
-    ),
-}
-"""Fields of retention policies that may be given as text: the units, and what to tell the user."""
+from trinity_sync.config.lookup import load_class
+from trinity_sync.config.options import TARGET
+from trinity_sync.protocol.retention import Policy, make_policy, policy_named
 
 
-def retention_policies(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return the chosen retention policies, name to fields, as `protocol.retention.make_policies` takes them.
-
-    Durations come as seconds and sizes as whole bytes, also where the user gave a text such as ``12h`` or ``100GB``.
+def retention_policies(cfg: DictConfig) -> tuple[Policy, ...]:
+    """Build the chosen retention policies. Those of the user's own are imported.
 
     Raises:
-        ConfigError: a text is no such quantity.
+        ConfigError: a policy is unknown, or refuses its fields; the message names the key.
     """
-    return {str(name): policy_fields(str(name), node) for name, node in cfg.retention.policies.items()}
+    return tuple(build_policy(str(name), node) for name, node in cfg.retention.policies.items())
 
 
-def policy_fields(name: str, node: DictConfig) -> dict[str, Any]:
-    """Return the fields of one policy; see `retention_policies`."""
-    values = OmegaConf.to_container(node, resolve=True)
+def build_policy(name: str, node: DictConfig | Mapping[str, Any] | None) -> Policy:
+    """Build one policy.
+
+    Args:
+        name: under which the configuration has it.
+        node: the class that it names, without which it is ours of that name, and the fields of that.
+
+    Raises:
+        ConfigError: see `retention_policies`.
+    """
+    values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node or {})
     assert isinstance(values, dict)
-    plain = {str(key): value for key, value in values.items()}
-    for (policy, key), (units, right) in _UNITS.items():
-        if policy != name or not isinstance(plain.get(key), str):
-            continue
-        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]*)\s*", plain[key].lower())
-        if not match or match[2] not in units:
-            raise ConfigError(f"retention.policies.{name}.{key} is {plain[key]}; must be {right}")
-        amount = float(match[1]) * units[match[2]]
-        plain[key] = int(amount) if key == "bytes" else amount
-    return plain
+    fields = {str(key): value for key, value in values.items()}
+    target = fields.pop(TARGET, None)
+    if target is None:
+        return make_policy(name, policy_named(name), fields)
+    found: type[Policy] = load_class(f"retention.policies.{name}.{TARGET}", str(target), Policy)  # type: ignore[type-abstract]
+    return make_policy(name, found, fields)

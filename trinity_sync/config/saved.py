@@ -1,8 +1,9 @@
 """What the saved configuration of a run may have this program run: a resume reads it from a folder that somebody else
 may have made.
 
-It may name the tasks, rewards and trackers that come with this program, and what stands in its own Hydra settings. All
-else the user names again: the value itself on the command line of the resume, or the package with `--allow-target`.
+It may name the classes that our option files name, the tasks, rewards and trackers that come with this program, and
+what stands in its own Hydra settings. All else the user names again: the value itself on the command line of the
+resume, or the package with `--allow-target`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import compose, search_path
+from trinity_sync.config.options import own_targets
 from trinity_sync.errors import ConfigError
 
 OWN = ("trinity_sync.tasks", "trinity_sync.tracking.tensorboard", "trinity_sync.tracking.wandb")
@@ -104,13 +106,27 @@ def check_saved_targets(
             _check(key, name, allowed, where)
     for key, name in _named(values, ""):
         if (key, name) not in given:
-            _check(key, name, (*OWN, *allowed), where)
+            check_saved_target(key, name, allowed, where)
     key = "model.trust_remote_code"
     if OmegaConf.select(cfg, key) and (key, True) not in given:
         raise ConfigError(
             f"{key}=true in the saved settings of {where} lets code run that comes with a model; where you trust it, "
             f"give {key}=true again"
         )
+
+
+def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path) -> None:
+    """That a class which a run's settings name is ours, or allowed.
+
+    Args:
+        key: that names it, not one of Hydra's own.
+        allowed, where: see `check_saved_targets`.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if name not in own_targets():
+        _check(key, name, (*OWN, *allowed), where)
 
 
 def _check(key: str, name: str, allowed: Collection[str], where: Path) -> None:

@@ -6,16 +6,16 @@ its defaults list: `- /schema/sync@_here_`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
-DTYPES = ("bf16", "fp32", "fp16")
+from trinity_sync.protocol.quantities import QUANTITY
+from trinity_sync.protocol.retention import POLICIES, Policy
 
-MEGATRON_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model families of transformers that `backend=megatron` trains."""
+DTYPES = ("bf16", "fp32", "fp16")
 
 
 def _choice(*values: str) -> Any:
@@ -31,8 +31,11 @@ def _number(*, at_least: float | None = None, more_than: float | None = None, at
 class BackendConfig:
     """Keys that every training engine has."""
 
+    _target_: str = MISSING
     strategy: str = MISSING
     ranks: int = _number(at_least=1)
+    param_offload: bool = MISSING
+    optimizer_offload: bool = MISSING
     timeout_s: float = _number(more_than=0)
     overrides: dict[str, Any] = MISSING
 
@@ -41,26 +44,20 @@ class BackendConfig:
 class FsdpConfig(BackendConfig):
     """FSDP1 and FSDP2 of PyTorch, through verl's engine."""
 
-    strategy: str = _choice("fsdp", "fsdp2")
     fsdp_size: int = _number(at_least=-1)
     master_dtype: str = _choice("fp32", "bf16")
     param_dtype: str = _choice(*DTYPES)
     reduce_dtype: str = _choice(*DTYPES)
-    param_offload: bool = MISSING
-    optimizer_offload: bool = MISSING
 
 
 @dataclass(kw_only=True)
 class MegatronConfig(BackendConfig):
     """megatron-core, through verl's engine."""
 
-    strategy: str = _choice("megatron")
     tp: int = _number(at_least=1)
     pp: int = _number(at_least=1)
     sequence_parallel: bool = MISSING
     dtype: str = _choice(*DTYPES)
-    param_offload: bool = MISSING
-    optimizer_offload: bool = MISSING
     optimizer_format: str = _choice("fully_reshardable", "dp_reshardable")
     restore_rng: bool = MISSING
 
@@ -69,7 +66,8 @@ class MegatronConfig(BackendConfig):
 class SyncConfig:
     """How versions of the weights reach the explorers."""
 
-    mode: str = _choice("checkpoint", "memory", "nccl")
+    _target_: str = MISSING
+    mode: str = MISSING
     interval: int = _number(at_least=1)
     max_staleness: int = _number(at_least=0)
     encoding: str = _choice("full")
@@ -82,48 +80,6 @@ class SyncConfig:
     transport: str = _choice("auto", "nccl", "gloo")
     shm_dir: str = MISSING
     durable: bool = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepAll:
-    """Every checkpoint stays."""
-
-
-@dataclass(kw_only=True)
-class KeepLast:
-    """The newest checkpoints stay."""
-
-    n: int = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepEvery:
-    """Checkpoints whose step is a multiple of `steps` stay."""
-
-    steps: int = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepBest:
-    """The checkpoints with the best metric stay."""
-
-    metric: str = MISSING
-    n: int = MISSING
-    mode: str = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepFor:
-    """Checkpoints younger than an age stay."""
-
-    seconds: int | float | str = MISSING
-
-
-@dataclass(kw_only=True)
-class KeepWithinBudget:
-    """A limit to the space of all checkpoints; it only takes away."""
-
-    bytes: int | float | str = MISSING
 
 
 @dataclass(kw_only=True)
@@ -187,7 +143,8 @@ class TrainerConfig:
 class AlgorithmConfig:
     """What every algorithm has."""
 
-    kind: str = _choice("grpo", "sft")
+    _target_: str = MISSING
+    kind: str = MISSING
 
 
 @dataclass(kw_only=True)
@@ -249,7 +206,8 @@ class PairsConfig:
 class ExplorerConfig:
     """The rollout replicas."""
 
-    kind: str = _choice("hf")
+    _target_: str = MISSING
+    kind: str = MISSING
     replicas: int = _number(at_least=1)
     max_restarts: int = _number(at_least=0)
     dtype: str = _choice(*DTYPES)
@@ -317,17 +275,22 @@ class Config:
     tracker: dict[str, Any] = field(default_factory=dict)
 
 
+def _policy_schema(policy: type[Policy]) -> type:
+    """What types the options of a retention policy: the class that is named, and the fields that it declares."""
+    types = get_type_hints(policy)
+    typed: list[tuple[str, Any, Any]] = [("_target_", str, field(default=MISSING))]
+    for declared in fields(policy):  # type: ignore[arg-type]
+        kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
+        typed.append((declared.name, kind, field(default=MISSING)))
+    return make_dataclass(policy.__name__, typed, kw_only=True)
+
+
 SCHEMA: dict[str, type] = {
     "root": Config,
     "fsdp": FsdpConfig,
     "megatron": MegatronConfig,
     "sync": SyncConfig,
-    "keep_all": KeepAll,
-    "keep_last": KeepLast,
-    "keep_every": KeepEvery,
-    "keep_best": KeepBest,
-    "keep_for": KeepFor,
-    "keep_within_budget": KeepWithinBudget,
+    **{name: _policy_schema(policy) for name, policy in POLICIES.items()},
     "checkpoint": CheckpointConfig,
     "model": ModelConfig,
     "trainer": TrainerConfig,
@@ -358,4 +321,6 @@ def register() -> None:
             node[key] = {}
             node[key]._set_flag("struct", False)
         store.store(group="schema", name=name, node=node)
+    # an option file of the user's own lists this where its class has keys that no option of ours has
+    store.store(group="schema", name="own_keys", node=OmegaConf.create({}, flags={"struct": False}))
     OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)

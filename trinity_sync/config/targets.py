@@ -1,4 +1,4 @@
-"""Building what the user names by `_target_`: the task with its reward function. Errors become the user's own words."""
+"""Building what the user names by `_target_`. Errors become the user's own words."""
 
 from __future__ import annotations
 
@@ -9,23 +9,43 @@ from typing import Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from trinity_sync.config.checks import check_own_classes
+from trinity_sync.config.composition import plain
+from trinity_sync.config.lookup import build, load
+from trinity_sync.config.options import TARGET
+from trinity_sync.config.retention import retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
+
+# Named as text, since the rooms of these classes lie above this one.
+_SYNC_MODE = "trinity_sync.sync.base.SyncMode"
 
 
 def check_inputs(cfg: DictConfig) -> None:
-    """Build the task once, so that its file is read line by line and its reward function imported before Ray starts.
+    """Build once what a class of the user's own may refuse: backend, algorithm, retention policies, sync mode and task.
+    The task's file is read line by line, and its reward function imported, before Ray starts.
 
     Raises:
         ConfigError: naming the key, and the file and line where there is one.
     """
+    check_own_classes(cfg)
+    retention_policies(cfg)
     task = build_task(cfg.task, cfg.seed)
-    needed = ("pairs",) if cfg.algorithm.kind == "sft" else ("prompts", "reward")
-    lacking = [name for name in needed if not callable(getattr(task, name, None))]
+    algorithm = load(f"algorithm.{TARGET}", cfg.algorithm[TARGET])
+    lacking = [name for name in algorithm.task_methods if not callable(getattr(task, name, None))]
     if lacking:
-        advice = "task=pairs" if cfg.algorithm.kind == "sft" else "task=copy_digits or task=jsonl"
         raise ConfigError(
             f"task._target_ is {cfg.task._target_}, which has no {' and no '.join(lacking)}(), "
-            f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {advice}"
+            f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {algorithm.tasks}"
+        )
+    _check_sync(cfg)
+
+
+def _check_sync(cfg: DictConfig) -> None:
+    mode = build("sync", plain(cfg.sync), load("sync", _SYNC_MODE))
+    if mode.ranks_take_part and cfg.trainer.schedule == "free":
+        raise ConfigError(
+            f"trainer.schedule is free, but in a round of sync={cfg.sync.mode} the trainer's ranks take part, so they "
+            "would wait for loads; use sync=memory or sync=checkpoint, or set trainer.schedule=lockstep"
         )
 
 

@@ -20,19 +20,17 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced, Whereabouts
 from trinity_sync.actors.synchronizer import SynchronizerClient
-from trinity_sync.config import build_task
+from trinity_sync.config import TARGET, build, build_task, load
 from trinity_sync.errors import RunError
+from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.process import own_log, without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
-from trinity_sync.sync.base import Transport
-from trinity_sync.sync.checkpoint import CheckpointTransport
+from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.memory import MemoryTransport
-from trinity_sync.sync.nccl import NcclTransport
 
 if TYPE_CHECKING:
     from trinity_sync.sync.loading import WeightLoader
@@ -55,16 +53,15 @@ class Explorer:
     def warm_up(self) -> None:
         """Import what `start` needs. Called at once, while the model that `start` reads may still be in the making."""
         with without_collections():
-            import trinity_sync.explorer.hf
             import trinity_sync.sync.loading  # noqa: F401
+
+            load(f"explorer.{TARGET}", self._spec.engine[TARGET])
 
     def start(self) -> None:
         """Build engine and task. Apart from `__init__`, so that what goes wrong is raised here and not as the actor's
         death.
         """
-        from trinity_sync.explorer.hf import HFEngine
-
-        self._engine = HFEngine(**self._spec.engine)
+        self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
         self._task = build_task(self._spec.task, self._spec.seed)
 
     def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
@@ -73,11 +70,15 @@ class Explorer:
         from trinity_sync.sync.loading import WeightLoader
 
         layouts = LayoutCache(agents, spec.timeout_s)
+        mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
+        side = ExplorerSide(
+            name=spec.name, agents=agents, layouts=layouts, timeout_s=spec.timeout_s, hold=partial(_hold, spec)
+        )
         self._loader = WeightLoader(
             spec.member,
             self._engine.destinations(),
             self._synchronizer,
-            _transport(spec, agents, layouts),
+            mode.transport(side),
             layouts,
             spec.verify,
             spec.wire_dtype,
@@ -136,14 +137,6 @@ class Explorer:
     def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process."""
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
-
-
-def _transport(spec: ExplorerSpec, agents: dict[str, AgentClient], layouts: LayoutCache) -> Transport:
-    if spec.mode == "memory":
-        return MemoryTransport(agents, layouts, spec.timeout_s)
-    if spec.mode == "checkpoint":
-        return CheckpointTransport(partial(_hold, spec))
-    return NcclTransport(spec.name, layouts)
 
 
 @contextmanager

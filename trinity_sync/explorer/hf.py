@@ -27,6 +27,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.initialization import no_init_weights
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 
 
-class HFEngine:
+class HFEngine(RolloutEngine):
     """A causal language model of transformers that samples and scores.
 
     Usage::

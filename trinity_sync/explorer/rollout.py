@@ -11,7 +11,7 @@ from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.base import Publisher
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.base import Task
@@ -32,7 +32,7 @@ class RolloutData:
         self,
         task: Task,
         pool: ExplorerPool,
-        mode: SyncMode,
+        mode: Publisher,
         *,
         prompts_per_step: int,
         samples_per_prompt: int,

@@ -10,6 +10,9 @@ from omegaconf import DictConfig
 from trinity_sync.config import dtype_name, plain
 from trinity_sync.protocol.members import Member
 
+_OF_THE_POOL = ("kind", "replicas", "max_restarts", "timeout_s")
+"""Keys of `explorer` that are no engine's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExplorerSpec:
@@ -17,10 +20,10 @@ class ExplorerSpec:
 
     Attributes:
         member: who it is: such as ``"explorer-0"``, and which of those that bore the name.
-        engine: keyword arguments of `HFEngine`.
+        engine: class of the `RolloutEngine`, and its keyword arguments.
         task: the `task` node of the config, to be instantiated here for its rewards.
         seed: of the run.
-        mode: sync mode.
+        sync: the `sync` node of the config, to be instantiated here for the explorer's half of the mode.
         verify: `sync.verify`.
         wire_dtype: dtype of floating parameters on the wire, as safetensors names it.
         timeout_s: `sync.timeout_s`.
@@ -31,7 +34,7 @@ class ExplorerSpec:
     engine: dict[str, Any]
     task: dict[str, Any]
     seed: int
-    mode: str
+    sync: dict[str, Any]
     verify: str
     wire_dtype: str
     timeout_s: float
@@ -51,14 +54,8 @@ def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpe
         model_path: folder or hub id that gives config and tokenizer.
         log_dir: where the explorers log.
     """
-    explorer = cfg.explorer
-    engine = {
+    engine = {name: value for name, value in plain(cfg.explorer).items() if name not in _OF_THE_POOL} | {
         "model_path": model_path,
-        "dtype": explorer.dtype,
-        "temperature": explorer.temperature,
-        "top_k": explorer.top_k,
-        "top_p": explorer.top_p,
-        "batch_size": explorer.batch_size,
         "response_length": cfg.task.response_length,
         "prompt_length": cfg.task.get("prompt_length"),
         "seed": cfg.seed,
@@ -70,7 +67,7 @@ def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpe
         engine=engine,
         task=plain(cfg.task),
         seed=cfg.seed,
-        mode=cfg.sync.mode,
+        sync=plain(cfg.sync),
         verify=cfg.sync.verify,
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         timeout_s=cfg.sync.timeout_s,

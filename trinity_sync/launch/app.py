@@ -302,7 +302,7 @@ def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> st
     schema = next((node for node in config.SCHEMA.values() if kind and node.__name__ == kind[1]), None)
     node = getattr(cause, "parent_node", None)
     if schema:
-        known = [f.name for f in fields(schema)] + ([] if parent else ["experiment"])
+        known = [f.name for f in fields(schema) if f.name != "_target_"] + ([] if parent else ["experiment"])
     else:
         known = [str(name) for name in node] if isinstance(node, DictConfig) else []
     told = f"{key} is no setting"

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trinity_sync.backends.megatron.resume import check_layout
+from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.config import build_task, config_digest, plain, retention_policies
+from trinity_sync.config import build, build_task, config_digest, plain, retention_policies
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.launch.agents import close_agents, start_agents
@@ -27,6 +27,7 @@ from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.start import Start, run_mirror
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
     from trinity_sync.actors.agent import AgentClient
@@ -156,7 +157,7 @@ class Job:
 
     @property
     def _with_explorers(self) -> bool:
-        return self._cfg.algorithm.kind != "sft"
+        return algorithm_of(self._cfg).explores
 
     def _make_pool(self) -> Any:
         from trinity_sync.explorer.pool import ExplorerPool
@@ -250,7 +251,7 @@ class Job:
             # free explorers begin a resumed run with the trainer's weights
             published if self._with_explorers and not self._free else None,
         )
-        mode = self._mode(saves)
+        mode = self._publisher(saves)
         settings = LoopSettings(
             steps=cfg.trainer.steps,
             first=self._start.step + 1,
@@ -306,9 +307,7 @@ class Job:
         folder = self._start.folder
         if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
             return None
-        moved = self._start.weights_only or (
-            self._cfg.backend.strategy == "megatron" and check_layout(self._cfg, folder) is not None
-        )
+        moved = self._start.weights_only or backend_option(self._cfg).moved(folder)
         step = None if moved else published_step(folder, parts)
         if step is None:
             print(
@@ -319,23 +318,20 @@ class Job:
             return None
         return step, partial(published.restore, folder)
 
-    def _mode(self, saves: Any) -> Any:
-        from trinity_sync.sync.base import TrainerSide
-        from trinity_sync.sync.checkpoint import CheckpointMode
-        from trinity_sync.sync.memory import MemoryMode
-        from trinity_sync.sync.nccl import NcclMode
+    def _publisher(self, saves: Any) -> Any:
+        from trinity_sync.sync.base import SyncMode, TrainerSide
         from trinity_sync.trainer.saves import WeightSaves
 
         cfg = self._cfg.sync
         side = TrainerSide(
-            synchronizer=self._synchronizer, agents=self._agents, ranks=self._trainer.ranks, timeout_s=cfg.timeout_s
+            synchronizer=self._synchronizer,
+            agents=self._agents,
+            ranks=self._trainer.ranks,
+            timeout_s=cfg.timeout_s,
+            use_gpu=self._use_gpu,
+            store=WeightSaves(self._monitor, saves, self._recorder, cfg.durable),
         )
-        if cfg.mode == "memory":
-            return MemoryMode(side)
-        if cfg.mode == "checkpoint":
-            return CheckpointMode(side, WeightSaves(self._monitor, saves, self._recorder, cfg.durable), cfg.durable)
-        transport = cfg.transport if cfg.transport != "auto" else ("nccl" if self._use_gpu else "gloo")
-        return NcclMode(side, transport)
+        return build("sync", plain(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
 
     def _data(self, mode: Any) -> Any:
         cfg = self._cfg

@@ -27,6 +27,7 @@ from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.weights.slots import remove_stale
 
 _MONITOR_LIMIT_S = 30.0
@@ -120,7 +121,7 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    replicas = 0 if cfg.algorithm.kind == "sft" else cfg.explorer.replicas
+    replicas = cfg.explorer.replicas if algorithm_of(cfg).explores else 0
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
     cpus = cfg.backend.ranks + replicas + 1

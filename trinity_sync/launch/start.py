@@ -10,7 +10,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from trinity_sync.backends.megatron.resume import check_layout
+from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, verification, verls
 from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
@@ -273,30 +273,14 @@ def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
 
 def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
     """Whether the run's engine can load all that another one saved; else it can take the weights."""
-    wanted = (cfg.backend.strategy, cfg.backend.ranks)
-    if backend == wanted[0] == "megatron":
-        if note := check_layout(cfg, path):
-            print(f"note: {note}", file=sys.stderr)
-        return True
-    if (backend, world_size) == wanted:
-        return True
-    if "megatron" in (backend, wanted[0]):
+    option = backend_option(cfg)
+    if backend not in option.reads:
         print(
-            f"note: {path} was saved by backend={backend}, this run goes on with backend={wanted[0]}: with the same "
-            f"weights and at the same place in the learning-rate schedule, but the optimizer's averages begin anew",
+            f"note: {path} was saved by backend={backend}, this run goes on with backend={option.strategy}: with the "
+            "same weights and at the same place in the learning-rate schedule, but the optimizer's averages begin anew",
             file=sys.stderr,
         )
         return False
-    if (path / "actor" / "dcp").is_dir() and {backend, wanted[0]} <= {"fsdp", "fsdp2"}:
-        if world_size != wanted[1]:
-            print(
-                f"note: {path} was saved by {world_size} trainer ranks; weights and optimizer are the same on "
-                f"{wanted[1]}, the random numbers of a rank are not",
-                file=sys.stderr,
-            )
-        return True
-    raise ConfigError(
-        f"{path} was saved by backend={backend} on backend.ranks={world_size}, this run asks for "
-        f"backend={wanted[0]} on backend.ranks={wanted[1]}; verl's shard files need the same engine and ranks "
-        f"(a run with checkpoint.format=dcp can be resumed on others)"
-    )
+    if note := option.check_resume(path, backend, world_size):
+        print(f"note: {note}", file=sys.stderr)
+    return True

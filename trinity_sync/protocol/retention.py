@@ -4,17 +4,21 @@ The monitor asks after every commit, the command line asks for ``ckpt prune``. A
 keeps it. Then, if a byte budget is set and exceeded, the oldest of those that only one policy keeps go first.
 State-dict folders, which exist for sync, follow a rule of their own: the newest few stay. Never deleted: the newest
 full checkpoint, the newest weights, and what is leased, pinned, being saved or named by a tracker.
+
+A policy is a subclass of `Policy`. Its fields are declared here alone: the schema of the configuration is made of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import ClassVar
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.quantities import DURATION, QUANTITY, SIZE, Quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +62,46 @@ class Decision:
     warnings: tuple[str, ...] = ()
 
 
-class Policy(Protocol):
-    """One rule. `kept` gets the full checkpoints, oldest first, and returns step to reason for those it keeps."""
+class Policy(ABC):
+    """One rule: a frozen dataclass whose fields are what the configuration sets, by the same names.
 
+    It is pickled, so a class of your own has to lie in a module. A value that is wrong it refuses with a `ConfigError`
+    whose text begins with the field, after `name` and a dot where it has a name.
+
+    Attributes:
+        name: as users know it; empty: the name of the class.
+        keeps_weights: state-dict folders stay as well, all of them.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str] = ""
+    keeps_weights: ClassVar[bool] = False
+
+    @abstractmethod
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """The steps that this policy keeps; `now` in Unix seconds."""
+        """The steps that this policy keeps, with the reason.
+
+        Args:
+            checkpoints: the full ones, oldest first.
+            now: Unix seconds.
+        """
+
+    @property
+    def budget(self) -> int | None:
+        """The most bytes of all checkpoints together; a policy that has one keeps nothing, it only takes away."""
+        return None
+
+    def warnings(self, checkpoints: Sequence[CheckpointFacts]) -> Sequence[str]:
+        """What the user should know; `checkpoints` as for `kept`."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
-class KeepAll:
+class KeepAll(Policy):
     """Keep everything, state-dict folders too."""
+
+    name: ClassVar[str] = "keep_all"
+    keeps_weights: ClassVar[bool] = True
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
         """All of them."""
@@ -75,9 +109,10 @@ class KeepAll:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepLast:
+class KeepLast(Policy):
     """Keep the newest `n`."""
 
+    name: ClassVar[str] = "keep_last"
     n: int
 
     def __post_init__(self) -> None:
@@ -89,9 +124,10 @@ class KeepLast:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepEvery:
+class KeepEvery(Policy):
     """Keep the steps that are a multiple of `steps`."""
 
+    name: ClassVar[str] = "keep_every"
     steps: int
 
     def __post_init__(self) -> None:
@@ -103,7 +139,7 @@ class KeepEvery:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepBest:
+class KeepBest(Policy):
     """Keep the `n` best by a metric of the manifest; of equals the newer. What has no finite number under that name
     cannot be told from the best, so it is kept beside them, with a warning.
 
@@ -112,9 +148,10 @@ class KeepBest:
         mode: ``max``: more is better; ``min``: less is.
     """
 
+    name: ClassVar[str] = "keep_best"
     metric: str
     n: int = 1
-    mode: Literal["max", "min"] = "max"
+    mode: str = "max"
 
     def __post_init__(self) -> None:
         _at_least("keep_best.n", self.n, 1)
@@ -150,10 +187,11 @@ class KeepBest:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepFor:
+class KeepFor(Policy):
     """Keep what was committed at most `seconds` ago."""
 
-    seconds: float
+    name: ClassVar[str] = "keep_for"
+    seconds: float = field(metadata={QUANTITY: DURATION})
 
     def __post_init__(self) -> None:
         _more_than_nothing("keep_for.seconds", self.seconds)
@@ -164,10 +202,11 @@ class KeepFor:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepWithinBudget:
+class KeepWithinBudget(Policy):
     """A limit to the bytes of all checkpoints together. It keeps nothing by itself."""
 
-    bytes: int
+    name: ClassVar[str] = "keep_within_budget"
+    bytes: int = field(metadata={QUANTITY: SIZE})
 
     def __post_init__(self) -> None:
         _more_than_nothing("keep_within_budget.bytes", self.bytes)
@@ -176,34 +215,67 @@ class KeepWithinBudget:
         """Nothing: a budget only takes away."""
         return {}
 
+    @property
+    def budget(self) -> int:
+        """The limit."""
+        return self.bytes
 
-POLICIES: Mapping[str, Callable[..., Policy]] = {
-    "keep_all": KeepAll,
-    "keep_last": KeepLast,
-    "keep_every": KeepEvery,
-    "keep_best": KeepBest,
-    "keep_for": KeepFor,
-    "keep_within_budget": KeepWithinBudget,
+
+POLICIES: Mapping[str, type[Policy]] = {
+    policy.name: policy for policy in (KeepAll, KeepLast, KeepEvery, KeepBest, KeepFor, KeepWithinBudget)
 }
+"""Ours by name."""
 
 
 def make_policies(config: Mapping[str, Mapping[str, object] | None]) -> tuple[Policy, ...]:
-    """Policies from a map of policy name to fields, as the configuration group ``retention`` has it.
+    """Make policies of ours from a map of policy name to fields.
 
     Raises:
         ConfigError: an unknown policy or field, or a value out of range; the message names the key.
     """
-    policies = []
-    for name, fields in config.items():
-        if name not in POLICIES:
-            raise ConfigError(f"retention.policies.{name} is not a policy; there are {', '.join(POLICIES)}")
-        try:
-            policies.append(POLICIES[name](**(fields or {})))
-        except TypeError as error:
-            raise ConfigError(f"retention.policies.{name}: {error}") from None
-        except ConfigError as error:
-            raise ConfigError(f"retention.policies.{error}") from None
-    return tuple(policies)
+    return tuple(make_policy(name, policy_named(name), fields or {}) for name, fields in config.items())
+
+
+def policy_named(name: str) -> type[Policy]:
+    """The class of one of our policies.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in POLICIES:
+        raise ConfigError(
+            f"retention.policies.{name} is not a policy; there are {', '.join(POLICIES)}; a class of your own is named "
+            f"by retention.policies.{name}._target_"
+        )
+    return POLICIES[name]
+
+
+def make_policy(name: str, policy: type[Policy], fields: Mapping[str, object]) -> Policy:
+    """One policy.
+
+    Args:
+        name: under which the configuration has it, `retention.policies.NAME`.
+        policy: its class.
+        fields: of that, durations and sizes as numbers or as text (``12h``, ``100GB``).
+
+    Raises:
+        ConfigError: an unknown field, or a value out of range; the message names the key.
+    """
+    key = f"retention.policies.{name}"
+    values = dict(fields)
+    for declared in getattr(policy, "__dataclass_fields__", {}).values():
+        quantity, given = declared.metadata.get(QUANTITY), values.get(declared.name)
+        if isinstance(quantity, Quantity) and isinstance(given, str):
+            try:
+                values[declared.name] = quantity.parse(given)
+            except ValueError as error:
+                raise ConfigError(f"{key}.{declared.name} is {given}; must be {error}") from None
+    try:
+        return policy(**values)
+    except TypeError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{key}.{str(error).removeprefix(f'{policy.name}.')}") from None
 
 
 def decide(
@@ -220,17 +292,17 @@ def decide(
         policies: none, or only a budget, means that everything is kept (within the budget).
         clock_now: Unix seconds.
         keep_state_dicts: how many of the newest state-dict folders stay; they are not counted by the policies, and
-            all of them stay under `KeepAll`.
+            all of them stay under a policy that keeps weights, as `KeepAll` does.
 
     Returns:
         One decision per checkpoint, oldest first.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-    rules: list[Policy] = [policy for policy in policies if not isinstance(policy, KeepWithinBudget)] or [KeepAll()]
-    budgets = [policy for policy in policies if isinstance(policy, KeepWithinBudget)]
+    rules: list[Policy] = [policy for policy in policies if policy.budget is None] or [KeepAll()]
+    budgets = [policy.budget for policy in policies if policy.budget is not None]
 
     protected = _protected(ordered)
-    keep_all = any(isinstance(policy, KeepAll) for policy in policies)
+    keep_all = any(policy.keeps_weights for policy in policies)
     kept = _kept(ordered, rules, clock_now, None if keep_all else keep_state_dicts)
     gone: dict[int, str] = {}
     for checkpoint in ordered:
@@ -238,9 +310,9 @@ def decide(
             gone[checkpoint.step] = _against(checkpoint, rules, keep_state_dicts)
 
     full = [checkpoint for checkpoint in ordered if checkpoint.kind == FULL]
-    warnings = [text for rule in rules if isinstance(rule, KeepBest) for text in rule.warnings(full)]
+    warnings = [text for rule in rules for text in rule.warnings(full)]
     if budgets:
-        budget = min(policy.bytes for policy in budgets)
+        budget = min(budgets)
         staying = [checkpoint for checkpoint in ordered if checkpoint.step not in gone]
         total = sum(checkpoint.bytes for checkpoint in staying)
         # Stable: within "kept by one rule" and "kept by several", oldest first.
@@ -300,8 +372,7 @@ def _kept(
 def _against(checkpoint: CheckpointFacts, rules: Collection[Policy], keep_state_dicts: int) -> str:
     if checkpoint.kind == STATE_DICT:
         return f"older than the newest {keep_state_dicts} state-dict folders"
-    names: dict[object, str] = {cls: name for name, cls in POLICIES.items()}
-    return f"not kept by {', '.join(names.get(type(rule), type(rule).__name__) for rule in rules)}"
+    return f"not kept by {', '.join(rule.name or type(rule).__name__ for rule in rules)}"
 
 
 def _at_least(key: str, value: int, least: int) -> None:

@@ -1,9 +1,10 @@
 """The seam between the sync modes and the rest: what a mode does on the trainer's side and on an explorer's.
 
-A version arrives *sealed* (all ranks staged, digests known). Then
+A mode is a `SyncMode`, the class that its option file under `conf/sync` names, from which both sides get their half. A
+version arrives *sealed* (all ranks staged, digests known). Then
 
-1. driver: `SyncMode.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
-2. driver: `SyncMode.deliver(explorers, version)` has the explorers load it and returns their reports;
+1. driver: `Publisher.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
+2. driver: `Publisher.deliver(explorers, version)` has the explorers load it and returns their reports;
 3. explorer: `Transport.buckets(lease, broadcast, find_room)` yields the buckets of the parts, or other pieces, one
    after another; `sync.loading` checks and applies them.
 
@@ -12,9 +13,12 @@ Whatever fails raises; the version before stays in force.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -24,6 +28,33 @@ from trinity_sync.actors.rank import RankClient
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.layouts import LayoutCache
+
+
+class StateDictStore(Protocol):
+    """The checkpoint room's side of a weights-only save, passed in."""
+
+    def begin(self, version: Version, nodes: list[str]) -> Path:
+        """A staging folder for the version; one part per node is expected."""
+        ...
+
+    def part_written(self, version: Version, node: str, files: list[tuple[str, int, str]]) -> None:
+        """A node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
+        ...
+
+    def commit(self, version: Version, digest: str | None) -> Path:
+        """Wait until the version is committed and return its folder."""
+        ...
+
+    def fail(self, version: Version, error: str) -> None:
+        """The version will not be completed; its staging folder goes."""
+        ...
+
+
+Hold = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
+"""Keeps the folder of a version from being deleted while the context is open; raises `RunError` where it is gone. Ends
+by itself some time after the last call of what the context gives, so that who hangs holds nothing up for ever.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +66,35 @@ class TrainerSide:
         agents: Ray node id -> agent.
         ranks: of the trainer, in order.
         timeout_s: limit of each wait (`sync.timeout_s`).
+        use_gpu: the run trains and explores on GPUs.
+        store: where weights-only checkpoints go; None: nowhere.
     """
 
     synchronizer: SynchronizerClient
     agents: Mapping[str, AgentClient]
     ranks: Sequence[RankClient]
     timeout_s: float
+    use_gpu: bool = False
+    store: StateDictStore | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerSide:
+    """What the modes may ask of an explorer's side.
+
+    Attributes:
+        name: of the explorer.
+        agents: Ray node id -> agent.
+        layouts: layouts that were seen before.
+        timeout_s: limit of each wait (`sync.timeout_s`).
+        hold: keeps a version's folder while it is read; None: nobody deletes folders.
+    """
+
+    name: str
+    agents: Mapping[str, AgentClient]
+    layouts: LayoutCache
+    timeout_s: float
+    hold: Hold | None = None
 
 
 @dataclass
@@ -75,8 +129,37 @@ FindRoom = Callable[[Any, int, Any], Any]
 """`Receiver.room`: where a piece (layout, number, cut) may be received without a copy afterwards, or None."""
 
 
-class SyncMode(Protocol):
-    """The driver's half of a sync mode."""
+class SyncMode(ABC):
+    """A sync mode: both of its halves. It is built in the driver, and once more in each explorer.
+
+    Args:
+        settings: the keys of `sync` by name. A subclass names those that it needs, and its own, and leaves the rest to
+            ``**settings``.
+
+    Attributes:
+        ranks_take_part: the trainer's ranks take part in a load, so explorers cannot load whenever they like.
+    """
+
+    ranks_take_part: ClassVar[bool] = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def publisher(self, side: TrainerSide) -> Publisher:
+        """The driver's half."""
+
+    @abstractmethod
+    def transport(self, side: ExplorerSide) -> Transport:
+        """The explorer's half."""
+
+
+class Publisher(Protocol):
+    """The driver's half of a sync mode.
+
+    Attributes:
+        name: of the mode, in events.
+    """
 
     name: str
 

@@ -4,10 +4,10 @@ merge step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import results
@@ -16,33 +16,42 @@ from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
+from trinity_sync.sync.base import (
+    Bucket,
+    Delivery,
+    ExplorerSide,
+    FindRoom,
+    Hold,
+    StateDictStore,
+    SyncMode,
+    TrainerSide,
+    deliver_each,
+)
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFile
 
 
-class StateDictStore(Protocol):
-    """The checkpoint room's side of a weights-only save, passed in."""
-
-    def begin(self, version: Version, nodes: list[str]) -> Path:
-        """Make a staging folder for the version; one part per node is expected."""
-        ...
-
-    def part_written(self, version: Version, node: str, files: list[tuple[str, int, str]]) -> None:
-        """Report a node's files: (path relative to the folder, bytes, xxh3_128 hex)."""
-        ...
-
-    def commit(self, version: Version, digest: str | None) -> Path:
-        """Wait until the version is committed and return its folder."""
-        ...
-
-    def fail(self, version: Version, error: str) -> None:
-        """Give the version up; its staging folder goes."""
-        ...
-
-
-class CheckpointMode:
+class CheckpointMode(SyncMode):
     """Versions travel through the checkpoint folder.
+
+    Args:
+        durable: fsync versions that are written for sync only (`sync.durable`).
+    """
+
+    def __init__(self, *, durable: bool, **settings: Any) -> None:
+        self._durable = durable
+
+    def publisher(self, side: TrainerSide) -> CheckpointPublisher:
+        if side.store is None:
+            raise RunError("the sync mode is checkpoint, but there is no checkpoint folder to write versions to")
+        return CheckpointPublisher(side, side.store, self._durable)
+
+    def transport(self, side: ExplorerSide) -> CheckpointTransport:
+        return CheckpointTransport(side.hold)
+
+
+class CheckpointPublisher:
+    """The driver's half: has the agents write a version, and commits it.
 
     Args:
         side: see `TrainerSide`.
@@ -78,12 +87,6 @@ class CheckpointMode:
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
-
-
-Hold = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
-"""Keeps the folder of a version from being deleted while the context is open; raises `RunError` where it is gone. Ends
-by itself some time after the last call of what the context gives, so that who hangs holds nothing up for ever.
-"""
 
 
 class CheckpointTransport:

@@ -14,7 +14,7 @@ from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide, deliver_each
+from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindRoom, SyncMode, TrainerSide, deliver_each
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.slots import MappedSegments
 
@@ -24,8 +24,18 @@ if TYPE_CHECKING:
     from trinity_sync.weights.layout import Segment
 
 
-class MemoryMode:
-    """The slot is the transport: publishing is committing."""
+class MemoryMode(SyncMode):
+    """Versions stay in their slots."""
+
+    def publisher(self, side: TrainerSide) -> MemoryPublisher:
+        return MemoryPublisher(side)
+
+    def transport(self, side: ExplorerSide) -> MemoryTransport:
+        return MemoryTransport(side.agents, side.layouts, side.timeout_s)
+
+
+class MemoryPublisher:
+    """The driver's half. The slot is the transport: publishing is committing."""
 
     name = "memory"
 

@@ -9,14 +9,12 @@ dead.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import mmap
-import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import ray
 
@@ -27,14 +25,15 @@ from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, FindRoom, TrainerSide
+from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindRoom, SyncMode, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.process_group import Group, begin_broadcast, make_group
+from trinity_sync.sync.process_group import Group, begin_broadcast
+from trinity_sync.sync.round_group import close, forget, give_up, open_group, wait
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from torch.distributed import Store, TCPStore
+    from torch.distributed import TCPStore
     from torch.distributed.distributed_c10d import Work
 
     from trinity_sync.weights.layout import Cut, PartLayout
@@ -46,7 +45,27 @@ _ROOMS = 2
 """Of them in memory beside the model: one is applied while the next one comes."""
 
 
-class NcclMode:
+class NcclMode(SyncMode):
+    """Versions are broadcast in rounds.
+
+    Args:
+        transport: ``gloo``, ``nccl``, or ``auto``: NCCL on GPUs, gloo elsewhere (`sync.transport`).
+    """
+
+    ranks_take_part: ClassVar[bool] = True
+
+    def __init__(self, *, transport: str, **settings: object) -> None:
+        self._transport = transport
+
+    def publisher(self, side: TrainerSide) -> NcclPublisher:
+        found = "nccl" if side.use_gpu else "gloo"
+        return NcclPublisher(side, found if self._transport == "auto" else self._transport)
+
+    def transport(self, side: ExplorerSide) -> NcclTransport:
+        return NcclTransport(side.name, side.layouts)
+
+
+class NcclPublisher:
     """The driver's half: commits the version, then leads rounds until every living explorer has it.
 
     Args:
@@ -106,9 +125,9 @@ class NcclMode:
         try:
             results(together, limit * 2, f"exchange version {sealed.version}")
         except BaseException:
-            _give_up(store, broadcast)
+            give_up(store, broadcast)
             raise
-        _forget(store, broadcast)
+        forget(store, broadcast)
         return results(loading, limit)
 
     def _open_store(self, timeout_s: float) -> TCPStore:
@@ -123,78 +142,6 @@ class NcclMode:
         return self._store
 
 
-def _give_up(store: Store, broadcast: Broadcast) -> None:
-    """Send home who still waits for the others, and who comes later. Who has met already finds connections closed."""
-    for sender in range(len(broadcast.senders)):
-        store.compare_set(f"{broadcast.prefix(sender)}decision", "", "over")
-    _forget(store, broadcast, but="decision")
-
-
-def _forget(store: Store, broadcast: Broadcast, but: str | None = None) -> None:
-    """Remove the keys of a round: what is not removed would grow with every version."""
-    prefixes = tuple(broadcast.prefix(sender) for sender in range(len(broadcast.senders)))
-    for key in store.list_keys():
-        if key.startswith(prefixes) and key.rsplit("/", 1)[1] != but:
-            store.delete_key(key)
-
-
-@functools.cache
-def _connect(host: str, port: int, timeout_s: float) -> Store:
-    """Return this process's client of the store. It is kept: torch looks up the names of both ends for each connection,
-    which takes seconds where there is no name server.
-    """
-    from torch.distributed import TCPStore
-
-    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-
-
-def _meet(broadcast: Broadcast, sender: int) -> Store:
-    """Wait until the sender and all explorers are there; return the store for their group.
-
-    Raises:
-        RunError: the round was given up meanwhile.
-        DistStoreError: somebody did not come in time.
-    """
-    from torch.distributed import PrefixStore
-
-    store = _connect(broadcast.host, broadcast.port, broadcast.timeout_s)
-    prefix = broadcast.prefix(sender)
-    if store.add(f"{prefix}joined", 1) == 1 + len(broadcast.explorers):
-        store.compare_set(f"{prefix}decision", "", "go")
-    store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
-    if store.get(f"{prefix}decision") != b"go":
-        raise RunError(f"the round for version {broadcast.version} was given up")
-    return PrefixStore(f"{prefix}group", store)
-
-
-def _group(broadcast: Broadcast, sender: int, rank: int) -> Group:
-    size = 1 + len(broadcast.explorers)
-    return make_group(_meet(broadcast, sender), rank, size, broadcast.transport, broadcast.timeout_s)
-
-
-def _wait(work: Work, broadcast: Broadcast) -> None:
-    """Wait until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait;
-    gloo keeps the group's limit, and closes its connections when a wait with another one ends.
-    """
-    if broadcast.transport == "nccl":
-        work.wait(timedelta(seconds=broadcast.timeout_s))
-    else:
-        work.wait()
-
-
-def _close(groups: list[Group], broadcast: Broadcast) -> None:
-    """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
-    connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
-    shutdown before.
-    """
-    if broadcast.transport == "gloo":
-        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
-        return
-    with contextlib.suppress(RuntimeError):
-        groups[0].shutdown()
-    groups.clear()
-
-
 def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
     """Do a trainer rank's share of a round: broadcast its staged part piece by piece.
 
@@ -207,11 +154,11 @@ def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap
     Returns:
         Bytes sent.
     """
-    groups = [_group(broadcast, broadcast.senders.index(part), 0)]
+    groups = [open_group(broadcast, broadcast.senders.index(part), 0)]
     try:
         sent = _send(broadcast, groups[0], layout, segment)
     finally:
-        _close(groups, broadcast)
+        close(groups, broadcast)
     return sent
 
 
@@ -223,13 +170,13 @@ def _send(broadcast: Broadcast, group: Group, layout: PartLayout, segment: mmap.
     sent = 0
     for start, stop in layout.pieces(broadcast.cut):
         if len(under_way) == _AHEAD:
-            _wait(under_way.popleft(), broadcast)
+            wait(under_way.popleft(), broadcast)
         piece = staged[start:stop]
         there = piece.cuda() if broadcast.transport == "nccl" else piece
         under_way.append(begin_broadcast(group, there, broadcast.timeout_s))
         sent += stop - start
     for work in under_way:
-        _wait(work, broadcast)
+        wait(work, broadcast)
     return sent
 
 
@@ -254,7 +201,9 @@ class NcclTransport:
         for index, part in enumerate(broadcast.senders):
             info = lease.parts[part]
             layout = self._layouts.get(info)
-            arriving = _Arriving(_group(broadcast, index, rank), broadcast, layout, find_room, self._make_rooms(layout))
+            arriving = _Arriving(
+                open_group(broadcast, index, rank), broadcast, layout, find_room, self._make_rooms(layout)
+            )
             try:
                 for number, data in arriving:
                     digest = None if info.buckets is None else info.buckets[number]
@@ -328,7 +277,7 @@ class _Arriving:
                     receiving.wait()
         finally:
             self._under_way.clear()
-            _close(self._groups, self._broadcast)
+            close(self._groups, self._broadcast)
         return clean
 
     def _go_on(self) -> None:
@@ -382,7 +331,7 @@ class _Receiving:
 
     def wait(self) -> None:
         """Wait until all of it is there."""
-        _wait(self._work, self._broadcast)
+        wait(self._work, self._broadcast)
         if self._copy_to is not None:
             self._copy_to.copy_(self._target)
 

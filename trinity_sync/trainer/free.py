@@ -27,7 +27,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
 from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, batch_metrics
@@ -94,7 +94,7 @@ class FreeLoop:
         *,
         trainer: TrainerGroup,
         source: SampleSource,
-        mode: SyncMode,
+        mode: Publisher,
         synchronizer: SynchronizerClient,
         parts: list[str],
         saves: FullSaves,

@@ -21,7 +21,7 @@ from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
 from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, batch_metrics, record_load
@@ -66,7 +66,7 @@ class TrainingLoop:
         *,
         trainer: TrainerGroup,
         data: Data,
-        mode: SyncMode,
+        mode: Publisher,
         synchronizer: SynchronizerClient,
         parts: list[str],
         saves: FullSaves,

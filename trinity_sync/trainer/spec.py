@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from omegaconf import DictConfig
 
-from trinity_sync.config import dtype_name, plain
+from trinity_sync.backends.option import BackendOption, backend_option
+from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError
+from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.shards import CoverageError, check_complete
 
 if TYPE_CHECKING:
@@ -23,15 +25,14 @@ class WorkerSpec:
     """Everything that `TrinityWorker` needs to build its engine.
 
     Attributes:
-        strategy: ``fsdp``, ``fsdp2`` or ``megatron``.
-        engine: further fields of verl's engine config.
+        backend: what depends on the training engine.
+        engine: fields of verl's engine config.
         optimizer: fields of verl's optimizer config.
         model_path: folder in Hugging Face format, or a hub id.
         attn_implementation: as transformers names it.
         trust_remote_code: run code that comes with the model.
         gradient_checkpointing: recompute activations in the backward pass.
-        algorithm: ``grpo`` or ``sft``.
-        loss: fields of verl's actor config that shape the loss.
+        algorithm: what is trained for.
         mini_batches, epochs: optimizer steps per training step, passes over the samples.
         micro_batch_size: sequences per forward and backward and rank, at most.
         temperature: of the sampler; log-probs are recomputed with it.
@@ -40,20 +41,18 @@ class WorkerSpec:
         bucket_bytes: unit of transfer and checking.
         checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
         lazy_snapshot: copy training states during the next forward and backward (`checkpoint.snapshot`).
-        restore_rng: a load restores the random generators too (`backend.restore_rng`; always on FSDP).
         timeout_s: limit of a collective of the engine's process group, seconds.
         log_dir: where the rank logs, None for Ray's own logs.
     """
 
-    strategy: str
+    backend: BackendOption
     engine: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     model_path: str
     attn_implementation: str
     trust_remote_code: bool
     gradient_checkpointing: bool
-    algorithm: str
-    loss: dict[str, Any] = field(default_factory=dict)
+    algorithm: Algorithm
     mini_batches: int
     epochs: int
     micro_batch_size: int
@@ -64,7 +63,6 @@ class WorkerSpec:
     checkpoint_format: Literal["verl", "dcp"]
     lazy_snapshot: bool
     timeout_s: float
-    restore_rng: bool = True
     log_dir: str | None = None
 
 
@@ -98,30 +96,16 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         model_path: folder or hub id of the model to train.
         log_dir: where the ranks log.
     """
-    backend, trainer = cfg.backend, cfg.trainer
-    engine, optimizer = _megatron(cfg) if backend.strategy == "megatron" else _fsdp(cfg)
-    algorithm = cfg.algorithm
-    loss = {}
-    if algorithm.kind == "grpo":
-        high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
-        loss = {
-            "clip_ratio": algorithm.clip_ratio,
-            "clip_ratio_low": algorithm.clip_ratio,
-            "clip_ratio_high": high,
-            "clip_ratio_c": algorithm.clip_ratio_c,
-            "loss_agg_mode": algorithm.loss_agg_mode,
-            "entropy_coeff": algorithm.entropy_coeff,
-        }
+    backend, trainer = backend_option(cfg), cfg.trainer
     return WorkerSpec(
-        strategy=backend.strategy,
-        engine=engine,
-        optimizer=optimizer,
+        backend=backend,
+        engine=backend.engine_fields(cfg),
+        optimizer=backend.optimizer_fields(cfg),
         model_path=model_path,
         attn_implementation=cfg.model.attn_implementation,
         trust_remote_code=cfg.model.trust_remote_code,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        algorithm=algorithm.kind,
-        loss=loss,
+        algorithm=algorithm_of(cfg),
         mini_batches=trainer.mini_batches,
         epochs=trainer.epochs,
         micro_batch_size=trainer.micro_batch_size,
@@ -131,88 +115,6 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         bucket_bytes=cfg.sync.bucket_mb * 2**20,
         checkpoint_format=cfg.checkpoint.format,
         lazy_snapshot=cfg.checkpoint.snapshot == "lazy",
-        timeout_s=backend.timeout_s,
-        restore_rng=backend.get("restore_rng", True),
+        timeout_s=cfg.backend.timeout_s,
         log_dir=log_dir,
     )
-
-
-def _fsdp(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of verl's FSDPEngineConfig and FSDPOptimizerConfig."""
-    backend, trainer = cfg.backend, cfg.trainer
-    engine = {
-        "fsdp_size": backend.fsdp_size,
-        "model_dtype": backend.master_dtype,
-        "mixed_precision": {
-            "param_dtype": backend.param_dtype,
-            "reduce_dtype": backend.reduce_dtype,
-            "buffer_dtype": "fp32",
-        },
-        **_shared(cfg),
-        "use_torch_compile": False,
-        "wrap_policy": {"min_num_params": 0},
-        **plain(backend.overrides),
-    }
-    return engine, {**_adam(cfg), "lr_scheduler_type": trainer.lr_scheduler}
-
-
-def _megatron(cfg: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Fields of verl's McoreEngineConfig and McoreOptimizerConfig."""
-    backend, trainer = cfg.backend, cfg.trainer
-    overrides = plain(backend.overrides)
-    transformer = {
-        # verl hands sequence_parallel to its other bridge only
-        "sequence_parallel": backend.sequence_parallel and backend.tp > 1,
-        # fused kernels that need Apex or come with Transformer Engine
-        "masked_softmax_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-    }
-    if trainer.gradient_checkpointing:
-        transformer |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    engine = {
-        "tensor_model_parallel_size": backend.tp,
-        "pipeline_model_parallel_size": backend.pp,
-        "sequence_parallel": backend.sequence_parallel,
-        "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[backend.dtype],  # as verl names it
-        "vanilla_mbridge": True,
-        "seed": cfg.seed,
-        "dist_ckpt_optim_fully_reshardable": backend.optimizer_format == "fully_reshardable",
-        **_shared(cfg),
-        **overrides,
-        "override_transformer_config": {**transformer, **overrides.get("override_transformer_config", {})},
-    }
-    optimizer = {
-        **_adam(cfg),
-        "lr_decay_style": trainer.lr_scheduler,
-        "use_checkpoint_opt_param_scheduler": True,
-        # verl does not pass its own betas on, and megatron-core wants to hear of the overlap twice
-        "override_optimizer_config": {
-            "adam_beta1": trainer.betas[0],
-            "adam_beta2": trainer.betas[1],
-            "overlap_param_gather": bool(overrides.get("override_ddp_config", {}).get("overlap_param_gather", False)),
-        },
-    }
-    return engine, optimizer
-
-
-def _shared(cfg: DictConfig) -> dict[str, Any]:
-    return {
-        "param_offload": cfg.backend.param_offload,
-        "optimizer_offload": cfg.backend.optimizer_offload,
-        "use_dynamic_bsz": False,
-        "micro_batch_size_per_gpu": 1,
-        "infer_micro_batch_size_per_gpu": 1,
-    }
-
-
-def _adam(cfg: DictConfig) -> dict[str, Any]:
-    trainer = cfg.trainer
-    return {
-        "lr": trainer.lr,
-        "betas": tuple(trainer.betas),
-        "weight_decay": trainer.weight_decay,
-        "clip_grad": trainer.clip_grad,
-        "lr_warmup_steps": trainer.warmup_steps,
-        "total_training_steps": trainer.steps,
-    }

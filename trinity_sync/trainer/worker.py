@@ -14,7 +14,6 @@ import mmap
 import os
 import random
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +22,13 @@ import ray
 import torch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import (
-    ActorConfig,
-    FSDPEngineConfig,
-    FSDPOptimizerConfig,
-    HFModelConfig,
-    McoreEngineConfig,
-    McoreOptimizerConfig,
-    TrainingWorkerConfig,
-)
+from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
-from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import this_process
 from trinity_sync.actors.rank import RankInfo
-from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.host.memory import peak_rss
@@ -72,10 +61,7 @@ class TrinityWorker(TrainingWorker):
         # alone that is there.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         join_group(backend, spec.timeout_s)
-        if spec.strategy == "megatron":
-            from trinity_sync.backends.megatron.engine import prepare
-
-            prepare()
+        spec.backend.prepare()
         super().__init__(_worker_config(spec))
         self._segments: dict[int, mmap.mmap] = {}
         self._saver: Saver
@@ -84,12 +70,12 @@ class TrinityWorker(TrainingWorker):
     def initialise(self) -> RankInfo:
         """Build model, optimizer and scheduler. Collective."""
         self.reset()
-        self.set_loss_fn(_loss(self._spec))
+        self.set_loss_fn(self._spec.algorithm.loss(self._spec.backend.strategy))
         seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        self._backend = _backend(self._spec, self.engine)
+        self._backend: Any = self._spec.backend.view(self.engine, self._spec.wire_dtype)
         shards = self._backend.shards()
         self._part = part_name(self.rank)
         self._layout = PartLayout.build(self._part, shards, self._spec.bucket_bytes)
@@ -139,7 +125,7 @@ class TrinityWorker(TrainingWorker):
             attempt=attempt,
         )
         meetings = Meetings.of_default_group(timeout_s)
-        if self._spec.strategy == "megatron":
+        if self._spec.backend.writes_itself:
             self._saver = WholeSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
             return
         self._saver = StateSaver(
@@ -249,23 +235,8 @@ class TrinityWorker(TrainingWorker):
         return {"peak_rss": peak_rss(), "pid": os.getpid()}
 
 
-def _backend(spec: WorkerSpec, engine: Any) -> Any:
-    """The backend of the engine. Megatron's is imported where it is chosen: it takes seconds."""
-    if spec.strategy == "megatron":
-        from trinity_sync.backends.megatron.backend import MegatronBackend
-
-        return MegatronBackend(engine, spec.wire_dtype, restore_rng=spec.restore_rng)
-    return FsdpBackend(engine, spec.wire_dtype)
-
-
-def _engine_configs(spec: WorkerSpec) -> tuple[Any, Any]:
-    if spec.strategy == "megatron":
-        return McoreEngineConfig(**spec.engine), McoreOptimizerConfig(**spec.optimizer)
-    return FSDPEngineConfig(strategy=spec.strategy, **spec.engine), FSDPOptimizerConfig(**spec.optimizer)
-
-
 def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
-    engine, optimizer = _engine_configs(spec)
+    engine, optimizer = spec.backend.engine_configs(spec.engine, spec.optimizer)
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
@@ -279,16 +250,6 @@ def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
         optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
-
-
-def _loss(spec: WorkerSpec) -> Any:
-    if spec.algorithm == "sft":
-        return partial(sft_loss, None)
-    # The fields of verl's actor config that its loss does not read still have to pass verl's own checks.
-    config = ActorConfig(
-        strategy=spec.strategy, ppo_micro_batch_size_per_gpu=1, rollout_n=1, use_torch_compile=False, **spec.loss
-    )
-    return partial(ppo_loss, config)
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
 from trinity_sync.backends.megatron.layers import local_layers
-from trinity_sync.config.schema import MEGATRON_FAMILIES
+from trinity_sync.backends.megatron.option import FAMILIES
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ def check_architecture(config: PretrainedConfig) -> None:
     Raises:
         ConfigError: says what the model has and what is supported.
     """
-    if config.model_type not in MEGATRON_FAMILIES:
+    if config.model_type not in FAMILIES:
         raise ConfigError(
-            f"model: backend=megatron trains {', '.join(MEGATRON_FAMILIES)}, and this model is of the family "
+            f"model: backend=megatron trains {', '.join(FAMILIES)}, and this model is of the family "
             f"{config.model_type}; use backend=fsdp2"
         )
     problems = {

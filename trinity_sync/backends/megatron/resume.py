@@ -6,17 +6,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import Protocol
 
 from trinity_sync.errors import ConfigError
 
 
-def check_layout(cfg: DictConfig, checkpoint: Path) -> str | None:
+class Layout(Protocol):
+    """The keys of `backend` that say how a model is laid out, and whether random generators are restored."""
+
+    ranks: int
+    tp: int
+    pp: int
+    restore_rng: bool
+
+
+def check_layout(backend: Layout, checkpoint: Path) -> str | None:
     """Compare the layout that the configuration asks for with that of a checkpoint.
 
     Args:
-        cfg: the configuration of the run that is to go on, with ``backend=megatron``.
+        backend: of the run that is to go on.
         checkpoint: the step folder.
 
     Returns:
@@ -25,7 +33,6 @@ def check_layout(cfg: DictConfig, checkpoint: Path) -> str | None:
     Raises:
         ConfigError: the checkpoint cannot be loaded so; says what to set.
     """
-    backend = cfg.backend
     saved = saved_layout(checkpoint / "actor")
     wanted = {"tp": backend.tp, "pp": backend.pp, "dp": backend.ranks // (backend.tp * backend.pp)}
     if saved is None or all(saved[name] == value for name, value in wanted.items()):

@@ -1,0 +1,85 @@
+"""`backend=fsdp` and `backend=fsdp2`: both generations of PyTorch's FSDP, by verl's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig
+
+from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
+from trinity_sync.config import Check, Get, Problem, plain
+from trinity_sync.config.schema import FsdpConfig
+from trinity_sync.errors import ConfigError
+
+
+def _check_fsdp_size(get: Get) -> Iterator[Problem]:
+    ranks, size = get("backend.ranks"), get("backend.fsdp_size")
+    if size == 0 or (size > 0 and ranks % size):
+        yield Problem("backend.fsdp_size", f"is {size}; must divide backend.ranks ({ranks}), or be -1 for all ranks")
+    elif size == 1 and ranks > 1 and get("backend.strategy") == "fsdp":
+        yield Problem(
+            "backend.fsdp_size",
+            f"is 1 with {ranks} ranks of fsdp, whose copies of the weights drift apart without an error; "
+            "set backend.fsdp_size=-1, or use backend=fsdp2",
+        )
+
+
+@dataclass(kw_only=True)
+class FsdpOption(FsdpConfig, BackendOption):
+    """FSDP1 and FSDP2; `strategy` says which."""
+
+    checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size,)
+    engine_keys: ClassVar[Mapping[str, str]] = {
+        "dtype": "backend.param_dtype",
+        "model_dtype": "backend.master_dtype",
+        "mixed_precision": "backend.param_dtype and backend.reduce_dtype",
+    }
+    reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "fsdp2"})
+
+    def engine_fields(self, cfg: DictConfig) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "fsdp_size": self.fsdp_size,
+            "model_dtype": self.master_dtype,
+            "mixed_precision": {
+                "param_dtype": self.param_dtype,
+                "reduce_dtype": self.reduce_dtype,
+                "buffer_dtype": "fp32",
+            },
+            **shared_fields(cfg),
+            "use_torch_compile": False,
+            "wrap_policy": {"min_num_params": 0},
+            **plain(cfg.backend.overrides),
+        }
+
+    def optimizer_fields(self, cfg: DictConfig) -> dict[str, Any]:
+        return {**adam_fields(cfg), "lr_scheduler_type": cfg.trainer.lr_scheduler}
+
+    def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
+        if (saved_by, ranks) == (self.strategy, self.ranks):
+            return None
+        if not (checkpoint / "actor" / "dcp").is_dir():
+            raise ConfigError(
+                f"{checkpoint} was saved by backend={saved_by} on backend.ranks={ranks}, this run asks for "
+                f"backend={self.strategy} on backend.ranks={self.ranks}; verl's shard files need the same engine and "
+                f"ranks (a run with checkpoint.format=dcp can be resumed on others)"
+            )
+        if ranks == self.ranks:
+            return None
+        return (
+            f"{checkpoint} was saved by {ranks} trainer ranks; weights and optimizer are the same on "
+            f"{self.ranks}, the random numbers of a rank are not"
+        )
+
+    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+        from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
+
+        return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
+
+    def view(self, engine: Any, wire_dtype: str) -> Any:
+        from trinity_sync.backends.fsdp import FsdpBackend
+
+        return FsdpBackend(engine, wire_dtype)

@@ -1,0 +1,194 @@
+"""`backend=megatron`: megatron-core with mbridge, by verl's engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig
+
+from trinity_sync.backends.megatron.resume import check_layout
+from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
+from trinity_sync.config import Check, Get, Problem, plain
+from trinity_sync.config.schema import MegatronConfig
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+"""Model families of transformers that can be trained."""
+
+_TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
+"""Fields of megatron-core's `TransformerConfig` that other keys set."""
+
+_OF_TRANSFORMER = "override_transformer_config"
+
+
+def _check_ranks(get: Get) -> Iterator[Problem]:
+    ranks, tp, pp = get("backend.ranks"), get("backend.tp"), get("backend.pp")
+    if ranks % (tp * pp):
+        yield Problem(
+            "backend.ranks",
+            f"is {ranks}; backend.tp x backend.pp ({tp} x {pp} = {tp * pp}) must divide it; "
+            f"set backend.ranks={tp * pp} or another multiple, or a smaller backend.tp or backend.pp",
+        )
+
+
+def _check_model(get: Get) -> Iterator[Problem]:
+    model = _model_fields(get)
+    family = model.get("model_type")
+    if family is not None and family not in FAMILIES:
+        yield Problem(
+            "backend",
+            f"is megatron, which trains models of the families {', '.join(FAMILIES)}; this one is {family}; "
+            "use backend=fsdp2",
+        )
+    cuts = {
+        "backend.tp": ("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+        "backend.pp": ("num_hidden_layers",),
+    }
+    for key, names in cuts.items():
+        parts = get(key)
+        uneven = [
+            f"{name} ({model[name]})" for name in names if isinstance(model.get(name), int) and model[name] % parts
+        ]
+        if uneven:
+            yield Problem(key, f"is {parts}; it must divide the model's {' and '.join(uneven)}")
+
+
+def _model_fields(get: Get) -> dict[str, Any]:
+    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
+    path = get("model.path")
+    if path is None:
+        architecture = get("model.architecture")
+        return {} if architecture is None else {str(name): value for name, value in architecture.items()}
+    try:
+        found = json.loads((Path(path) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}  # a bad folder is told of by the check on `model.path`
+    return found if isinstance(found, dict) else {}
+
+
+def _check_settings(get: Get) -> Iterator[Problem]:
+    dtype, wire = get("backend.dtype"), get("sync.wire_dtype")
+    if dtype != "bf16":
+        yield Problem(
+            "backend.dtype", f"is {dtype}; backend=megatron trains in bf16 (its optimizer keeps copies in fp32)"
+        )
+    elif wire != dtype:
+        yield Problem(
+            "sync.wire_dtype",
+            f"is {wire}; backend=megatron publishes the weights it computes with, so set it to {dtype} (backend.dtype)",
+        )
+    warmup, steps = get("trainer.warmup_steps"), get("trainer.steps")
+    if warmup == steps:
+        yield Problem(
+            "trainer.warmup_steps",
+            f"is {warmup}, as many as trainer.steps; backend=megatron needs less, set it to {steps - 1} or less",
+        )
+    form = get("checkpoint.format")
+    if form != "verl":
+        yield Problem(
+            "checkpoint.format",
+            f"is {form}, which is for fsdp and fsdp2; with backend=megatron verl's files are megatron-core's, which "
+            "other layouts can load too, so set it to verl",
+        )
+    writers = get("checkpoint.save_strategy")
+    if writers != "unrestricted":
+        yield Problem(
+            "checkpoint.save_strategy",
+            f"is {writers}; the ranks of backend=megatron finish a checkpoint together, so set it to unrestricted",
+        )
+
+
+@dataclass(kw_only=True)
+class MegatronOption(MegatronConfig, BackendOption):
+    """Tensor, pipeline, data and sequence parallel training."""
+
+    checks: ClassVar[tuple[Check, ...]] = (_check_ranks, _check_model, _check_settings)
+    engine_keys: ClassVar[Mapping[str, str]] = {
+        "tensor_model_parallel_size": "backend.tp",
+        "pipeline_model_parallel_size": "backend.pp",
+        "dist_ckpt_optim_fully_reshardable": "backend.optimizer_format",
+        "seed": "seed",
+    }
+    reads: ClassVar[frozenset[str]] = frozenset({"megatron"})
+    writes_itself: ClassVar[bool] = True
+
+    @classmethod
+    def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
+        ranks, shared = get("backend.ranks"), get("backend.tp") * get("backend.pp")
+        if ranks % shared:
+            return None  # said by `_check_ranks`
+        return ranks // shared, "data-parallel ranks (backend.ranks / (backend.tp x backend.pp))"
+
+    @classmethod
+    def overridden(cls, get: Get) -> Iterator[tuple[str, str | None]]:
+        yield from super().overridden(get)
+        backend = get("backend")
+        transformer = backend.overrides.get(_OF_TRANSFORMER)
+        if isinstance(transformer, DictConfig):
+            named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"}
+            named |= {**cls.engine_keys, **_TRANSFORMER_KEYS}
+            yield from ((f"{_OF_TRANSFORMER}.{name}", named.get(name)) for name in map(str, transformer))
+
+    def engine_fields(self, cfg: DictConfig) -> dict[str, Any]:
+        overrides = plain(cfg.backend.overrides)
+        transformer: dict[str, Any] = {
+            # verl hands sequence_parallel to its other bridge only
+            "sequence_parallel": self.sequence_parallel and self.tp > 1,
+            # fused kernels that need Apex or come with Transformer Engine
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+        }
+        if cfg.trainer.gradient_checkpointing:
+            transformer |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "sequence_parallel": self.sequence_parallel,
+            "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.dtype],  # as verl names it
+            "vanilla_mbridge": True,
+            "seed": cfg.seed,
+            "dist_ckpt_optim_fully_reshardable": self.optimizer_format == "fully_reshardable",
+            **shared_fields(cfg),
+            **overrides,
+            _OF_TRANSFORMER: {**transformer, **overrides.get(_OF_TRANSFORMER, {})},
+        }
+
+    def optimizer_fields(self, cfg: DictConfig) -> dict[str, Any]:
+        trainer, ddp = cfg.trainer, plain(cfg.backend.overrides).get("override_ddp_config", {})
+        return {
+            **adam_fields(cfg),
+            "lr_decay_style": trainer.lr_scheduler,
+            "use_checkpoint_opt_param_scheduler": True,
+            # verl does not pass its own betas on, and megatron-core wants to hear of the overlap twice
+            "override_optimizer_config": {
+                "adam_beta1": trainer.betas[0],
+                "adam_beta2": trainer.betas[1],
+                "overlap_param_gather": bool(ddp.get("overlap_param_gather", False)),
+            },
+        }
+
+    def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
+        return check_layout(self, checkpoint)
+
+    def moved(self, checkpoint: Path) -> bool:
+        return check_layout(self, checkpoint) is not None
+
+    def prepare(self) -> None:
+        from trinity_sync.backends.megatron.engine import prepare
+
+        prepare()
+
+    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+        from verl.workers.config import McoreEngineConfig, McoreOptimizerConfig
+
+        return McoreEngineConfig(**engine), McoreOptimizerConfig(**optimizer)
+
+    def view(self, engine: Any, wire_dtype: str) -> Any:
+        # megatron-core takes seconds to import
+        from trinity_sync.backends.megatron.backend import MegatronBackend
+
+        return MegatronBackend(engine, wire_dtype, restore_rng=self.restore_rng)

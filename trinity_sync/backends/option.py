@@ -1,0 +1,143 @@
+"""What an option of `backend` names: everything that depends on the training engine, but for what the engine holds.
+
+A subclass of `BackendOption` is light: the driver checks a configuration with it, so what imports torch, verl or an
+engine is imported in the methods that a trainer's rank calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig
+
+from trinity_sync.config import Check, Get, Problem, build, plain
+
+
+class BackendOption(ABC):
+    """A training engine as the keys of `backend` configure it, which are its attributes. One of your own is a dataclass
+    that inherits `trinity_sync.config.schema.BackendConfig`, too.
+
+    Attributes:
+        checks: on the configuration, beside the ranges that the schema has.
+        engine_keys: fields of verl's engine config that other keys set, and those keys.
+        reads: labels (`backend.strategy`) of the backends whose full checkpoints this one can load, as far as
+            `check_resume` allows it. Of others it takes the weights.
+        writes_itself: its checkpoints are more than one object per file, so it writes them itself.
+    """
+
+    strategy: str
+    ranks: int
+
+    checks: ClassVar[tuple[Check, ...]] = ()
+    engine_keys: ClassVar[Mapping[str, str]] = {}
+    reads: ClassVar[frozenset[str]] = frozenset()
+    writes_itself: ClassVar[bool] = False
+
+    # -- in the driver
+
+    @classmethod
+    def all_checks(cls) -> tuple[Check, ...]:
+        """Its own, and those of every engine."""
+        return (*cls.checks, partial(check_overrides, cls))
+
+    @classmethod
+    def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
+        """Among how many ranks a batch is divided, and how to call that number; None: it is no whole number."""
+        return get("backend.ranks"), "backend.ranks"
+
+    @classmethod
+    def overridden(cls, get: Get) -> Iterator[tuple[str, str | None]]:
+        """Fields of verl's engine config that `backend.overrides` gives, each with the key of ours that sets it."""
+        backend = get("backend")
+        named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"} | dict(cls.engine_keys)
+        yield from ((name, named.get(name)) for name in map(str, backend.overrides))
+
+    @abstractmethod
+    def engine_fields(self, cfg: DictConfig) -> dict[str, Any]:
+        """What `engine_configs` makes verl's engine config of, from the whole configuration."""
+
+    @abstractmethod
+    def optimizer_fields(self, cfg: DictConfig) -> dict[str, Any]:
+        """What `engine_configs` makes verl's optimizer config of, from the whole configuration."""
+
+    def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
+        """Whether the engine can load all of a checkpoint of a backend that it `reads`.
+
+        Args:
+            checkpoint: the step folder.
+            saved_by: the backend's label.
+            ranks: how many saved it.
+
+        Returns:
+            What the user should know, None where nothing changes.
+
+        Raises:
+            ConfigError: it cannot; says what to set.
+        """
+        return None
+
+    def moved(self, checkpoint: Path) -> bool:
+        """Whether what the ranks hold is divided otherwise than among those that saved a checkpoint, a good one."""
+        return False
+
+    # -- in a rank of the trainer
+
+    def prepare(self) -> None:  # noqa: B027 - most engines need nothing
+        """Before verl builds the engine."""
+
+    @abstractmethod
+    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+        """verl's configs of the engine and of its optimizer."""
+
+    @abstractmethod
+    def view(self, engine: Any, wire_dtype: str) -> Any:
+        """The rank's view of the engine, once that is initialised: a `trinity_sync.backends.base.Backend`, of which one
+        that `writes_itself` has the saving of `WritesItself` instead.
+
+        Args:
+            wire_dtype: in which floating parameters travel, as safetensors names it.
+        """
+
+
+def backend_option(cfg: DictConfig) -> BackendOption:
+    """What the configuration's option of `backend` names, with its keys.
+
+    Raises:
+        ConfigError: the class cannot be used.
+    """
+    return build("backend", plain(cfg.backend), BackendOption)  # type: ignore[type-abstract]
+
+
+def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
+    """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence."""
+    for name, key in option.overridden(get):
+        if key is not None:
+            yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
+
+
+def shared_fields(cfg: DictConfig) -> dict[str, Any]:
+    """Fields of the engine configs that verl's engines have in common."""
+    return {
+        "param_offload": cfg.backend.param_offload,
+        "optimizer_offload": cfg.backend.optimizer_offload,
+        "use_dynamic_bsz": False,
+        "micro_batch_size_per_gpu": 1,
+        "infer_micro_batch_size_per_gpu": 1,
+    }
+
+
+def adam_fields(cfg: DictConfig) -> dict[str, Any]:
+    """Fields of the optimizer configs that verl's engines have in common."""
+    trainer = cfg.trainer
+    return {
+        "lr": trainer.lr,
+        "betas": tuple(trainer.betas),
+        "weight_decay": trainer.weight_decay,
+        "clip_grad": trainer.clip_grad,
+        "lr_warmup_steps": trainer.warmup_steps,
+        "total_training_steps": trainer.steps,
+    }

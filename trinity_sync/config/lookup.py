@@ -1,0 +1,154 @@
+"""Classes that the configuration names by path, as text: whether there is such a one, told without importing anything,
+and the class itself, for the process in which it runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trinity_sync.config.options import TARGET
+from trinity_sync.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def missing(name: str) -> str | None:
+    """Why there is nothing of that name, as far as that can be told without importing; None: nothing speaks against it.
+
+    Looks for the module where an import would, and reads its source for the name. Of a module without source, or one
+    that makes its names as it is asked for them, nothing is said.
+
+    Args:
+        name: dotted, of a class or a function.
+    """
+    parts = name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        return "it is no dotted name, such as my_package.my_module.MyClass"
+    module: ModuleSpec | None = None
+    for depth in range(1, len(parts) + 1):
+        place = None if module is None else module.submodule_search_locations
+        if module is not None and place is None:
+            break
+        found = _find(".".join(parts[:depth]), place)
+        if found is None:
+            break
+        module = found
+    if module is None:
+        return f"there is no module {parts[0]}; it has to be installed, or lie in a folder of PYTHONPATH"
+    left = parts[len(module.name.split(".")) :]
+    if not left:
+        return f"{module.name} is a module; name a class of it"
+    names = _names(module)
+    if names is None or left[0] in names:
+        return None
+    return f"{module.name} has no {left[0]}"
+
+
+def load(key: str, name: str) -> Any:
+    """Import what a dotted name names.
+
+    Args:
+        key: of the configuration, that names it.
+
+    Raises:
+        ConfigError: it cannot be imported; the message names key and name.
+    """
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, 0, -1):
+        module = ".".join(parts[:depth])
+        try:
+            found: Any = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+                continue  # a class within a class has no module in the middle
+            raise _useless(key, name, error) from error
+        except Exception as error:
+            raise _useless(key, name, error) from error
+        try:
+            for part in parts[depth:]:
+                found = getattr(found, part)
+        except AttributeError as error:
+            raise _useless(key, name, error) from error
+        return found
+    raise _useless(key, name, missing(name) or "it cannot be imported")
+
+
+def load_class(key: str, name: str, kind: type[T]) -> type[T]:
+    """Import a class, as `load` does.
+
+    Args:
+        kind: what it has to be a subclass of.
+
+    Raises:
+        ConfigError: it cannot be imported, or is none.
+    """
+    found = load(key, name)
+    if not (isinstance(found, type) and issubclass(found, kind)):
+        raise ConfigError(f"{key} is {name}, which is no subclass of {kind.__module__}.{kind.__name__}")
+    return found
+
+
+def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
+    """Build what a part of the configuration names by `_target_`, from all its other keys.
+
+    Args:
+        key: of the part.
+        values: of the part, plain.
+        kind: what the class has to be a subclass of.
+
+    Raises:
+        ConfigError: the class cannot be imported, is none of that kind, or refuses a value.
+    """
+    named, others = f"{key}.{TARGET}", {name: value for name, value in values.items() if name != TARGET}
+    found = load_class(named, str(values.get(TARGET)), kind)
+    try:
+        return found(**others)
+    except TypeError as error:
+        raise _useless(named, str(values.get(TARGET)), error) from error
+
+
+def _useless(key: str, name: str, reason: object) -> ConfigError:
+    return ConfigError(f"{key} is {name}, which cannot be used: {' '.join(str(reason).split())}")
+
+
+def _find(name: str, place: Sequence[str] | None) -> ModuleSpec | None:
+    loaded = getattr(sys.modules.get(name), "__spec__", None)
+    if isinstance(loaded, ModuleSpec):
+        return loaded
+    for finder in sys.meta_path:
+        try:
+            found = finder.find_spec(name, place)
+        except Exception:
+            continue  # an import would say what is wrong with it
+        if found is not None:
+            return found
+    return None
+
+
+def _names(module: ModuleSpec) -> set[str] | None:
+    """What a module defines or imports at its top; None: nobody knows."""
+    if module.origin is None or not module.origin.endswith(".py"):
+        return None
+    try:
+        names = set(_bound(ast.parse(Path(module.origin).read_bytes()).body))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    return None if names & {"*", "__getattr__"} else names
+
+
+def _bound(body: Sequence[ast.AST]) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        else:
+            yield from _bound(list(ast.iter_child_nodes(node)))

@@ -1,0 +1,74 @@
+"""The option files that come with this program, read as they stand: what they name may be named by any configuration,
+and what they call themselves by nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from trinity_sync.config.composition import conf_dir
+
+TARGET = "_target_"
+"""The key that names a class."""
+
+LABELS = {"algorithm": "kind", "backend": "strategy", "explorer": "kind", "sync": "mode"}
+"""Groups with one option at a time that names the class it configures, and the key by which that option calls itself:
+what users, events and reports name it by.
+"""
+
+GROUPS = (*LABELS, "retention")
+"""All groups whose options name the class that they configure."""
+
+
+@cache
+def own_options(group: str) -> Mapping[str, Mapping[str, Any]]:
+    """Our options of a group by name, each with what stands in its file: nothing is merged or resolved."""
+    files = sorted((conf_dir() / group).glob("*.yaml"))
+    return {file.stem: _content(OmegaConf.to_container(OmegaConf.load(file), resolve=False)) for file in files}
+
+
+@cache
+def own_targets() -> frozenset[str]:
+    """The classes that our options name."""
+    return frozenset(name for group in GROUPS for option in own_options(group).values() for name in _targets(option))
+
+
+@cache
+def own_labels(group: str) -> Mapping[str, str]:
+    """What our options of a group call themselves, and the class that each names."""
+    options = own_options(group).values()
+    return {str(option[LABELS[group]]): str(option[TARGET]) for option in options}
+
+
+def chosen_by_option(overrides: Sequence[str]) -> list[str]:
+    """Overrides of a run, with those that name one of our classes by its label, as runs could once, put as the choice
+    of its option: ``sync.mode=nccl`` as ``sync=nccl``.
+    """
+    return [_choice(text) or text for text in overrides]
+
+
+def _choice(override: str) -> str | None:
+    key, _, value = override.partition("=")
+    group, _, label = key.partition(".")
+    if LABELS.get(group) != label:
+        return None
+    named = [name for name, option in own_options(group).items() if option[label] == value]
+    # Where options share a class, the label is a setting of it.
+    own = list(own_labels(group).values())
+    return f"{group}={named[0]}" if named and own.count(own_labels(group)[value]) == 1 else None
+
+
+def _content(value: Any) -> dict[str, Any]:
+    return {str(key): inner for key, inner in value.items()} if isinstance(value, dict) else {}
+
+
+def _targets(value: Any) -> Iterator[str]:
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        if key == TARGET and isinstance(inner, str):
+            yield inner
+        else:
+            yield from _targets(inner)

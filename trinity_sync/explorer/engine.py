@@ -1,0 +1,49 @@
+"""What generates in an explorer, as the class that an option of `explorer` names. Only explorers import that class."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import Task
+
+if TYPE_CHECKING:
+    import torch
+
+
+class RolloutEngine(ABC):
+    """A model that samples and scores; one per explorer.
+
+    It is built from the keys of `explorer`, but for those of all explorers together, and from those of the run that
+    `explorer.spec.explorer_spec` adds, all by name.
+    """
+
+    @abstractmethod
+    def destinations(self) -> Mapping[str, torch.Tensor]:
+        """The live tensors that a load overwrites in place, under the names that `save_pretrained` would use; tied ones
+        once.
+        """
+
+    @abstractmethod
+    def after_load(self) -> None:
+        """To be called when new weights are in: what was computed with those before must not be used any more."""
+
+    @abstractmethod
+    def generate(
+        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+    ) -> SampleBatch:
+        """Scored samples for the prompts, sorted by prompt (as given) and sample.
+
+        Args:
+            prompts: at least one.
+            task: judges the responses, in that order.
+            step: the trainer step that the samples are for.
+            samples_per_prompt: samples of each prompt.
+            version: (attempt, step) of the weights that are loaded.
+
+        Raises:
+            RunError: a prompt cannot be generated for, or the task fails to judge a response.
+        """

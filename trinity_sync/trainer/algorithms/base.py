@@ -1,0 +1,72 @@
+"""The seam between the algorithms and the rest. A subclass of `Algorithm` is light: the driver checks a configuration
+with it, so what imports torch or verl is imported in the method that a trainer's rank calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from omegaconf import DictConfig
+
+from trinity_sync.config import Check, Get, Problem, build, plain
+
+
+class Algorithm(ABC):
+    """An algorithm as the keys of `algorithm` configure it, which are its attributes. One of your own is a dataclass
+    that inherits `trinity_sync.config.schema.AlgorithmConfig`, or one of ours.
+
+    Attributes:
+        explores: explorers make its samples, in groups of `samples_per_prompt` for `prompts_per_step` prompts, whose
+            advantages are made within the group, divided by its deviation with `normalise_advantages`. Otherwise its
+            data are pairs of the task, `batch_size` a step.
+        task_methods: what it needs of a task.
+        tasks: of ours that have those.
+        checks: on the configuration, beside the ranges that the schema has.
+    """
+
+    kind: str
+
+    explores: ClassVar[bool] = True
+    task_methods: ClassVar[tuple[str, ...]] = ("prompts", "reward")
+    tasks: ClassVar[str] = "task=copy_digits or task=jsonl"
+    checks: ClassVar[tuple[Check, ...]] = ()
+
+    @classmethod
+    def all_checks(cls) -> tuple[Check, ...]:
+        """Its own, and those of every algorithm."""
+        return (*(() if cls.explores else (_check_schedule,)), *cls.checks)
+
+    @classmethod
+    @abstractmethod
+    def sequences(cls, get: Get) -> tuple[int, str, str]:
+        """How many sequences a step has: the number, the key that it hangs on, and words for both that follow the
+        key.
+        """
+
+    @abstractmethod
+    def loss(self, strategy: str) -> Callable[..., Any]:
+        """The loss, as verl's `TrainingWorker.set_loss_fn` takes it; called in a rank of the trainer.
+
+        Args:
+            strategy: `backend.strategy`.
+        """
+
+
+def algorithm_of(cfg: DictConfig) -> Algorithm:
+    """What the configuration's option of `algorithm` names, with its keys.
+
+    Raises:
+        ConfigError: the class cannot be used.
+    """
+    return build("algorithm", plain(cfg.algorithm), Algorithm)  # type: ignore[type-abstract]
+
+
+def _check_schedule(get: Get) -> Iterator[Problem]:
+    if get("trainer.schedule") == "free":
+        yield Problem(
+            "trainer.schedule",
+            f"is free, but algorithm={get('algorithm.kind')} has no explorers that could run ahead; "
+            f"set trainer.schedule=lockstep",
+        )
