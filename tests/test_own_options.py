@@ -17,7 +17,7 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from trinity_sync.explorer.model_factory import make_model
+from trinity_sync.models.factory import make_model
 
 from tests.cli.test_runs import StandIn, first_run, launcher  # noqa: F401 - a fixture
 from trinity_sync import config
