@@ -9,6 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from trinity_sync import config
+from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.retention import CheckpointFacts
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers
 
@@ -59,7 +62,11 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of `docs/extending.md`, written where they can be imported and composed from."""
     text = (ROOT / "docs" / "extending.md").read_text()
     files = dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert set(files) == {"my_tasks.py", "my_trackers.py", "my_conf/task/sums.yaml", "my_conf/tracker/csv.yaml"}
+    assert set(files) == {
+        *("my_tasks.py", "my_trackers.py", "my_policies.py"),
+        *("my_conf/task/sums.yaml", "my_conf/tracker/csv.yaml", "my_conf/retention/keep_mondays.yaml"),
+        "my_conf/sync/rdma.yaml",
+    }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(content)
@@ -87,3 +94,22 @@ def test_the_tracker_of_the_guide_composes_and_writes(examples: Path) -> None:
     tracker.log(1, {"loss": 0.5})
     tracker.close()
     assert (examples / "metrics.csv").read_text() == "1,loss,0.5\n"
+
+
+def test_the_policy_of_the_guide_composes_and_keeps_mondays(examples: Path) -> None:
+    cfg = config.compose(["retention=[keep_mondays,keep_last]"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    mondays, _ = config.retention_policies(cfg)
+    monday, tuesday = 1_700_481_600.0, 1_700_568_000.0
+    saved = [
+        CheckpointFacts(step=step, kind=FULL, created=created, bytes=1) for step, created in ((1, monday), (2, tuesday))
+    ]
+    assert mondays.kept(saved, monday + 7 * 86400) == {1: "a Monday"}
+    assert mondays.kept(saved, monday + 5 * 7 * 86400) == {}
+
+
+def test_the_sync_mode_of_the_guide_composes(examples: Path) -> None:
+    cfg = config.compose(["sync=rdma"], config_dir=examples / "my_conf")
+    assert (cfg.sync.mode, cfg.sync.device) == ("rdma", "mlx5_0")
+    with pytest.raises(ConfigError, match=r"sync._target_.*my_package"):
+        config.check(cfg)

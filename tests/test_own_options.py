@@ -17,7 +17,6 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from trinity_sync.models.factory import make_model
 
 from tests.cli.test_runs import StandIn, first_run, launcher  # noqa: F401 - a fixture
 from trinity_sync import config
@@ -27,6 +26,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import explorer_spec
 from trinity_sync.launch.start import _check_engine
+from trinity_sync.models.factory import make_model
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts, decide
