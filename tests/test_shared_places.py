@@ -382,7 +382,7 @@ def test_what_another_user_left_and_cannot_be_removed_holds_nothing_when_it_has_
         os.kill(os.getpid(), signal.SIGKILL)
 
     def look() -> list[object]:
-        holds.drop_claims(shared, now=2000.0)
+        holds.clean_claims(shared, now=2000.0)
         return [holds.leased(shared, now=2000.0), read(shared, now=2000.0), save(shared, "w", attempt=0)]
 
     left: list[Any] = []
