@@ -19,11 +19,12 @@ from omegaconf import DictConfig
 from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.config import build, build_task, config_digest, plain, retention_policies
+from trinity_sync.config import build, config_digest, plain, retention_policies
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.launch.agents import close_agents, start_agents
 from trinity_sync.launch.cluster import Cluster
+from trinity_sync.launch.data import free_data, lockstep_data
 from trinity_sync.launch.start import Start, run_mirror
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
@@ -273,10 +274,12 @@ class Job:
         }
         loop: FreeLoop | TrainingLoop
         if self._free:
-            loop = FreeLoop(settings, source=self._source(), **common)
+            loop = FreeLoop(settings, source=free_data(cfg, self._start, self._pool, self._recorder), **common)
         else:
             restored = self._restored(published, parts)
-            loop = TrainingLoop(settings, data=self._data(mode), restored=restored, **common)
+            loop = TrainingLoop(
+                settings, data=lockstep_data(cfg, self._model_path, self._pool, mode), restored=restored, **common
+            )
         self._phase("sending the first version")
         try:
             completed = loop.run()
@@ -332,69 +335,6 @@ class Job:
             store=WeightSaves(self._monitor, saves, self._recorder, cfg.durable),
         )
         return build("sync", plain(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
-
-    def _data(self, mode: Any) -> Any:
-        cfg = self._cfg
-        task = build_task(cfg.task, cfg.seed)
-        if not self._with_explorers:
-            from trinity_sync.trainer.sft import PairsData
-
-            return PairsData(
-                task,
-                self._model_path,
-                batch_size=cfg.algorithm.batch_size,
-                max_length=cfg.task.max_length,
-                trust_remote_code=cfg.model.trust_remote_code,
-            )
-        from trinity_sync.explorer.rollout import RolloutData
-
-        return RolloutData(
-            task,
-            self._pool,
-            mode,
-            prompts_per_step=cfg.algorithm.prompts_per_step,
-            samples_per_prompt=cfg.algorithm.samples_per_prompt,
-            normalise=cfg.algorithm.normalise_advantages,
-        )
-
-    def _source(self) -> Any:
-        """Where a free run's samples come from."""
-        from functools import partial
-
-        from trinity_sync.explorer.free import FreeRollout
-        from trinity_sync.samples.queue import QueueRules
-        from trinity_sync.trainer.saves import data_position
-        from trinity_sync.trainer.steps import record_load
-
-        cfg = self._cfg
-        groups = cfg.algorithm.prompts_per_step
-        folder = self._start.folder
-        position = data_position(folder) if folder is not None and self._start.continued else None
-        if position is not None and position["groups_per_step"] != groups:
-            before = position["groups_per_step"]
-            print(
-                f"note: {self._start.folder} was saved with algorithm.prompts_per_step={before}, so "
-                f"the run goes on with the prompts of step {self._start.step + 1}: a few may be missed or repeated",
-                file=sys.stderr,
-            )
-        return FreeRollout(
-            build_task(cfg.task, cfg.seed),
-            self._pool,
-            QueueRules(
-                groups_per_step=groups,
-                max_staleness=cfg.sync.max_staleness,
-                wait=cfg.samples.over_stale == "wait",
-                room=groups * cfg.samples.buffer,
-                overdue_s=cfg.explorer.timeout_s,
-            ),
-            samples_per_prompt=cfg.algorithm.samples_per_prompt,
-            normalise=cfg.algorithm.normalise_advantages,
-            first=self._start.step + 1,
-            position=position,
-            timeout_s=cfg.explorer.timeout_s + cfg.cluster.start_timeout_s,
-            on_load=partial(record_load, self._recorder),
-            on_fault=self._recorder.fault,
-        )
 
     def peak_memory(self) -> dict[str, int]:
         """Peak resident bytes per role, the largest where there are several. What does not answer is left out."""

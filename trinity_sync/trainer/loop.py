@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,8 +34,8 @@ class Data(Protocol):
         """Return the batch of a step, the same whenever it is asked for."""
         ...
 
-    def advantages(self, batch: SampleBatch | PairBatch) -> np.ndarray | None:
-        """Return one advantage per sequence, None where the loss needs none."""
+    def advantages(self, batch: Any) -> np.ndarray | None:
+        """Return one advantage per sequence of a batch of its own, None where the loss needs none."""
         ...
 
     def load(self, version: Version) -> list[LoadReport]:
