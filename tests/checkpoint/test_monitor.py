@@ -82,11 +82,18 @@ def test_a_save_from_begin_to_commit(monitor: Any, root: Path) -> None:
     assert names(root / ".staging") == set()
 
 
-def test_what_happened_is_told_once(monitor: Any) -> None:
+def test_a_commit_is_told_to_whoever_waits_for_it_and_to_nobody_else(monitor: Any) -> None:
     save(monitor, 20)
+    assert call(monitor, "drain_events") == []
+
+
+def test_what_happened_beside_the_saves_is_told_once(monitor: Any) -> None:
+    save(monitor, 20)
+    save(monitor, 30)
+    call(monitor, "retain", 1)
     events = call(monitor, "drain_events")
-    assert [(event["event"], event["step"], event["attempt"]) for event in events] == [("commit", 20, 0)]
-    assert set(events[0]) >= {"time", "kind", "digest", "bytes", "total_s"}
+    assert [(event["event"], event["step"], event["attempt"]) for event in events] == [("prune", 20, 0)]
+    assert set(events[0]) >= {"time", "reason", "freed_bytes"}
     assert call(monitor, "drain_events") == []
 
 
@@ -149,7 +156,7 @@ def test_a_failed_part_fails_the_step_and_cleans_up(monitor: Any, root: Path) ->
     assert catalog.scan(root) == []
     assert not folder.exists()
     assert tracked(root) == (None, None)
-    assert faults(monitor) == ["part 'r1' failed: disk full"]
+    assert call(monitor, "status", 20)["error"] == "part 'r1' failed: disk full"
     assert save(monitor, 30)["step"] == 30
 
 
@@ -175,7 +182,7 @@ def test_a_step_that_fails_on_a_full_disk_is_cleaned_up_and_stays_failed(
     call(monitor, "wait_idle", LIMIT)
     assert not folder.exists()
     assert not list(small_disk.rglob("*.tmp"))
-    assert f"part 'r0' failed: {error}" in faults(monitor)
+    assert call(monitor, "status", 20)["error"] == f"part 'r0' failed: {error}"
     ray.kill(monitor, no_restart=False)
     with pytest.raises(RunError, match="disk full"):
         call(monitor, "wait_committed", 20, 0, LIMIT)
@@ -230,7 +237,6 @@ def test_old_checkpoints_go_after_the_new_one_is_committed(make_monitor: Callabl
     result = call(monitor, "wait_committed", 20, 0, LIMIT)
     assert [(gone["step"], gone["freed_bytes"]) for gone in result["pruned"]] == [(10, 7)]
     assert [info.step for info in catalog.scan(root)] == [20]
-    assert [event["event"] for event in call(monitor, "drain_events")] == ["commit", "commit", "prune"]
 
 
 def test_saving_a_step_again_with_a_limit_of_one_does_not_delete_it(
@@ -462,7 +468,7 @@ def test_a_copy_that_fails_is_told_and_takes_nothing_back(make_monitor: Callable
     save(monitor, 10)
     assert list(call(monitor, "wait_mirrored", LIMIT)) == [10]
     call(monitor, "wait_idle", LIMIT)
-    told = call(monitor, "drain_events", untold=True)
+    told = call(monitor, "drain_events")
     assert [(event["event"], event["where"]) for event in told] == [
         ("fault", "copy of step 10 to /dev/null/nowhere")
     ] * 2

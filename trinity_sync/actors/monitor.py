@@ -218,9 +218,9 @@ class MonitorClient(Client):
 
     # -- the run
 
-    def drain_events(self, *, untold: bool = False) -> Call[list[Event]]:
-        """Fetch the events since the last call; `untold`: without those that `wait_committed` tells."""
-        return self._call("tell its events", "drain_events", untold=untold)
+    def drain_events(self) -> Call[list[Event]]:
+        """Fetch what happened since the last call, but for commits: those are the answers of `wait_committed`."""
+        return self._call("tell its events", "drain_events")
 
     def wait_mirrored(self, timeout_s: float) -> Call[dict[int, str]]:
         """Wait until nothing is on its way to the mirror, or the time is over; answers what is not there, and why."""

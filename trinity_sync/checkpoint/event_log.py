@@ -1,4 +1,4 @@
-"""What the monitor has to tell: the run's events as they come, until somebody asks for them."""
+"""What the monitor has to tell that nobody waits for, until somebody asks for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ _MOST = 10_000
 
 
 class EventLog:
-    """Events ``commit``, ``prune``, ``mirror`` and ``fault``, oldest first; of very many the oldest are forgotten.
+    """Events ``mirror``, ``fault``, and ``prune`` of what was deleted late, oldest first; of very many the oldest are
+    forgotten. What became of a step is not among them: `wait_committed` answers with it.
 
     Args:
         attempt: the run's attempt.
@@ -22,21 +23,25 @@ class EventLog:
     def __init__(self, attempt: int, clock: Callable[[], float]) -> None:
         self._attempt = attempt
         self._clock = clock
-        self._events: deque[tuple[Event, bool]] = deque(maxlen=_MOST)
+        self._events: deque[Event] = deque(maxlen=_MOST)
 
-    def add(self, event: str, *, told: bool = False, **fields: object) -> None:
-        """Note that something happened. `told`: whoever waits for the step's commit learns of it anyway."""
-        line: Event = {"event": event, "time": self._clock(), "attempt": self._attempt, **fields}
-        self._events.append((line, told))
+    def add(self, event: str, **fields: object) -> None:
+        """Note that something happened."""
+        self._events.append({"event": event, "time": self._clock(), "attempt": self._attempt, **fields})
 
-    def fault(self, where: str, error: object, *, told: bool = False) -> None:
+    def fault(self, where: str, error: object) -> None:
         """Note that something went wrong; it goes to the actor's log, too."""
-        text = str(error) or type(error).__name__
-        print(f"fault: {where}: {text}", file=sys.stderr)
-        self.add("fault", told=told, where=where, error=text)
+        self.add("fault", where=where, error=log_fault(where, error))
 
-    def drain(self, *, untold: bool) -> list[Event]:
-        """Return all since the last call; with `untold` without those that are told anyway."""
-        drained = [event for event, told in self._events if not (told and untold)]
+    def drain(self) -> list[Event]:
+        """Return all since the last call."""
+        drained = list(self._events)
         self._events.clear()
         return drained
+
+
+def log_fault(where: str, error: object) -> str:
+    """Write to the actor's log what went wrong; return it as one text."""
+    text = str(error) or type(error).__name__
+    print(f"fault: {where}: {text}", file=sys.stderr)
+    return text

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from trinity_sync.actors.changes import Changes
 from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint.disk import CheckpointDisk
-from trinity_sync.checkpoint.event_log import EventLog
+from trinity_sync.checkpoint.event_log import EventLog, log_fault
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import Uploads
 from trinity_sync.checkpoint.prune import Pruned
@@ -178,7 +178,7 @@ class Execution:
             case MoveTracker(kind, step):
                 await asyncio.to_thread(self._disk.move_tracker, kind, step)
             case Fail(step, _, error):
-                self._events.fault(f"checkpoint of step {step}", error, told=True)
+                log_fault(f"checkpoint of step {step}", error)
                 await self._fail(step)
             case Clean(step, _):
                 await self._clean(step)
@@ -227,18 +227,6 @@ class Execution:
         self._results[commit.step, commit.kind] = result
         while len(self._results) > _MOST_RESULTS:
             del self._results[next(iter(self._results))]
-        if not commit.beside:  # else it is no checkpoint of the run
-            self._events.add(
-                "commit",
-                told=True,
-                step=result["step"],
-                kind=result["kind"],
-                digest=result["digest"],
-                bytes=result["bytes"],
-                total_s=result["total_s"],
-            )
-        for gone in result["pruned"]:
-            self._events.add("prune", told=True, **gone)
 
     # ---- beside them
 
@@ -257,7 +245,7 @@ class Execution:
         if event == "fault":
             self._events.fault(str(fields["where"]), fields["error"])
         else:
-            self._events.add(event, told=False, **fields)
+            self._events.add(event, **fields)
             self._unmirrored()
         self._changes.announce()
 

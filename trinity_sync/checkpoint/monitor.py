@@ -308,15 +308,13 @@ class CheckpointMonitor(Writers):
         """
         return await self._execution.wait_mirrored(timeout_s)
 
-    async def drain_events(self, *, untold: bool = False) -> list[Event]:
-        """Return the events ``commit``, ``prune``, ``mirror`` and ``fault`` since the last call, oldest first.
+    async def drain_events(self) -> list[Event]:
+        """Return what happened since the last call and nobody waits for, oldest first: ``mirror``, ``fault``, and
+        ``prune`` of what was deleted late. What became of a step is the answer of `wait_committed` alone.
 
         Those of an actor that was killed before they were drained are lost with it.
-
-        Args:
-            untold: leave out those that the caller of `wait_committed` gets anyway.
         """
-        return self._events.drain(untold=untold)
+        return self._events.drain()
 
     async def fail_step(self, step: int, error: str, attempt: int | None = None) -> None:
         """Give a step up, whatever its parts say."""

@@ -40,7 +40,7 @@ class EventRelay:
 
     def _fetch(self) -> None:
         try:
-            events = self._monitor.drain_events(untold=True).result(_CALL_S)
+            events = self._monitor.drain_events().result(_CALL_S)
         except RunError:
             return  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
         for event in events:
