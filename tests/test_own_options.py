@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from tests.cli.test_runs import StandIn, first_run, launcher  # noqa: F401 - a fixture
 from trinity_sync import config
+from trinity_sync.checkpoint.option import coordinator_option, monitor_option
 from trinity_sync.cli import main as cli
 from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
@@ -719,3 +720,73 @@ def test_a_class_of_ours_that_is_for_something_else_is_refused_with_its_key(grou
 @pytest.mark.parametrize(("name", "explores"), [("grpo", True), ("sft", False)])
 def test_an_algorithm_says_whether_explorers_take_part(name: str, explores: bool) -> None:
     assert algorithm_of(config.compose([f"algorithm={name}"])).explores == explores
+
+
+# those who save
+
+SAVING = """
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
+
+
+class TellingMonitor(CheckpointMonitor):
+    def __init__(self, *args, webhook, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.webhook = webhook
+
+    async def where(self):
+        return self.webhook
+
+
+class CountingCoordinator(CheckpointCoordinator):
+    def __init__(self, *args, unit, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.unit = unit
+
+
+class Other: ...
+"""
+
+SAVING_OPTION = """
+defaults:
+  - default
+  - _self_
+
+monitor:
+  _target_: of_mine.saving.TellingMonitor
+  webhook: http://hall/told
+coordinator:
+  _target_: of_mine.saving.CountingCoordinator
+  unit: tokens
+"""
+
+
+@pytest.fixture
+def saving(own: Path) -> Path:
+    write(own, "saving", SAVING, "checkpoint/telling", SAVING_OPTION)
+    return own
+
+
+def test_monitor_and_coordinator_of_ones_own_get_their_keys(saving: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = composed(saving, "checkpoint=telling", "checkpoint.coordinator.unit=sequences")
+    config.check(cfg)
+    assert not imported(saving), "it was loaded before the checks"
+    config.check_inputs(cfg)
+    found, keys = monitor_option(cfg)
+    assert (found.__name__, keys) == ("TellingMonitor", {"webhook": "http://hall/told"})
+    monkeypatch.setattr("ray.get_runtime_context", SimpleNamespace)
+    make: Any = pickle.loads(pickle.dumps(coordinator_option(cfg, None, 3)))  # type: ignore[arg-type]
+    coordinator = make(node_id="a node", job_id="rank-1")
+    assert (type(coordinator).__name__, coordinator.unit) == ("CountingCoordinator", "sequences")
+
+
+@pytest.mark.parametrize("key", ["checkpoint.monitor", "checkpoint.coordinator"])
+def test_who_saves_is_checked_with_its_key(saving: Path, key: str) -> None:
+    message = refused(composed(saving, "checkpoint=telling", f"{key}._target_=of_mine.saving.Missing"))
+    assert message.startswith(f"{key}._target_ is of_mine.saving.Missing, which cannot be used: of_mine.saving has no")
+    message = refused(config.compose([f"{key}.webhook=http://hall"]))
+    assert message.startswith(f"{key}.webhook is no setting of trinity_sync.checkpoint.")
+    assert refused(config.compose([f"~{key}._target_"])).startswith(f"{key}._target_ names no class")
+    assert not imported(saving)
+    cfg = composed(saving, "checkpoint=telling", f"{key}._target_=of_mine.saving.Other")
+    config.check(cfg)
+    assert refused(cfg, config.check_inputs).startswith(f"{key}._target_ is of_mine.saving.Other, which is no subclass")

@@ -22,6 +22,7 @@ from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -211,6 +212,33 @@ def test_wrong_settings_are_told_before_anything_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         make_monitor(strategy, policies=policies)
+
+
+# ---- a monitor of one's own
+
+
+class Telling(CheckpointMonitor):
+    """Tells of each commit in a file; what it is given beside what all have is where."""
+
+    def __init__(self, *args: Any, told: Path, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._told = told
+
+    async def wait_committed(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait, and tell."""
+        committed = await super().wait_committed(*args, **kwargs)
+        self._told.write_text(f"step {committed['step']}")
+        return committed
+
+
+def test_a_monitor_of_ones_own_gets_what_is_its_own_and_commits(cluster: None, root: Path, tmp_path: Path) -> None:
+    own = {"told": tmp_path / "told"}
+    monitor = Telling.get_actor("telling", None, str(root), config=MonitorConfig(timeout_s=LIMIT), own=own)
+    try:
+        assert save(monitor, 20)["step"] == 20
+        assert own["told"].read_text() == "step 20"
+    finally:
+        ray.kill(monitor)
 
 
 # ---- retention

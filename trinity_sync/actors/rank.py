@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,12 +73,13 @@ class RankClient(Client):
         agent: AgentClient,
         paths: Mapping[int, str],
         synchronizer: SynchronizerClient,
-        monitor: ActorHandle,
-        attempt: int,
+        make_coordinator: Callable[..., object],
         timeout_s: float,
     ) -> Call[None]:
-        """Have it connect to its node's agent, its slots (slot -> file), the synchronizer and the monitor."""
-        arguments = (agent, dict(paths), synchronizer, monitor, attempt, timeout_s)
+        """Have it connect to its node's agent, its slots (slot -> file), the synchronizer and, through the
+        coordinator that is made of `node_id` and `job_id`, the monitor.
+        """
+        arguments = (agent, dict(paths), synchronizer, make_coordinator, timeout_s)
         return self._call("attach to its node agent", "attach", *arguments)
 
     def train_step(

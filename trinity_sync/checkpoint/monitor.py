@@ -108,6 +108,7 @@ class CheckpointMonitor(Writers):
         default_hdfs_dir: str | None = None,
         *,
         config: MonitorConfig | None = None,
+        own: Mapping[str, object] | None = None,
     ) -> ActorHandle:
         """Return the handle of the run's monitor, which is created if it is not there.
 
@@ -115,6 +116,7 @@ class CheckpointMonitor(Writers):
 
         Args:
             namespace: the run's Ray namespace. The other arguments matter to the first caller only; see the class.
+            own: further keyword arguments of a subclass's constructor.
 
         Raises:
             ConfigError: an unknown save strategy or retention policy.
@@ -143,7 +145,7 @@ class CheckpointMonitor(Writers):
             config = replace(config, holder=holder(Path(folder)))
         remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
 
-        body = small_actor(cls, strategy, folder, remote, config)
+        body = small_actor(cls, strategy, folder, remote, config, **(own or {}))
         _created[namespace] = ray.remote(body).options(**options).remote()
         return _created[namespace]
 

@@ -34,6 +34,13 @@ _CHECKING = {
 }
 
 
+# As `_CHECKING`, of the classes that keys of `checkpoint` name.
+_SAVING = {
+    "checkpoint.monitor": "trinity_sync.checkpoint.monitor.CheckpointMonitor",
+    "checkpoint.coordinator": "trinity_sync.checkpoint.coordinator.CheckpointCoordinator",
+}
+
+
 class _UnknownValueError(Exception):
     """A check needs a key whose own value is missing or wrong already, so it has nothing to say."""
 
@@ -54,11 +61,16 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_own_classes(cfg: DictConfig) -> None:
-    """Check what a backend or an algorithm of the user's own has to say of a configuration that has passed `check`.
+    """Check the user's own classes that take part in saving, and what a backend or an algorithm of theirs has to say of
+    a configuration that has passed `check`.
 
     Raises:
         ConfigError: a class that is named cannot be used, or there are problems, each with its key.
     """
+    for key, kind in _SAVING.items():
+        named = str(OmegaConf.select(cfg, f"{key}.{TARGET}"))
+        if named not in own_targets():
+            load_class(f"{key}.{TARGET}", named, load(key, kind))
     targets = {group: str(cfg[group][TARGET]) for group in _CHECKING}
     foreign = [group for group, target in targets.items() if target not in own_labels(group).values()]
     if not foreign:
@@ -192,6 +204,20 @@ def _check_option(group: str, get: Get) -> Iterator[Problem]:
     elif own[said] != target:
         named = ", ".join(other for other, of in own.items() if of == target)
         yield Problem(label, f"is {said}, but the option that was chosen is {group}={named}; choose {group}={said}")
+
+
+def _check_saving(key: str, get: Get) -> Iterator[Problem]:
+    """That the class which takes part in saving is there, and that no key is given to ours, which have none."""
+    node = get(key)
+    target = _target(node)
+    if target is None:
+        yield Problem(f"{key}.{TARGET}", _missing_text(f"{key}.{TARGET}"))
+    elif target not in own_targets():
+        if reason := missing(target):
+            yield Problem(f"{key}.{TARGET}", f"is {target}, which cannot be used: {reason}")
+    else:
+        others = (str(name) for name in node if name != TARGET)
+        yield from (Problem(f"{key}.{name}", f"is no setting of {target}") for name in others)
 
 
 def _check_name(get: Get) -> Iterator[Problem]:
@@ -335,6 +361,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_staleness,
     _check_optimizer,
     _check_retention,
+    *(partial(_check_saving, key) for key in _SAVING),
     _check_mirror,
     _check_checkpoint_dir,
     _check_model,

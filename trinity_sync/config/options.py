@@ -20,7 +20,7 @@ LABELS = {"algorithm": "kind", "backend": "strategy", "explorer": "kind", "sync"
 what users, events and reports name it by.
 """
 
-GROUPS = (*LABELS, "retention")
+GROUPS = (*LABELS, "checkpoint", "retention")
 """All groups whose options name the class that they configure."""
 
 

@@ -109,6 +109,8 @@ class CheckpointConfig:
     save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")
     fsync: bool = MISSING
     save_on_sigterm: bool = MISSING
+    monitor: dict[str, Any] = MISSING
+    coordinator: dict[str, Any] = MISSING
 
 
 @dataclass(kw_only=True)
@@ -307,8 +309,13 @@ SCHEMA: dict[str, type] = {
 }
 
 
-_PASSED_ON: tuple[tuple[type, str], ...] = ((BackendConfig, "overrides"), (CheckpointConfig, "mirror_options"))
-"""Keys that hold what is handed to verl and to fsspec as it is."""
+_PASSED_ON: tuple[tuple[type, str], ...] = (
+    (BackendConfig, "overrides"),
+    (CheckpointConfig, "mirror_options"),
+    (CheckpointConfig, "monitor"),
+    (CheckpointConfig, "coordinator"),
+)
+"""Keys that hold what is handed as it is to verl, to fsspec, or to the class that stands there."""
 
 
 def register() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trinity_sync.actors.calls import Call
     from trinity_sync.actors.rank import RankClient, RankInfo
     from trinity_sync.actors.synchronizer import SynchronizerClient
+    from trinity_sync.checkpoint import CheckpointCoordinator
     from trinity_sync.weights.layout import PartLayout
 
 _CLOSE_S = 10.0
@@ -28,8 +29,7 @@ def start_agents(
     trainer: Any,
     *,
     synchronizer: SynchronizerClient,
-    monitor: Any,
-    attempt: int,
+    make_coordinator: Callable[..., CheckpointCoordinator],
     run_key: str,
     fallback: Path,
     log_dir: str,
@@ -41,8 +41,7 @@ def start_agents(
         infos: `RankInfo` of each rank, in the order of the ranks.
         trainer: the group of ranks.
         synchronizer: the run's.
-        monitor: handle of the checkpoint monitor.
-        attempt: of the run.
+        make_coordinator: makes the coordinator of a rank or an agent, of `node_id` and `job_id`.
         run_key: unique to the run.
         fallback: folder of slots as files, where shared memory is too small.
         log_dir: folder of the log files.
@@ -58,7 +57,6 @@ def start_agents(
 
     from trinity_sync.actors.agent import AgentClient
     from trinity_sync.actors.calls import results
-    from trinity_sync.checkpoint import CheckpointCoordinator
     from trinity_sync.node.agent import AgentConfig, NodeAgent
 
     layouts: dict[str, dict[str, PartLayout]] = {}
@@ -86,15 +84,12 @@ def start_agents(
         agents[node] = AgentClient(actor.remote(config, synchronizer, lead), node)
         lead = lead or agents[node]
 
-    def coordinator_of(node: str) -> Any:
-        """Makes the coordinator through which an agent saves; passed in, as the agent knows no checkpoints."""
-        timeout_s = cfg.checkpoint.timeout_s
-        return partial(
-            CheckpointCoordinator, monitor, node_id=node, job_id="node-agent", timeout_s=timeout_s, attempt=attempt
-        )
-
     try:
-        calls = [agents[node].register(layouts[node], coordinator_of(node)) for node in layouts]
+        # the agent knows no checkpoints
+        calls = [
+            agents[node].register(layouts[node], partial(make_coordinator, node_id=node, job_id="node-agent"))
+            for node in layouts
+        ]
         slots = dict(zip(layouts, results(calls, cfg.cluster.start_timeout_s), strict=True))
         for made in slots.values():
             for note in made.notes:
@@ -103,8 +98,7 @@ def start_agents(
         def attach(rank: RankClient) -> Call[None]:
             info = infos[rank.rank]
             paths = {slot: parts[info.part] for slot, parts in slots[info.node].paths.items() if info.part in parts}
-            limit = cfg.checkpoint.timeout_s
-            return rank.attach(agents[info.node], paths, synchronizer, monitor, attempt, limit)
+            return rank.attach(agents[info.node], paths, synchronizer, make_coordinator, cfg.checkpoint.timeout_s)
 
         trainer.all(attach, cfg.cluster.start_timeout_s)
     except BaseException:

@@ -84,8 +84,8 @@ class Job:
 
     def start(self) -> None:
         from trinity_sync.actors.monitor import MonitorClient
-        from trinity_sync.checkpoint import CheckpointMonitor
         from trinity_sync.checkpoint.monitor import MonitorConfig
+        from trinity_sync.checkpoint.option import coordinator_option, monitor_option
         from trinity_sync.checkpoint.relay import EventRelay
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
         from trinity_sync.trainer.spec import check_whole
@@ -99,7 +99,8 @@ class Job:
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
         )
         self._synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
-        handle = CheckpointMonitor.get_actor(
+        monitor, own = monitor_option(cfg)
+        handle = monitor.get_actor(
             self._cluster.namespace,
             cfg.checkpoint.save_strategy,
             str(self._start.checkpoints),
@@ -112,6 +113,7 @@ class Job:
                 mirror=mirror.settings if mirror is not None else MirrorSettings(),
                 log_dir=self._logs,
             ),
+            own=own,
         )
         self._monitor = MonitorClient(handle)
         self._relay = EventRelay(self._monitor, recorder.event)
@@ -131,8 +133,7 @@ class Job:
             self._infos,
             self._trainer,
             synchronizer=self._synchronizer,
-            monitor=self._monitor.handle,
-            attempt=recorder.attempt,
+            make_coordinator=coordinator_option(cfg, handle, recorder.attempt),
             run_key=self._run_key,
             fallback=self._folder.slots,
             log_dir=self._logs,

@@ -14,6 +14,7 @@ import mmap
 import os
 import random
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import this_process
 from trinity_sync.actors.rank import RankInfo
+from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.host.memory import peak_rss
@@ -89,7 +91,12 @@ class TrinityWorker(TrainingWorker):
         )
 
     def attach(
-        self, agent: AgentClient, paths: dict[int, str], synchronizer: Any, monitor: Any, attempt: int, timeout_s: float
+        self,
+        agent: AgentClient,
+        paths: dict[int, str],
+        synchronizer: SynchronizerClient,
+        make_coordinator: Callable[..., CheckpointCoordinator],
+        timeout_s: float,
     ) -> None:
         """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
 
@@ -97,8 +104,7 @@ class TrinityWorker(TrainingWorker):
             agent: of this node.
             paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
             synchronizer: the run's synchronizer.
-            monitor: handle of the checkpoint monitor.
-            attempt: of the run.
+            make_coordinator: makes the coordinator through which this rank saves, of `node_id` and `job_id`.
             timeout_s: limit of the waits for a background save, seconds.
         """
         # While this process lives, so does the call: in a free run no other may be under way when it dies.
@@ -117,13 +123,7 @@ class TrinityWorker(TrainingWorker):
             self._part,
             timeout_s=timeout_s,
         )
-        coordinator = CheckpointCoordinator(
-            monitor,
-            node_id=ray.get_runtime_context().get_node_id(),
-            job_id=f"rank-{self.rank}",
-            timeout_s=timeout_s,
-            attempt=attempt,
-        )
+        coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self.rank}")
         meetings = Meetings.of_default_group(timeout_s)
         if self._spec.backend.writes_itself:
             self._saver = WholeSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)

@@ -1,0 +1,41 @@
+"""The two classes that `checkpoint.monitor` and `checkpoint.coordinator` name, ours or subclasses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
+from trinity_sync.config import TARGET, load_class, plain
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+
+def monitor_option(cfg: DictConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
+    """Return the class of the monitor, and what its constructor gets beside what all have.
+
+    Raises:
+        ConfigError: the class cannot be used.
+    """
+    own = plain(cfg.checkpoint.monitor)
+    return load_class(f"checkpoint.monitor.{TARGET}", own.pop(TARGET), CheckpointMonitor), own
+
+
+def coordinator_option(cfg: DictConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
+    """Return what makes the coordinator of a rank or a node agent, there, of `node_id` and `job_id`.
+
+    Args:
+        cfg: the run's.
+        monitor: handle of the checkpoint monitor.
+        attempt: the run's.
+
+    Raises:
+        ConfigError: the class cannot be used.
+    """
+    own = plain(cfg.checkpoint.coordinator)
+    found = load_class(f"checkpoint.coordinator.{TARGET}", own.pop(TARGET), CheckpointCoordinator)
+    return partial(found, monitor, timeout_s=cfg.checkpoint.timeout_s, attempt=attempt, **own)
