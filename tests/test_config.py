@@ -528,6 +528,15 @@ def test_the_digest_survives_saving_and_loading(tmp_path: Path) -> None:
     assert config_digest(OmegaConf.load(tmp_path / "config.yaml")) == config_digest(compose())
 
 
+def test_a_run_of_before_savers_were_options_has_the_same_digest_and_no_difference() -> None:
+    before = OmegaConf.create(config.plain(compose()))
+    for name in ("monitor", "coordinator"):
+        before.checkpoint.pop(name)
+    assert config_digest(before) == config_digest(compose())
+    assert config_diff(before, compose()) == []
+    assert config_digest(before) != config_digest(compose(["checkpoint.monitor._target_=of_mine.saving.Monitor"]))
+
+
 def test_the_digest_leaves_the_configuration_as_it_is() -> None:
     cfg = compose()
     config_digest(cfg)

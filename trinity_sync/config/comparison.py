@@ -59,6 +59,10 @@ def _values(cfg: DictConfig) -> dict[Any, Any]:
     """What a configuration says, without the names that classes of ours happen to have."""
     values = _without_own_targets(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(values, dict)
+    saving = values.get("checkpoint") or {}
+    for name in ("coordinator", "monitor"):
+        if saving.get(name) == {}:
+            del saving[name]
     return values
 
 
