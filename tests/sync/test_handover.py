@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ray.exceptions import RayActorError
 from tests.sync.helpers import LIMIT, random_weights
 from tests.sync.light import Module
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, state_dicts
 from trinity_sync.sync.stream import describe
 from trinity_sync.weights.tensors import state_digest
@@ -57,9 +59,7 @@ def test_a_version_is_handed_out_with_its_tensors(module: Any, make_synchronizer
 
 def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(synchronizer: Synchronizer) -> None:
     weights = {f"layer.{number}": torch.randn(64, 64) for number in range(600)}
-    manifest, references = state_dicts.put(weights, bucket_bytes=1 << 20)
-    assert len(references) == 10
-    del manifest, references
+    assert len(state_dicts.put(weights, bucket_bytes=1 << 20).buckets) == 10
     for step in range(3):
         synchronizer.set_model_state_dict(weights, step)
     found, _ = synchronizer.get_model_state_dict()
@@ -94,12 +94,10 @@ def test_a_version_on_disk_is_named_by_its_folder(
 
 def test_damaged_bytes_are_not_handed_out(make_synchronizer: Callable[..., Synchronizer]) -> None:
     synchronizer = make_synchronizer()
-    manifest, references = state_dicts.put(random_weights(1))
-    other = state_dicts.put(random_weights(2))[1]
-    synchronizer.client.put_state((0, 1), manifest, other).result(LIMIT)
+    published, other = (state_dicts.put(random_weights(seed)) for seed in (1, 2))
+    synchronizer.client.put_state(Version(0, 1), replace(published, buckets=other.buckets)).result(LIMIT)
     with pytest.raises(RunError, match="bucket 0 of version 1 is damaged"):
         synchronizer.get_model_state_dict()
-    del references
 
 
 def test_tensors_that_died_with_their_publisher_give_way_to_the_last_checkpoint(

@@ -25,6 +25,12 @@ Segment = bytes | bytearray | memoryview | mmap.mmap
 ALIGNMENT = 64
 """Bytes. A multiple of every element size and one cache line, so typed views of any shard are aligned."""
 
+
+def aligned(nbytes: int) -> int:
+    """Where the next shard may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 Cut = Literal["bucket", "tensor"]
 """How a part is cut into pieces that travel one by one: see `PartLayout.pieces`."""
 
@@ -115,7 +121,7 @@ class PartLayout:
         entries: list[tuple[Shard, int]] = []
         end = 0
         for shard in shards:
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            offset = aligned(end)
             entries.append((shard, offset))
             end = offset + shard.nbytes
         return cls(part, tuple(entries), end, bucket_bytes)

@@ -22,6 +22,10 @@ _SHOWN = 20
 _FEW = 4
 
 
+Described = tuple[str, str, Sequence[int]]
+"""A tensor as a receiver has to know it: name, dtype as torch prints it such as ``torch.bfloat16``, shape."""
+
+
 class CoverageError(RunError):
     """The shards of a version do not cover every tensor exactly once, or disagree about a tensor's dtype or shape."""
 

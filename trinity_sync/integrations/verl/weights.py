@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.stream import broadcast_each, broadcast_packed, describe
+from trinity_sync.sync.stream import broadcast, describe
 
 T = TypeVar("T")
 
@@ -51,16 +51,19 @@ def send(
 ) -> None:
     """Broadcast them from rank 0. Collective; a barrier at the end."""
 
-    def broadcast(pairs: Pairs) -> None:
+    def send_all(pairs: Pairs) -> None:
         assert group is not None, "rank 0 sends, so it is in the group"
-        if packed:
-            broadcast_packed(
-                group, pairs, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, verify=verify, timeout_s=timeout_s
-            )
-        else:
-            broadcast_each(group, pairs, wire_dtype=wire_dtype, timeout_s=timeout_s)
+        broadcast(
+            group,
+            pairs,
+            packed=packed,
+            wire_dtype=wire_dtype,
+            bucket_bytes=bucket_bytes,
+            verify=verify,
+            timeout_s=timeout_s,
+        )
 
-    _use("broadcast the weights", tensors, broadcast)
+    _use("broadcast the weights", tensors, send_all)
 
 
 def _use(what: str, tensors: OpenTensors, use: Callable[[Pairs], T]) -> T | None:
