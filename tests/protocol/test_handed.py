@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.protocol.versions import Version, VersionBook, VersionError, Whereabouts
+from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, Whereabouts
 
 
 def at(step: int, attempt: int = 0) -> Version:
@@ -87,3 +87,45 @@ def test_what_is_handed_out_always_belongs_to_its_label(story: list[tuple[str, i
         if found is not None:
             assert found.state in (None, found.version)
             assert found.location in (None, str(found.version))
+
+
+def staged(book: VersionBook, version: Version, location: str | None = None) -> int:
+    """Bring a version through a slot; the number of the slot."""
+    slot = book.open(version, ["rank-00000"])
+    assert slot is not None
+    book.stage(version, {"rank-00000": None})
+    book.digest(version, None)
+    book.commit(version, location)
+    return slot
+
+
+def test_versions_in_slots_and_whole_ones_have_one_newest() -> None:
+    book = VersionBook(2, lambda: 0.0)
+    staged(book, at(3), "/run/global_step_3")
+    assert book.find() == Whereabouts(at(3), location="/run/global_step_3")
+    book.publish(at(4), "tensors 4")
+    assert (book.newest, book.location) == (at(4), "/run/global_step_3")
+    staged(book, at(5))
+    assert (book.find(), book.location) == (Whereabouts(at(5)), None)
+    book.announce(at(6), place=Place.SENT)
+    assert book.find() == Whereabouts(at(6))
+    book.announce(at(6), "/run/global_step_6")
+    assert (book.find(), book.location) == (Whereabouts(at(6), None, "/run/global_step_6"), "/run/global_step_6")
+    assert book.lost(at(4)) == book.find()
+
+
+def test_what_is_handed_over_whole_takes_no_slot_from_its_readers() -> None:
+    book = VersionBook(2, lambda: 0.0)
+    held = staged(book, at(3))
+    book.publish(at(4), "tensors 4")
+    assert book.lease("explorer-0", 1.0).version == at(3)
+    book.drop_reader("explorer-0")
+    assert book.open(at(5), ["rank-00000"]) not in (held, None)
+    assert book.open(at(6), ["rank-00000"]) is None
+
+
+def test_what_was_sent_does_not_go_back() -> None:
+    book = VersionBook(2, lambda: 0.0)
+    book.announce(at(2, attempt=1), place=Place.SENT)
+    book.announce(at(9), place=Place.SENT)
+    assert book.newest == at(2, attempt=1)
