@@ -20,9 +20,9 @@ from trinity_sync.sync.process_group import Group, begin_broadcast, make_group
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.digests import DIGEST_BYTES
-from trinity_sync.weights.packing import BUCKET_BYTES, blanks, describe, layouts, pack, unpack
+from trinity_sync.weights.packing import BUCKET_BYTES, describe, layouts, pack, unpack
 from trinity_sync.weights.shards import Described
-from trinity_sync.weights.tensors import from_torch, to_torch, wire_name
+from trinity_sync.weights.tensors import from_torch, to_torch, torch_dtype, wire_name
 
 __all__ = ["BUCKET_BYTES", "broadcast", "describe", "join_group", "open_group", "receive"]
 
@@ -131,11 +131,12 @@ def receive(
     """
     device = _device_of(group)
     if not packed:
-        for name, tensor in blanks(meta, device):
+        for name, dtype, shape in meta:
+            tensor = torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
             _broadcast(group, tensor, timeout_s, name)
             yield name, tensor
         return
-    buckets = layouts(meta, bucket_bytes)
+    buckets = list(layouts(meta, bucket_bytes))
     room = torch.empty(max((bucket.nbytes for bucket in buckets), default=0), dtype=torch.uint8, device=device)
     for bucket in buckets:
         data = room[: bucket.nbytes]

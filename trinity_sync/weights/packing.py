@@ -3,7 +3,7 @@ process group, where one message per tensor would cost more than the bytes.
 
 A bucket is a part of its own, and `PartLayout` says what lies where in it. A tensor lies in one bucket, in wire dtype,
 so a reader gets views of the bucket and copies nothing. Where it goes follows from the list of (name, dtype, shape) and
-the bucket length alone: a receiver packs tensors of torch's ``meta`` device, which have no bytes, and has the layouts.
+the bucket length alone (`layouts`), so a receiver is told no more.
 """
 
 from __future__ import annotations
@@ -16,9 +16,37 @@ from trinity_sync.errors import RunError
 from trinity_sync.weights.layout import ALIGNMENT, PartLayout, aligned
 from trinity_sync.weights.shards import Described, Shard, whole
 from trinity_sync.weights.staging import views
-from trinity_sync.weights.tensors import from_torch, to_torch, wire_name
+from trinity_sync.weights.tensors import from_torch, to_torch, torch_dtype, wire_name
 
 BUCKET_BYTES = 64 << 20
+
+
+class _Bucket:
+    """A bucket that is being filled: where each tensor goes in it."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.number = 0
+        self.entries: list[tuple[Shard, int]] = []
+        self.end = 0
+
+    def add(self, shard: Shard) -> PartLayout | None:
+        """Place a shard after the others, or in the next bucket where there is no room for it: then the one before is
+        returned. An empty bucket takes what is larger than a bucket, too.
+        """
+        start, nbytes = aligned(self.end), shard.nbytes
+        full = None
+        if self.entries and start + nbytes > self._most:
+            full = self.layout()
+            self.number, self.entries, start = self.number + 1, [], 0
+        self.entries.append((shard, start))
+        self.end = start + nbytes
+        return full
+
+    def layout(self) -> PartLayout:
+        """The part that it has become."""
+        most = max(aligned(self.end), ALIGNMENT)
+        return PartLayout(f"bucket {self.number}", tuple(self.entries), self.end, most)
 
 
 def pack(
@@ -44,28 +72,26 @@ def pack(
         ValueError: a dtype that does not travel.
     """
     room = torch.empty(0, dtype=torch.uint8, device=device)
-    entries: list[tuple[Shard, int]] = []
+    bucket = _Bucket(bucket_bytes)
     seen: set[str] = set()
-    end = number = 0
     for name, tensor in tensors:
         if name in seen:
             raise RunError(f"the state dict has {name} twice")
         seen.add(name)
-        shard, start = _shard(name, tensor, wire_dtype), aligned(end)
-        if entries and start + shard.nbytes > bucket_bytes:
-            yield _bucket(number, entries), room[:end]
-            entries, start, end, number = [], 0, 0, number + 1
-        stop = start + shard.nbytes
+        shard = _shard(name, tensor, wire_dtype)
+        end = bucket.end
+        if (full := bucket.add(shard)) is not None:
+            yield full, room[: full.nbytes]
+            end = 0
+        (_, start), stop = bucket.entries[-1], bucket.end
         if room.numel() < stop:
             # Only the first bytes of a bucket can need more room than there is, so nothing has to be carried over.
             room = torch.empty(max(bucket_bytes, stop), dtype=torch.uint8, device=device)
         if start > end:  # they are part of the digest, so they must not be what an earlier bucket left
             room[end:start] = 0
         room[start:stop].view(to_torch(shard.dtype)).view(tensor.shape).copy_(tensor.detach())
-        entries.append((shard, start))
-        end = stop
-    if entries:
-        yield _bucket(number, entries), room[:end]
+    if bucket.entries:
+        yield bucket.layout(), room[: bucket.end]
 
 
 def unpack(bucket: PartLayout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,15 +100,15 @@ def unpack(bucket: PartLayout, data: torch.Tensor) -> Iterator[tuple[str, torch.
         yield shard.name, tensor.view(shard.shape)
 
 
-def layouts(described: Iterable[Described], bucket_bytes: int) -> list[PartLayout]:
+def layouts(described: Iterable[Described], bucket_bytes: int) -> Iterator[PartLayout]:
     """The buckets into which `pack` puts tensors of this description."""
-    return [layout for layout, _ in pack(blanks(described, "meta"), bucket_bytes=bucket_bytes, device="meta")]
-
-
-def blanks(described: Iterable[Described], device: str | torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor that holds nothing yet) of each."""
+    bucket = _Bucket(bucket_bytes)
     for name, dtype, shape in described:
-        yield name, torch.empty(tuple(shape), dtype=getattr(torch, dtype.removeprefix("torch.")), device=device)
+        shard = whole(name, from_torch(torch_dtype(dtype)), shape)
+        if (full := bucket.add(shard)) is not None:
+            yield full
+    if bucket.entries:
+        yield bucket.layout()
 
 
 def describe(
@@ -99,9 +125,3 @@ def described(shards: Iterable[Shard]) -> list[tuple[str, str, tuple[int, ...]]]
 
 def _shard(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> Shard:
     return whole(name, wire_name(from_torch(tensor.dtype), wire_dtype), tensor.shape)
-
-
-def _bucket(number: int, entries: list[tuple[Shard, int]]) -> PartLayout:
-    shard, start = entries[-1]
-    nbytes = start + shard.nbytes
-    return PartLayout(f"bucket {number}", tuple(entries), nbytes, max(aligned(nbytes), ALIGNMENT))

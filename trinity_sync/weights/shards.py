@@ -71,7 +71,7 @@ class Shard:
     def __post_init__(self) -> None:
         rows, cols = self.matrix
         size = dtypes.itemsize(self.dtype)
-        if any(extent < 0 for extent in self.shape):
+        if min(self.shape, default=0) < 0:
             raise ValueError(f"{self.name}: shape {self.shape} has a negative extent")
         end = 0
         for rect in self.rects:
