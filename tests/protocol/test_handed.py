@@ -112,6 +112,9 @@ def test_versions_in_slots_and_whole_ones_have_one_newest() -> None:
     book.announce(at(6), "/run/global_step_6")
     assert (book.find(), book.location) == (Whereabouts(at(6), None, "/run/global_step_6"), "/run/global_step_6")
     assert book.lost(at(4)) == book.find()
+    staged(book, at(7))
+    book.announce(at(7), "/run/global_step_7")
+    assert (book.find(), book.location) == (Whereabouts(at(7), None, "/run/global_step_7"), "/run/global_step_7")
 
 
 def test_what_is_handed_over_whole_takes_no_slot_from_its_readers() -> None:

@@ -17,7 +17,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from tests.sync.helpers import LIMIT, random_weights
+from tests.sync.helpers import LIMIT, odd_weights, random_weights
 from tests.sync.light import Module
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Version
@@ -55,6 +55,25 @@ def test_a_version_is_handed_out_with_its_tensors(module: Any, make_synchronizer
         synchronizer.set_model_state_dict({}, 5)
     synchronizer.set_model_state_dict(weights, 1, attempt=1)
     assert synchronizer.get_model_state_dict()[1] == 1
+
+
+@pytest.mark.parametrize("names", [None, ["nothing"]])
+def test_tensors_of_every_kind_are_handed_out(
+    make_synchronizer: Callable[..., Synchronizer], names: list[str] | None
+) -> None:
+    synchronizer = make_synchronizer()
+    weights = {name: tensor for name, tensor in odd_weights().items() if names is None or name in names}
+    synchronizer.set_model_state_dict(weights, 1)
+    found, step = synchronizer.get_model_state_dict()
+    assert (list(found or ()), step) == (list(weights), 1)
+    assert synchronizer.get_state_dict_meta() == describe(weights.items())
+    for name, tensor in weights.items():
+        assert found is not None
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].float(), tensor.float())
+    with pytest.raises(RunError, match="has twice twice"):
+        synchronizer.set_model_state_dict(iter([("twice", torch.ones(1))] * 2), 2)
+    assert synchronizer.get_latest_model_version() == 1
 
 
 def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(synchronizer: Synchronizer) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.sync.helpers import random_weights
+from tests.sync.helpers import odd_weights, random_weights
 from trinity_sync.errors import RunError
 from trinity_sync.sync.process_group import make_group
 from trinity_sync.sync.stream import broadcast, describe, receive
@@ -62,6 +62,17 @@ def test_buckets_arrive(bucket_bytes: int, verify: bool) -> None:
         lambda group: taken(group, describe(weights.items()), packed=True, **options),
     )
     assert all(same(found, weights) for found in received)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_tensors_of_every_kind_arrive(bucket_bytes: int) -> None:
+    weights = odd_weights()
+    _, *received = exchange(
+        lambda group: broadcast(group, weights.items(), packed=True, bucket_bytes=bucket_bytes, timeout_s=LIMIT),
+        lambda group: taken(group, describe(weights.items()), packed=True, bucket_bytes=bucket_bytes),
+    )
+    cast = {name: tensor.float() for name, tensor in weights.items()}
+    assert all(same({name: tensor.float() for name, tensor in found.items()}, cast) for found in received)
 
 
 def test_parameters_arrive_one_by_one_in_wire_dtype() -> None:

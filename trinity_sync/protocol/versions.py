@@ -121,11 +121,11 @@ class VersionBook:
 
     @property
     def newest(self) -> Version | None:
-        """The newest committed version, wherever it is."""
+        """Return the newest committed version, wherever it is."""
         return max((known.version for known in self._newest.values()), default=None)
 
     def find(self) -> Whereabouts | None:
-        """The newest version with all that is known of where it is; None before the first."""
+        """Return the newest version with all that is known of where it is; None before the first."""
         found: Whereabouts | None = None
         for known in self._newest.values():
             if found is None or known.version > found.version:
@@ -135,19 +135,19 @@ class VersionBook:
         return found
 
     def newest_in(self, place: Place) -> Whereabouts | None:
-        """The newest version in one kind of place."""
+        """Return the newest version in one kind of place."""
         return self._newest.get(place)
 
     @property
     def location(self) -> str | None:
-        """The folder of the newest version that was staged or saved; None where that has none."""
+        """Return the folder of the newest version that was staged or saved; None where that has none."""
         known = [self._newest[place] for place in (Place.SLOT, Place.DISK) if place in self._newest]
-        return max(known, key=lambda one: one.version).location if known else None
+        return max(known, key=lambda one: (one.version, one.location is not None)).location if known else None
 
     # -- versions without a slot
 
     def publish(self, version: Version, state: object) -> None:
-        """The tensors of a version are in the object store; those of the version before are let go.
+        """Take note that a version's tensors are in the object store; those of the version before are let go.
 
         Raises:
             VersionError: it is not newer than the last state dict, or older than the newest checkpoint.
@@ -159,14 +159,16 @@ class VersionBook:
         self._newest[Place.STORE] = Whereabouts(version, state)
 
     def lost(self, version: Version) -> Whereabouts | None:
-        """The tensors of this version cannot be had any more. What serves in its place; None: nothing does."""
+        """Take note that a version's tensors are lost; return what serves in its place, None where nothing does."""
         stored = self._newest.get(Place.STORE)
         if stored is not None and stored.version == version:
             del self._newest[Place.STORE]
         return self.find()
 
     def announce(self, version: Version, location: str | None = None, place: Place = Place.DISK) -> None:
-        """A version is on disk, or was sent. Older than the newest there it is no news; saves may end out of order."""
+        """Take note that a version is on disk, or was sent. One older than the newest there is no news: saves may end
+        out of order.
+        """
         before = self._newest.get(place)
         if before is None or version >= before.version:
             self._newest[place] = Whereabouts(version, location=location)

@@ -28,7 +28,7 @@ ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> int:
-    """Where the next shard may begin."""
+    """Round a number of bytes up to where the next shard may begin."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -44,7 +44,7 @@ class _Bucket:
         return full
 
     def layout(self) -> PartLayout:
-        """The part that it has become."""
+        """Return the part that it has become."""
         most = max(aligned(self.end), ALIGNMENT)
         return PartLayout(f"bucket {self.number}", tuple(self.entries), self.end, most)
 
@@ -95,13 +95,13 @@ def pack(
 
 
 def unpack(bucket: PartLayout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what lies in a bucket, as views of its bytes."""
+    """Yield (name, tensor) of what lies in a bucket, as views of its bytes."""
     for shard, tensor in zip(bucket.shards, views(bucket, data), strict=True):
         yield shard.name, tensor.view(shard.shape)
 
 
 def layouts(described: Iterable[Described], bucket_bytes: int) -> Iterator[PartLayout]:
-    """The buckets into which `pack` puts tensors of this description."""
+    """Yield the layouts of the buckets into which `pack` puts tensors of this description."""
     bucket = _Bucket(bucket_bytes)
     for name, dtype, shape in described:
         shard = whole(name, from_torch(torch_dtype(dtype)), shape)

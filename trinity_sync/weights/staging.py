@@ -68,7 +68,7 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
 
 
 def views(layout: PartLayout, data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Each shard's bytes in the layout's order: flat, in the shard's dtype, sharing memory with `data`.
+    """Yield each shard's elements in the layout's order: flat, in the shard's dtype, sharing memory with `data`.
 
     Args:
         layout: what lies where.

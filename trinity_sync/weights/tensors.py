@@ -64,7 +64,7 @@ def from_torch(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(text: str) -> torch.dtype:
-    """The dtype that torch prints as this text, such as ``torch.bfloat16``."""
+    """Return the dtype that torch prints as this text, such as ``torch.bfloat16``."""
     dtype: torch.dtype = getattr(torch, text.removeprefix("torch."))
     return dtype
 
