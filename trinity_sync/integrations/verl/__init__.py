@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trinity_sync.integrations.verl.functions import fsdp_save_state_dict
+    from trinity_sync.integrations.verl.fsdp import fsdp_save_state_dict
     from trinity_sync.integrations.verl.manager import FSDPCheckpointManager, use_in
     from trinity_sync.integrations.verl.megatron import megatron_save_state_dict
     from trinity_sync.integrations.verl.run import open_run
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _HOME = {
     "FSDPCheckpointManager": "manager",
     "use_in": "manager",
-    "fsdp_save_state_dict": "functions",
+    "fsdp_save_state_dict": "fsdp",
     "fsdp_upload_state_dict": "weights",
     "fsdp_sync_weight_nccl": "weights",
     "fsdp_state_dict_meta": "weights",

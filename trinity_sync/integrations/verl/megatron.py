@@ -1,4 +1,4 @@
-"""Functions over verl's Megatron engine, for trainers that keep verl's own loop. All ranks call them."""
+"""Saving the weights of verl's Megatron engine, for trainers that keep verl's own loop. All ranks call it."""
 
 from __future__ import annotations
 

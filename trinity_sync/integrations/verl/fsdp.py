@@ -1,4 +1,4 @@
-"""Functions over verl's FSDP engines, for trainers that keep verl's own checkpoint manager. All ranks call them."""
+"""Saving the weights of verl's FSDP engines, for trainers with verl's own checkpoint manager. All ranks call it."""
 
 from __future__ import annotations
 
