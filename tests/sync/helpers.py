@@ -36,6 +36,19 @@ SHAPES = {"embed.weight": (33, 16), "layers.0.mlp.weight": (24, 10), "layers.0.n
 _steps = itertools.count()
 
 
+def odd_weights() -> dict[str, torch.Tensor]:
+    """Of no bytes, of no dimension, not contiguous, of dtypes that torch does little with."""
+    return {
+        "nothing": torch.empty(0, 4),
+        "scalar": torch.tensor(3.5),
+        "transposed": torch.arange(12.0).view(3, 4).t(),
+        "expanded": torch.ones(1, 4).expand(3, 4),
+        "mask": torch.tensor([True, False, True]),
+        "eight": torch.arange(5.0).to(torch.float8_e4m3fn),
+        "nothing last": torch.empty(0, dtype=torch.int64),
+    }
+
+
 def random_weights(seed: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
     """Master weights in float32, and an integer tensor."""
     generator = torch.Generator().manual_seed(seed)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from tests.sync.helpers import LIMIT, random_weights
+from tests.sync.helpers import LIMIT, odd_weights, random_weights
 from tests.sync.light import Module
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, state_dicts
 from trinity_sync.sync.stream import describe
 from trinity_sync.weights.tensors import state_digest
@@ -55,11 +57,28 @@ def test_a_version_is_handed_out_with_its_tensors(module: Any, make_synchronizer
     assert synchronizer.get_model_state_dict()[1] == 1
 
 
+@pytest.mark.parametrize("names", [None, ["nothing"]])
+def test_tensors_of_every_kind_are_handed_out(
+    make_synchronizer: Callable[..., Synchronizer], names: list[str] | None
+) -> None:
+    synchronizer = make_synchronizer()
+    weights = {name: tensor for name, tensor in odd_weights().items() if names is None or name in names}
+    synchronizer.set_model_state_dict(weights, 1)
+    found, step = synchronizer.get_model_state_dict()
+    assert (list(found or ()), step) == (list(weights), 1)
+    assert synchronizer.get_state_dict_meta() == describe(weights.items())
+    for name, tensor in weights.items():
+        assert found is not None
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].float(), tensor.float())
+    with pytest.raises(RunError, match="has twice twice"):
+        synchronizer.set_model_state_dict(iter([("twice", torch.ones(1))] * 2), 2)
+    assert synchronizer.get_latest_model_version() == 1
+
+
 def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(synchronizer: Synchronizer) -> None:
     weights = {f"layer.{number}": torch.randn(64, 64) for number in range(600)}
-    manifest, references = state_dicts.put(weights, bucket_bytes=1 << 20)
-    assert len(references) == 10
-    del manifest, references
+    assert len(state_dicts.put(weights, bucket_bytes=1 << 20).buckets) == 10
     for step in range(3):
         synchronizer.set_model_state_dict(weights, step)
     found, _ = synchronizer.get_model_state_dict()
@@ -94,12 +113,10 @@ def test_a_version_on_disk_is_named_by_its_folder(
 
 def test_damaged_bytes_are_not_handed_out(make_synchronizer: Callable[..., Synchronizer]) -> None:
     synchronizer = make_synchronizer()
-    manifest, references = state_dicts.put(random_weights(1))
-    other = state_dicts.put(random_weights(2))[1]
-    synchronizer.client.put_state((0, 1), manifest, other).result(LIMIT)
+    published, other = (state_dicts.put(random_weights(seed)) for seed in (1, 2))
+    synchronizer.client.put_state(Version(0, 1), replace(published, buckets=other.buckets)).result(LIMIT)
     with pytest.raises(RunError, match="bucket 0 of version 1 is damaged"):
         synchronizer.get_model_state_dict()
-    del references
 
 
 def test_tensors_that_died_with_their_publisher_give_way_to_the_last_checkpoint(

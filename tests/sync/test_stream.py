@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.sync.helpers import random_weights
+from tests.sync.helpers import odd_weights, random_weights
 from trinity_sync.errors import RunError
 from trinity_sync.sync.process_group import make_group
-from trinity_sync.sync.stream import broadcast_each, broadcast_packed, describe, receive
+from trinity_sync.sync.stream import broadcast, describe, receive
 from trinity_sync.weights.apply import ChecksumError
 
 LIMIT = 20.0
@@ -58,10 +58,21 @@ def test_buckets_arrive(bucket_bytes: int, verify: bool) -> None:
     weights = random_weights(1)
     options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "verify": verify}
     _, *received = exchange(
-        lambda group: broadcast_packed(group, weights.items(), timeout_s=LIMIT, **options),
+        lambda group: broadcast(group, weights.items(), packed=True, timeout_s=LIMIT, **options),
         lambda group: taken(group, describe(weights.items()), packed=True, **options),
     )
     assert all(same(found, weights) for found in received)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_tensors_of_every_kind_arrive(bucket_bytes: int) -> None:
+    weights = odd_weights()
+    _, *received = exchange(
+        lambda group: broadcast(group, weights.items(), packed=True, bucket_bytes=bucket_bytes, timeout_s=LIMIT),
+        lambda group: taken(group, describe(weights.items()), packed=True, bucket_bytes=bucket_bytes),
+    )
+    cast = {name: tensor.float() for name, tensor in weights.items()}
+    assert all(same({name: tensor.float() for name, tensor in found.items()}, cast) for found in received)
 
 
 def test_parameters_arrive_one_by_one_in_wire_dtype() -> None:
@@ -69,7 +80,7 @@ def test_parameters_arrive_one_by_one_in_wire_dtype() -> None:
     cast = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
     meta = describe(weights.items(), "BF16")
     _, *received = exchange(
-        lambda group: broadcast_each(group, weights.items(), wire_dtype="BF16", timeout_s=LIMIT),
+        lambda group: broadcast(group, weights.items(), wire_dtype="BF16", timeout_s=LIMIT),
         lambda group: taken(group, meta),
     )
     assert all(same(found, cast) for found in received)
@@ -88,15 +99,15 @@ def test_a_peers_receiver_takes_the_stream_of_parameters() -> None:
             group.broadcast([found[name]], options).wait()
         return found
 
-    _, *received = exchange(lambda group: broadcast_each(group, weights.items(), timeout_s=LIMIT), peer)
+    _, *received = exchange(lambda group: broadcast(group, weights.items(), timeout_s=LIMIT), peer)
     assert all(same(found, weights) for found in received)
 
 
 def test_a_bucket_that_was_damaged_on_the_way_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = random_weights(4)
-    monkeypatch.setattr("trinity_sync.sync.stream.bucket_digest", lambda data: bytes(16))
+    monkeypatch.setattr("trinity_sync.sync.stream.xxh3_128_digest", lambda data: bytes(16))
     _, *received = exchange(
-        lambda group: broadcast_packed(group, weights.items(), timeout_s=LIMIT),
+        lambda group: broadcast(group, weights.items(), packed=True, timeout_s=LIMIT),
         lambda group: taken(group, describe(weights.items()), packed=True),
     )
     assert all(isinstance(error, ChecksumError) for error in received)
@@ -106,7 +117,7 @@ def test_a_sender_that_ends_early_is_an_error_within_the_limit() -> None:
     weights = random_weights(5)
 
     def send_one(group: Any) -> None:
-        broadcast_each(group, list(weights.items())[:1], timeout_s=LIMIT)
+        broadcast(group, list(weights.items())[:1], timeout_s=LIMIT)
 
     def take(group: Any) -> Any:
         return {name: tensor for name, tensor in receive(group, describe(weights.items()), timeout_s=1.0)}

@@ -8,24 +8,33 @@ from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.calls import Call, T
 from trinity_sync.actors.client import Client
-from trinity_sync.protocol.handed import Handed
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.protocol.staged import PartInfo
-from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.protocol.versions import Lease, Version, Whereabouts
+from trinity_sync.weights.shards import Described
 
 if TYPE_CHECKING:
     import numpy as np
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-Described = tuple[str, str, Sequence[int]]
-"""A tensor as a receiver has to know it: name, dtype as torch prints it such as ``torch.bfloat16``, shape."""
 
-Manifest = list[tuple[list[tuple[str, str, tuple[int, ...], int]], int, bytes]]
-"""How the tensors of a state dict are packed: for each bucket the fields of its `weights.packing.Packed`, its size
-in bytes, and its digest.
-"""
+@dataclass(frozen=True, kw_only=True)
+class StoredState:
+    """A state dict in the object store. Where each tensor lies follows from this: see `weights.packing`.
+
+    Attributes:
+        tensors: of what they are made, in order.
+        bucket_bytes: length of a bucket.
+        digests: of each bucket, xxh3_128.
+        buckets: references to the bytes of each; Ray does not fetch them for who holds this.
+    """
+
+    tensors: list[Described]
+    bucket_bytes: int
+    digests: list[bytes]
+    buckets: list[ObjectRef[np.ndarray]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,21 +178,19 @@ class SynchronizerClient(Client):
 
     # -- whole state dicts
 
-    def put_state(
-        self, version: Version, manifest: Manifest, references: Sequence[ObjectRef[np.ndarray]]
-    ) -> Call[None]:
-        """Say that a state dict is in the object store: how its buckets are packed, and the references to them."""
-        return self._ask("put_state", version, manifest, list(references))
+    def put_state(self, version: Version, state: StoredState) -> Call[None]:
+        """Say that a state dict is in the object store."""
+        return self._ask("put_state", version, state)
 
     def announce(self, version: Version, location: str | None) -> Call[None]:
         """Say that a version is on disk, at `location` or at its place in the checkpoint folder."""
         return self._ask("announce", version, location)
 
-    def get_state(self) -> Call[Handed | None]:
-        """Ask for the newest version with what is needed to have its tensors; None before the first."""
-        return self._ask("get_state")
+    def find(self) -> Call[Whereabouts | None]:
+        """Ask for the newest version and where it is, with the `StoredState` of a state dict; None before the first."""
+        return self._ask("find")
 
-    def state_lost(self, version: Version) -> Call[Handed | None]:
+    def state_lost(self, version: Version) -> Call[Whereabouts | None]:
         """Say that the tensors of a version cannot be had; the answer is what serves in its place."""
         return self._ask("state_lost", version)
 
@@ -199,9 +206,9 @@ class SynchronizerClient(Client):
         """Wait for a group with an id above `after`; the answer holds the explorer's place in it."""
         return self._ask("join_group", explorer, after, timeout_s)
 
-    def group_meta(self) -> Call[Sequence[Described] | None]:
-        """Ask what is sent over the group, in order; None: no group was set up, or it was not said."""
-        return self._ask("group_meta")
+    def described(self) -> Call[Sequence[Described] | None]:
+        """Ask what the last state dict is made of, or what is sent over the group; None: neither is known."""
+        return self._ask("described")
 
     def ready(self, member: Member, step: int | None, timeout_s: float) -> Call[int]:
         """Wait until the trainer and all explorers of the group are here; the answer is the step that will be sent."""

@@ -370,11 +370,11 @@ def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leases: set[tuple[int
     }
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "-" if value is None else str(value)
 
 
-def print_json(value: Any) -> int:
+def print_json(value: object) -> int:
     """Print one JSON document; returns the exit code 0."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
     return 0

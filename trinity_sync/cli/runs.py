@@ -199,7 +199,7 @@ def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
     except OverrideParseException as error:
         raise ConfigError(explain(error)) from error
     # a dict keeps the place of a key that is set again: take it out first, so that the last one stands last
-    kept: dict[tuple[Any, ...], str] = {}
+    kept: dict[tuple[object, ...], str] = {}
     for override, text in zip(parsed, [*old, *new], strict=True):
         key = (override.type, override.get_key_element().lstrip("+~"))
         kept.pop(key, None)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.checkpoint import holds
 from trinity_sync.checkpoint.catalog import scan
@@ -227,7 +227,7 @@ def _size(text: str) -> int:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _as_json(found: TensorDifference) -> dict[str, Any]:
+def _as_json(found: TensorDifference) -> dict[str, object]:
     return {
         "name": found.name,
         "a": _info_json(found.a),
@@ -241,7 +241,7 @@ def _as_json(found: TensorDifference) -> dict[str, Any]:
     }
 
 
-def _info_json(info: TensorInfo | None) -> dict[str, Any] | None:
+def _info_json(info: TensorInfo | None) -> dict[str, object] | None:
     return None if info is None else {"dtype": info.dtype, "shape": list(info.shape)}
 
 

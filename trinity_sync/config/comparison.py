@@ -55,7 +55,7 @@ def config_digest(cfg: DictConfig) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _values(cfg: DictConfig) -> dict[Any, Any]:
+def _values(cfg: DictConfig) -> dict[str, Any]:
     """What a configuration says, without the names that classes of ours happen to have."""
     values = _without_own_targets(OmegaConf.to_container(cfg, resolve=True))
     assert isinstance(values, dict)
@@ -66,7 +66,7 @@ def _values(cfg: DictConfig) -> dict[Any, Any]:
     return values
 
 
-def _without_own_targets(value: Any) -> Any:
+def _without_own_targets(value: object) -> object:
     if not isinstance(value, dict):
         return value
     return {
@@ -76,7 +76,7 @@ def _without_own_targets(value: Any) -> Any:
     }
 
 
-def _descend(values: dict[Any, Any], parents: Sequence[str]) -> dict[Any, Any]:
+def _descend(values: dict[str, Any], parents: Sequence[str]) -> dict[Any, Any]:
     for name in parents:
         values = values.get(name) or {}
     return values
@@ -86,8 +86,8 @@ class Difference(NamedTuple):
     """A key whose value differs; `ABSENT` stands for a key that is not there."""
 
     key: str
-    old: Any
-    new: Any
+    old: object
+    new: object
 
 
 def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
@@ -98,7 +98,7 @@ def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
     return [pair for pair in pairs if pair.old != pair.new]
 
 
-def _leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+def _leaves(value: object, prefix: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and (value or not prefix):
         for name, child in value.items():
             yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))

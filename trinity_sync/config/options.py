@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -25,7 +24,7 @@ GROUPS = (*LABELS, "checkpoint", "retention")
 
 
 @cache
-def own_options(group: str) -> Mapping[str, Mapping[str, Any]]:
+def own_options(group: str) -> Mapping[str, Mapping[str, object]]:
     """Our options of a group by name, each with what stands in its file: nothing is merged or resolved."""
     files = sorted((conf_dir() / group).glob("*.yaml"))
     return {file.stem: _content(OmegaConf.to_container(OmegaConf.load(file), resolve=False)) for file in files}
@@ -62,11 +61,11 @@ def _choice(override: str) -> str | None:
     return f"{group}={named[0]}" if named and own.count(own_labels(group)[value]) == 1 else None
 
 
-def _content(value: Any) -> dict[str, Any]:
+def _content(value: object) -> dict[str, object]:
     return {str(key): inner for key, inner in value.items()} if isinstance(value, dict) else {}
 
 
-def _targets(value: Any) -> Iterator[str]:
+def _targets(value: object) -> Iterator[str]:
     for key, inner in value.items() if isinstance(value, dict) else ():
         if key == TARGET and isinstance(inner, str):
             yield inner

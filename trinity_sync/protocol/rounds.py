@@ -11,14 +11,10 @@ What a process of an earlier group, or of an earlier life, says or suffers conce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from trinity_sync.protocol.members import Member, Roll
-
-#: What a receiver has to be told of a tensor: name, dtype and shape.
-TensorMeta: TypeAlias = tuple[str, str, Sequence[int]]
+from trinity_sync.weights.shards import Described
 
 TRAINER = "trainer"
 
@@ -44,7 +40,7 @@ class WeightSyncGroup:
     port: int
     explorers: int
     rank: int = 0
-    meta: list[TensorMeta] | None = None
+    meta: list[Described] | None = None
 
     @property
     def world_size(self) -> int:
@@ -85,7 +81,7 @@ class RoundBook:
     _former: set[Member] = field(default_factory=set)
 
     def open(
-        self, trainer: Member, address: str, port: int, meta: list[TensorMeta] | None, explorers: int
+        self, trainer: Member, address: str, port: int, meta: list[Described] | None, explorers: int
     ) -> WeightSyncGroup:
         """A group in place of the one before, whose members need not wait any more.
 

@@ -1,12 +1,12 @@
-"""The life of a version between the trainer's snapshot and the last reader: which slot holds it, who reads it, what
-is newest.
+"""The life of a version between the trainer's snapshot and the last reader: where it is, who reads it, what is newest.
 
-A pure state machine with an injected clock; the `Synchronizer` actor is a shell over it. A version goes
+A pure state machine with an injected clock; the `Synchronizer` actor is a shell over it. A version in a slot goes
 
     opened (has a slot) -> sealed (all parts staged, digest known) -> committed (visible) -> retired (slot free)
 
 and to failed from each of the first two. Readers hold leases on committed versions; a slot is reused only when its
-version is neither the newest committed nor leased nor still on its way.
+version is neither the newest committed nor leased nor still on its way. What is handed over whole has no slot: a state
+dict in the object store, a checkpoint on disk, or what was sent to all who wanted it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from trinity_sync.protocol.staged import PartInfo
@@ -41,6 +41,30 @@ class State(enum.Enum):
     SEALED = "sealed"
     COMMITTED = "committed"
     FAILED = "failed"
+
+
+class Place(enum.Enum):
+    """Where the weights of a committed version can be."""
+
+    SLOT = "slot"
+    STORE = "object store"
+    DISK = "disk"
+    SENT = "sent"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """A version, and where its weights are. One record, so that no version gets another one's tensors.
+
+    Attributes:
+        version: whose weights they are.
+        state: what the trainer's side left for readers to get the tensors by (opaque here); None: there is nothing.
+        location: folder of its checkpoint; None: there is none, or none that is known.
+    """
+
+    version: Version
+    state: object = None
+    location: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +99,8 @@ class _Record:
 
 
 class VersionBook:
-    """All versions that still have a slot.
+    """All versions that still have a slot, and the newest one in each other place. When the tensors of a state dict are
+    lost with the process that owned them, the newest checkpoint serves.
 
     Args:
         slots: how many snapshots the nodes' shared memory holds.
@@ -91,13 +116,64 @@ class VersionBook:
         self._clock = clock
         self._records: dict[Version, _Record] = {}
         self._ids = itertools.count(1)
-        self._newest: Version | None = None
+        self._newest: dict[Place, Whereabouts] = {}
         self._dropped: set[Hashable] = set()
 
     @property
     def newest(self) -> Version | None:
-        """The newest committed version."""
-        return self._newest
+        """Return the newest committed version, wherever it is."""
+        return max((known.version for known in self._newest.values()), default=None)
+
+    def find(self) -> Whereabouts | None:
+        """Return the newest version with all that is known of where it is; None before the first."""
+        found: Whereabouts | None = None
+        for known in self._newest.values():
+            if found is None or known.version > found.version:
+                found = known
+            elif known.version == found.version:
+                found = replace(found, state=found.state or known.state, location=found.location or known.location)
+        return found
+
+    def newest_in(self, place: Place) -> Whereabouts | None:
+        """Return the newest version in one kind of place."""
+        return self._newest.get(place)
+
+    @property
+    def location(self) -> str | None:
+        """Return the folder of the newest version that was staged or saved; None where that has none."""
+        known = [self._newest[place] for place in (Place.SLOT, Place.DISK) if place in self._newest]
+        return max(known, key=lambda one: (one.version, one.location is not None)).location if known else None
+
+    # -- versions without a slot
+
+    def publish(self, version: Version, state: object) -> None:
+        """Take note that a version's tensors are in the object store; those of the version before are let go.
+
+        Raises:
+            VersionError: it is not newer than the last state dict, or older than the newest checkpoint.
+        """
+        stored, saved = self._newest.get(Place.STORE), self._newest.get(Place.DISK)
+        for before in filter(None, (stored, saved)):
+            if version < before.version or (before is stored and version == before.version):
+                raise VersionError(f"version {version} cannot be published after version {before.version}")
+        self._newest[Place.STORE] = Whereabouts(version, state)
+
+    def lost(self, version: Version) -> Whereabouts | None:
+        """Take note that a version's tensors are lost; return what serves in its place, None where nothing does."""
+        stored = self._newest.get(Place.STORE)
+        if stored is not None and stored.version == version:
+            del self._newest[Place.STORE]
+        return self.find()
+
+    def announce(self, version: Version, location: str | None = None, place: Place = Place.DISK) -> None:
+        """Take note that a version is on disk, or was sent. One older than the newest there is no news: saves may end
+        out of order.
+        """
+        before = self._newest.get(place)
+        if before is None or version >= before.version:
+            self._newest[place] = Whereabouts(version, location=location)
+
+    # -- versions in slots
 
     def open(self, version: Version, parts: Iterable[str]) -> int | None:
         """Begin a version: the slot to stage it in, or None while every slot is held.
@@ -109,7 +185,7 @@ class VersionBook:
         if not expected:
             raise VersionError(f"version {version} was opened with no parts")
         alive = [record.version for record in self._records.values() if record.state is not State.FAILED]
-        latest = max([*alive, *([self._newest] if self._newest is not None else [])], default=None)
+        latest = max(alive, default=None)
         if latest is not None and version <= latest:
             raise VersionError(f"version {version} cannot be opened after version {latest}")
         slot = self._free_slot()
@@ -144,10 +220,11 @@ class VersionBook:
     def commit(self, version: Version, location: str | None = None) -> None:
         """Make a sealed version visible to readers. A version older than the newest is refused."""
         record = self._require(version, State.SEALED, "commit")
-        if self._newest is not None and version < self._newest:
-            raise VersionError(f"version {version} cannot be committed after version {self._newest}")
+        newest = self._newest_staged
+        if newest is not None and version < newest:
+            raise VersionError(f"version {version} cannot be committed after version {newest}")
         record.state, record.location = State.COMMITTED, location
-        self._newest = version
+        self._newest[Place.SLOT] = Whereabouts(version, location=location)
 
     def discard(self, version: Version) -> None:
         """Give back the slot of a version that was staged but is not to be published."""
@@ -187,12 +264,13 @@ class VersionBook:
         """
         if reader in self._dropped:
             raise VersionError(f"{reader} was given up for dead")
-        wanted = version if version is not None else self._newest
+        newest = self._newest_staged
+        wanted = version if version is not None else newest
         if wanted is None:
             raise VersionError("no version is committed yet")
         record = self._records.get(wanted)
         if record is None or record.state is not State.COMMITTED:
-            raise VersionError(f"version {wanted} is not available (newest: {self._newest})")
+            raise VersionError(f"version {wanted} is not available (newest: {newest})")
         lease = Lease(
             id=next(self._ids),
             reader=reader,
@@ -228,6 +306,11 @@ class VersionBook:
             self.release(lease.id)
         return over
 
+    @property
+    def _newest_staged(self) -> Version | None:
+        newest = self._newest.get(Place.SLOT)
+        return newest.version if newest is not None else None
+
     def _seal(self, record: _Record) -> bool:
         if record.digested and record.parts.keys() == record.expected:
             record.state = State.SEALED
@@ -236,8 +319,9 @@ class VersionBook:
 
     def _free_slot(self) -> int | None:
         self.expire()
+        newest = self._newest_staged
         for record in sorted(self._records.values(), key=lambda record: record.version):
-            idle = record.state is State.COMMITTED and record.version != self._newest and not record.leases
+            idle = record.state is State.COMMITTED and record.version != newest and not record.leases
             if idle or record.state is State.FAILED:
                 del self._records[record.version]
         taken = {record.slot for record in self._records.values()}

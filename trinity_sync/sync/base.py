@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -29,6 +29,10 @@ from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.weights.layout import Cut, PartLayout
+
+if TYPE_CHECKING:
+    import torch
 
 
 class StateDictStore(Protocol):
@@ -118,14 +122,14 @@ class Bucket(NamedTuple):
         cut: what pieces the part is in, see `PartLayout.pieces`.
     """
 
-    layout: Any
+    layout: PartLayout
     number: int
     data: Any
     digest: bytes | None
-    cut: Any = "bucket"
+    cut: Cut = "bucket"
 
 
-FindRoom = Callable[[Any, int, Any], Any]
+FindRoom = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
 """`Receiver.room`: where a piece (layout, number, cut) may be received without a copy afterwards, or None."""
 
 
@@ -142,7 +146,7 @@ class SyncMode(ABC):
 
     ranks_take_part: ClassVar[bool] = False
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **settings: object) -> None:
         super().__init__()
 
     @abstractmethod

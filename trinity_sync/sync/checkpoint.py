@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import results
@@ -38,7 +37,7 @@ class CheckpointMode(SyncMode):
         durable: fsync versions that are written for sync only (`sync.durable`).
     """
 
-    def __init__(self, *, durable: bool, **settings: Any) -> None:
+    def __init__(self, *, durable: bool, **settings: object) -> None:
         self._durable = durable
 
     def publisher(self, side: TrainerSide) -> CheckpointPublisher:
@@ -126,7 +125,7 @@ class CheckpointTransport:
             # What has to be checked before it is used is not read to where it is used.
             place = find_room(layout, number, cut) if info.buckets is None else None
             if place is not None and not place.is_cuda:
-                file.read(start, place.numpy())
+                file.read(start, place.numpy().data)
                 yield Bucket(layout, number, None, None, cut)
                 continue
             if len(self._room) < stop - start:

@@ -16,17 +16,16 @@ from ray.exceptions import RayError
 
 from trinity_sync.actors.calls import ANSWER_S, Call, this_process
 from trinity_sync.actors.changes import Changes
-from trinity_sync.actors.synchronizer import Described, Manifest, SynchronizerClient
+from trinity_sync.actors.synchronizer import StoredState, SynchronizerClient
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.handed import Handed, HandedVersions
 from trinity_sync.protocol.members import Member, Roll
 from trinity_sync.protocol.rounds import TRAINER, RoundBook, RoundError, WeightSyncGroup
-from trinity_sync.protocol.versions import Version, VersionError
+from trinity_sync.protocol.versions import Place, Version, VersionBook, VersionError, Whereabouts
+from trinity_sync.weights.shards import Described
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import numpy as np
     import torch
     from ray import ObjectRef
 
@@ -39,30 +38,24 @@ class Handover:
     """The actor's half.
 
     Args:
+        book: of all versions.
         checkpoint_dir: the checkpoint folder, in which announced versions are; None: it is not known.
     """
 
-    def __init__(self, checkpoint_dir: str | None) -> None:
+    def __init__(self, book: VersionBook, checkpoint_dir: str | None) -> None:
         self._changes = Changes()
+        self._book = book
         self._checkpoint_dir = checkpoint_dir
-        self._handed = HandedVersions()
         self._roll = Roll()
         self._rounds = RoundBook(self._roll)
-        self._sent: Version | None = None
         self._served: set[Member] = set()
 
     # -- state dicts
 
-    async def put_state(self, version: Version, manifest: Manifest, references: list[ObjectRef[np.ndarray]]) -> None:
-        """Take note that a state dict is in the object store.
-
-        Args:
-            version: the version that it is.
-            manifest: what the reader needs to make tensors of the buckets (plain values).
-            references: references to the buckets, nested in a list so that Ray does not fetch them.
-        """
+    async def put_state(self, version: Version, state: StoredState) -> None:
+        """Take note that a state dict is in the object store."""
         try:
-            self._handed.publish(Version(*version), (manifest, references))
+            self._book.publish(Version(*version), state)
         except VersionError as error:
             raise RunError(str(error)) from None
         self._changes.announce()
@@ -76,16 +69,23 @@ class Handover:
                 location = str(folder)
             elif version.step > 0:
                 raise RunError(f"version {version} cannot be announced: {folder} is not a committed checkpoint")
-        self._handed.announce(version, location)
+        self._book.announce(version, location)
         self._changes.announce()
 
-    async def get_state(self) -> Handed | None:
+    async def find(self) -> Whereabouts | None:
         """Return the newest version with what is needed to have its tensors; None before the first."""
-        return self._handed.get()
+        return self._book.find()
 
-    async def state_lost(self, version: Version) -> Handed | None:
+    async def state_lost(self, version: Version) -> Whereabouts | None:
         """Take note that the tensors of a version are lost; return what serves in its place."""
-        return self._handed.lost(Version(*version))
+        return self._book.lost(Version(*version))
+
+    async def described(self) -> list[Described] | None:
+        """Return what the last state dict is made of, or what is sent over the group: (name, dtype, shape) in order."""
+        stored = self._book.newest_in(Place.STORE)
+        if stored is not None and isinstance(stored.state, StoredState):
+            return stored.state.tensors
+        return self._rounds.group.meta if self._rounds.group is not None else None
 
     # -- broadcasts
 
@@ -114,10 +114,6 @@ class Handover:
                 # The group was over with that: it had the process before this one. There will be another one.
                 self._changes.announce()
 
-    async def group_meta(self) -> list[Described] | None:
-        """Return what is sent over the group: (name, dtype, shape) in order."""
-        return self._rounds.group.meta if self._rounds.group is not None else None
-
     async def ready(self, member: Member, step: int | None, timeout_s: float) -> int:
         """Wait until the trainer and all explorers of the group are here; return the step that is going to be sent."""
         try:
@@ -144,8 +140,7 @@ class Handover:
         version = Version(*version)
         if not self._rounds.sends(trainer):
             raise RunError(f"version {version} was sent by a {trainer} of an earlier weight sync group")
-        if self._sent is None or version > self._sent:
-            self._sent = version
+        self._book.announce(version, place=Place.SENT)
         self._changes.announce()
 
     # -- whom the actor serves
@@ -226,8 +221,8 @@ class HandoverClient:
             return
         from trinity_sync.sync import state_dicts
 
-        manifest, references = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
-        self._answer(self.client.put_state(version, manifest, references))
+        stored = state_dicts.put(model_state_dict, wire_dtype=wire_dtype)
+        self._answer(self.client.put_state(version, stored))
 
     def get_model_state_dict(self, *, copy: bool = False) -> tuple[dict[str, torch.Tensor] | None, int]:
         """Return the newest version: its tensors, every byte checked, and its step; both of one version.
@@ -243,17 +238,17 @@ class HandoverClient:
             RunError: the tensors are lost with the process that published them, or damaged. The newest checkpoint,
                 where one is known, serves from then on.
         """
-        handed, newest = self._answer(self.client.get_state()), self._answer(self.client.newest())
+        newest = self._answer(self.client.find())
         if newest is None:
             return None, -1
-        if handed is None or handed.state is None or handed.version < newest:
-            return None, newest.step
+        if not isinstance(newest.state, StoredState):
+            return None, newest.version.step
         from trinity_sync.sync import state_dicts
 
         try:
-            tensors = state_dicts.get(handed, self.client.timeout_s)
+            tensors = state_dicts.get(newest.version, newest.state, self.client.timeout_s)
         except state_dicts.StateLostError as error:
-            serves = self._answer(self.client.state_lost(handed.version))
+            serves = self._answer(self.client.state_lost(newest.version))
             instead = (
                 "no checkpoint is known that could serve"
                 if serves is None or serves.location is None
@@ -262,21 +257,16 @@ class HandoverClient:
             raise RunError(f"{error}, the process that published them is gone; {instead}") from error
         if copy:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        return tensors, handed.version.step
+        return tensors, newest.version.step
 
     def get_state_dict_meta(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Describe the tensors of the newest version, or of what the weight sync group sends, as (name, dtype as torch
+        """Describe the tensors of the last state dict, or of what the weight sync group sends, as (name, dtype as torch
         prints it, shape), in the order in which they come.
 
         Raises:
             RunError: neither is known.
         """
-        handed = self._answer(self.client.get_state())
-        if handed is not None and handed.state is not None:
-            from trinity_sync.sync import state_dicts
-
-            return state_dicts.described(handed)
-        meta = self._answer(self.client.group_meta())
+        meta = self._answer(self.client.described())
         if meta is None:
             raise RunError("nothing is known of the tensors: no state dict and no weight sync group was set up")
         return [(name, dtype, tuple(shape)) for name, dtype, shape in meta]

@@ -2,7 +2,7 @@
 
 The groups are objects of their own beside torch's default group; rank 0 is the trainer's first rank. Both ends know the
 list of (name, dtype, shape), so nothing but bytes travels: per parameter one broadcast each, in order; packed, buckets
-(`weights.packing.plan`), each followed by 16 bytes of digest unless that is left out.
+(`weights.packing`), each followed by 16 bytes of digest unless that is left out.
 """
 
 from __future__ import annotations
@@ -12,28 +12,22 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from xxhash import xxh3_128_digest
 
-from trinity_sync.actors.synchronizer import Described
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.sync.process_group import Group, begin_broadcast, make_group
 from trinity_sync.sync.synchronizer import Synchronizer
+from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.digests import DIGEST_BYTES
-from trinity_sync.weights.packing import BUCKET_BYTES, bucket_digest, cast_for_wire, check_bucket, pack, plan, unpack
-from trinity_sync.weights.tensors import from_torch, to_torch, wire_name
+from trinity_sync.weights.packing import BUCKET_BYTES, describe, layouts, pack, unpack
+from trinity_sync.weights.shards import Described
+from trinity_sync.weights.tensors import from_torch, to_torch, torch_dtype, wire_name
+
+__all__ = ["BUCKET_BYTES", "broadcast", "describe", "join_group", "open_group", "receive"]
 
 Meta = Sequence[Described]
 """What is sent, in the order of travel."""
-
-
-def describe(
-    tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: str | None = None
-) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Describe tensors as a receiver has to know them."""
-    return [
-        (name, str(to_torch(wire_name(from_torch(tensor.dtype), wire_dtype))), tuple(tensor.shape))
-        for name, tensor in tensors
-    ]
 
 
 # ---- the group
@@ -83,37 +77,33 @@ def _group(store: dist.Store, told: WeightSyncGroup, transport: str, timeout_s: 
     return make_group(prefixed, told.rank, told.world_size, transport, timeout_s)
 
 
-# ---- sending
+# ---- sending and receiving
 
 
-def broadcast_each(
-    group: Group, tensors: Iterable[tuple[str, torch.Tensor]], *, wire_dtype: str | None = None, timeout_s: float
-) -> None:
-    """Send each tensor in a broadcast of its own, from rank 0 of the group."""
-    device = _device_of(group)
-    for name, tensor in tensors:
-        _broadcast(group, cast_for_wire(tensor, wire_dtype).to(device), timeout_s, name)
-
-
-def broadcast_packed(
+def broadcast(
     group: Group,
     tensors: Iterable[tuple[str, torch.Tensor]],
     *,
+    packed: bool = False,
     wire_dtype: str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     verify: bool = True,
     timeout_s: float,
 ) -> None:
-    """Send tensors in large buckets, from rank 0 of the group, each followed by its digest where `verify` is set."""
+    """Send tensors from rank 0 of the group: each in a broadcast of its own, as the receivers of others expect it, or
+    packed in large buckets, each followed by its digest where `verify` is set.
+    """
     device = _device_of(group)
-    for number, (_, data) in enumerate(pack(tensors, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, device=device)):
-        _broadcast(group, data, timeout_s, f"bucket {number}")
+    if not packed:
+        for name, tensor in tensors:
+            wire = to_torch(wire_name(from_torch(tensor.dtype), wire_dtype))
+            _broadcast(group, tensor.detach().to(wire).contiguous().to(device), timeout_s, name)
+        return
+    for bucket, data in pack(tensors, wire_dtype=wire_dtype, bucket_bytes=bucket_bytes, device=device):
+        _broadcast(group, data, timeout_s, bucket.part)
         if verify:
-            digest = torch.frombuffer(bytearray(bucket_digest(data)), dtype=torch.uint8).to(device)
-            _broadcast(group, digest, timeout_s, f"the digest of bucket {number}")
-
-
-# ---- receiving
+            digest = torch.frombuffer(bytearray(xxh3_128_digest(data.cpu().numpy().data)), dtype=torch.uint8)
+            _broadcast(group, digest.to(device), timeout_s, f"the digest of {bucket.part}")
 
 
 def receive(
@@ -142,19 +132,19 @@ def receive(
     device = _device_of(group)
     if not packed:
         for name, dtype, shape in meta:
-            tensor = torch.empty(tuple(shape), dtype=_dtype(dtype), device=device)
+            tensor = torch.empty(tuple(shape), dtype=torch_dtype(dtype), device=device)
             _broadcast(group, tensor, timeout_s, name)
             yield name, tensor
         return
-    buckets = plan([(name, from_torch(_dtype(dtype)), shape) for name, dtype, shape in meta], bucket_bytes)
+    buckets = list(layouts(meta, bucket_bytes))
     room = torch.empty(max((bucket.nbytes for bucket in buckets), default=0), dtype=torch.uint8, device=device)
-    for number, bucket in enumerate(buckets):
+    for bucket in buckets:
         data = room[: bucket.nbytes]
-        _broadcast(group, data, timeout_s, f"bucket {number}")
+        _broadcast(group, data, timeout_s, bucket.part)
         if verify:
             digest = torch.empty(DIGEST_BYTES, dtype=torch.uint8, device=device)
-            _broadcast(group, digest, timeout_s, f"the digest of bucket {number}")
-            check_bucket(data, bytes(digest.cpu().tolist()), f"bucket {number}")
+            _broadcast(group, digest, timeout_s, f"the digest of {bucket.part}")
+            check_bytes(bucket.part, data.cpu().numpy().data, bucket.nbytes, bytes(digest.cpu().tolist()))
         yield from unpack(bucket, data)
 
 
@@ -169,8 +159,3 @@ def _device_of(group: Group) -> torch.device:
     if group.name().lower() == "gloo" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
-    return dtype

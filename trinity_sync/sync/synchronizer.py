@@ -76,9 +76,8 @@ class SynchronizerActor(Handover):
 
     def __init__(self, config: SynchronizerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         own_log(config.log_dir, "synchronizer")
-        super().__init__(config.checkpoint_dir)
+        super().__init__(VersionBook(config.slots, clock), config.checkpoint_dir)
         self._config = config
-        self._book = VersionBook(config.slots, clock)
         self._trainer_status = "running"
         self._explorers: dict[Member, Counter[str]] = {}
         self._no_new_version = False
@@ -196,7 +195,7 @@ class SynchronizerActor(Handover):
         """Wait for a version newer than `version`; return the newest, or None when none will come."""
 
         def newer() -> Version | None:
-            newest = self._newest()
+            newest = self._book.newest
             return newest if newest is not None and (version is None or newest > version) else None
 
         await self._changes.wait(
@@ -208,19 +207,11 @@ class SynchronizerActor(Handover):
 
     async def newest(self) -> Version | None:
         """Return the newest committed version."""
-        return self._newest()
-
-    def _newest(self) -> Version | None:
-        newest = (self._book.newest, self._handed.newest, self._sent)
-        return max((version for version in newest if version is not None), default=None)
+        return self._book.newest
 
     async def newest_location(self) -> str | None:
         """Return the folder of the newest version where the sync mode writes one."""
-        if self._book.newest is None:
-            return self._handed.location
-        lease = self._book.lease("location", 0.0)
-        self._book.release(lease.id)
-        return lease.location
+        return self._book.location
 
     # -- status
 

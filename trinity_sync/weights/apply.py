@@ -126,10 +126,7 @@ class Receiver:
         plan = self._plan(layout, cut)
         view = memoryview(data).cast("B")
         start, stop = plan.pieces[number]
-        if len(view) != stop - start:
-            raise ChecksumError(f"{cut} {number} of part {layout.part} has {len(view)} bytes instead of {stop - start}")
-        if digest is not None:
-            _check_digest(f"{cut} {number} of part {layout.part}", view, digest)
+        check_bytes(f"{cut} {number} of part {layout.part}", view, stop - start, digest)
         array, tensor = np.frombuffer(view, np.uint8), byte_tensor(view)
         try:
             for copy in plan.copies[number]:
@@ -233,12 +230,22 @@ def in_buckets(
         yield number, view[start:stop], None if digests is None else digests[number]
 
 
-def _check_digest(what: str, data: memoryview, expected: bytes) -> None:
-    found = xxh3_128_digest(data)
-    if found != expected:
-        raise ChecksumError(
-            f"{what} ({len(data)} bytes) arrived damaged: digest {found.hex()}, published {expected.hex()}"
-        )
+def check_bytes(what: str, data: memoryview, nbytes: int, digest: bytes | None) -> None:
+    """Check that bytes that arrived are those that were published.
+
+    Args:
+        what: they are, for the error.
+        data: the bytes.
+        nbytes: how many were published.
+        digest: their xxh3_128 (16 bytes), or None to trust them.
+
+    Raises:
+        ChecksumError: they are not.
+    """
+    if len(data) != nbytes:
+        raise ChecksumError(f"{what} has {len(data)} bytes instead of {nbytes}")
+    if digest is not None and (found := xxh3_128_digest(data)) != digest:
+        raise ChecksumError(f"{what} is damaged: {nbytes} bytes of digest {found.hex()}, published {digest.hex()}")
 
 
 def _copy(piece: torch.Tensor, copy: Copy, target: torch.Tensor) -> None:

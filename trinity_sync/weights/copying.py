@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.weights.layout import ALIGNMENT
+from trinity_sync.weights.layout import aligned
 from trinity_sync.weights.staging import pin_segment, unpin_segment
 
 _CHUNK_BYTES = 64 << 20
@@ -115,7 +115,7 @@ class HostMemory:
         """
         starts = [0]
         for tensor in tensors:
-            starts.append(starts[-1] + -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+            starts.append(starts[-1] + aligned(tensor.nbytes))
         if self._held is None or len(self._held) < starts[-1]:
             if self._held is not None:
                 unpin_segment(self._held)

@@ -17,6 +17,7 @@ from typing import Literal, TypedDict
 import xxhash
 
 from trinity_sync.errors import RunError
+from trinity_sync.weights.dtypes import itemsize
 from trinity_sync.weights.shards import Rect, Shard
 
 Segment = bytes | bytearray | memoryview | mmap.mmap
@@ -24,6 +25,12 @@ Segment = bytes | bytearray | memoryview | mmap.mmap
 
 ALIGNMENT = 64
 """Bytes. A multiple of every element size and one cache line, so typed views of any shard are aligned."""
+
+
+def aligned(nbytes: int) -> int:
+    """Round a number of bytes up to where the next shard may begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
 
 Cut = Literal["bucket", "tensor"]
 """How a part is cut into pieces that travel one by one: see `PartLayout.pieces`."""
@@ -87,7 +94,7 @@ class PartLayout:
             raise ValueError(f"{self.part}: {self.bucket_bytes} bytes per bucket; expected a multiple of {ALIGNMENT}")
         names: set[str] = set()
         end = 0
-        for shard, offset in self.entries:
+        for (shard, offset), (*_, stop) in zip(self.entries, self.table, strict=True):
             if shard.name in names:
                 raise ValueError(f"{self.part}: {shard.name} appears twice; give one shard with several rectangles")
             if offset < end or offset % ALIGNMENT:
@@ -95,7 +102,7 @@ class PartLayout:
                     f"{self.part}: {shard.name} starts at byte {offset}, in the shard before or misaligned"
                 )
             names.add(shard.name)
-            end = offset + shard.nbytes
+            end = stop
         if self.nbytes != end:
             raise ValueError(f"{self.part}: the segment has {self.nbytes} bytes but its shards end at {end}")
 
@@ -115,7 +122,7 @@ class PartLayout:
         entries: list[tuple[Shard, int]] = []
         end = 0
         for shard in shards:
-            offset = -(-end // ALIGNMENT) * ALIGNMENT
+            offset = aligned(end)
             entries.append((shard, offset))
             end = offset + shard.nbytes
         return cls(part, tuple(entries), end, bucket_bytes)
@@ -129,8 +136,9 @@ class PartLayout:
     def table(self) -> list[tuple[str, str, int, int, int]]:
         """(name, dtype, elements held, first byte, last byte + 1) of each shard, worked out once for all versions."""
         return [
-            (shard.name, shard.dtype, shard.numel_local, offset, offset + shard.nbytes)
+            (shard.name, shard.dtype, numel, offset, offset + numel * itemsize(shard.dtype))
             for shard, offset in self.entries
+            for numel in (shard.numel_local,)
         ]
 
     def buckets(self) -> list[tuple[int, int]]:

@@ -1,87 +1,52 @@
-"""Whole tensors packed into a few large buckets: how a state dict travels through Ray's object store or over a process
-group, where one message per tensor would cost more than the bytes.
+"""Whole tensors as parts of a few large buckets each: how a state dict travels through Ray's object store or over a
+process group, where one message per tensor would cost more than the bytes.
 
-A tensor lies in one bucket, in wire dtype, on a 64-byte boundary, so a reader gets views of the bucket and copies
-nothing. Where a tensor goes follows from the list of (name, dtype, shape) and the bucket length alone: both ends of a
-broadcast compute it for themselves (`plan`).
+A bucket is a part of its own, and `PartLayout` says what lies where in it. A tensor lies in one bucket, in wire dtype,
+so a reader gets views of the bucket and copies nothing. Where it goes follows from the list of (name, dtype, shape) and
+the bucket length alone (`layouts`), so a receiver is told no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
 
 import torch
-from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
-from trinity_sync.weights import dtypes
-from trinity_sync.weights.apply import ChecksumError
-from trinity_sync.weights.layout import ALIGNMENT
-from trinity_sync.weights.tensors import castable, from_torch, to_torch, wire_name
+from trinity_sync.weights.layout import ALIGNMENT, PartLayout, aligned
+from trinity_sync.weights.shards import Described, Shard, whole
+from trinity_sync.weights.staging import views
+from trinity_sync.weights.tensors import from_torch, to_torch, torch_dtype, wire_name
 
 BUCKET_BYTES = 64 << 20
 
 
-class Packed(NamedTuple):
-    """The place of a tensor in a bucket.
+class _Bucket:
+    """A bucket that is being filled: where each tensor goes in it."""
 
-    Attributes:
-        name: the tensor's name.
-        dtype: as it travels, safetensors name.
-        shape: whole.
-        offset: bytes from the start of the bucket.
-    """
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.number = 0
+        self.entries: list[tuple[Shard, int]] = []
+        self.end = 0
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    def add(self, shard: Shard) -> PartLayout | None:
+        """Place a shard after the others, or in the next bucket where there is no room for it: then the one before is
+        returned. An empty bucket takes what is larger than a bucket, too.
+        """
+        start, nbytes = aligned(self.end), shard.nbytes
+        full = None
+        if self.entries and start + nbytes > self._most:
+            full = self.layout()
+            self.number, self.entries, start = self.number + 1, [], 0
+        self.entries.append((shard, start))
+        self.end = start + nbytes
+        return full
 
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        return prod(self.shape) * dtypes.itemsize(self.dtype)
-
-
-@dataclass
-class BucketPlan:
-    """What lies in one bucket.
-
-    Attributes:
-        tensors: in order.
-        nbytes: up to the end of the last one.
-    """
-
-    tensors: list[Packed] = field(default_factory=list)
-    nbytes: int = 0
-
-    def add(self, name: str, dtype: str, shape: Sequence[int], bucket_bytes: int) -> Packed | None:
-        """Place a tensor; None where it belongs in the next bucket. One that is larger than a bucket has its own."""
-        offset = -(-self.nbytes // ALIGNMENT) * ALIGNMENT
-        packed = Packed(name, dtype, tuple(shape), offset)
-        if self.tensors and offset + packed.nbytes > bucket_bytes:
-            return None
-        self.tensors.append(packed)
-        self.nbytes = offset + packed.nbytes
-        return packed
-
-
-def plan(described: Iterable[tuple[str, str, Sequence[int]]], bucket_bytes: int = BUCKET_BYTES) -> list[BucketPlan]:
-    """The buckets of these tensors.
-
-    Args:
-        described: (name, safetensors dtype on the wire, shape), in the order of travel.
-        bucket_bytes: length of a bucket.
-    """
-    buckets = [BucketPlan()]
-    for name, dtype, shape in described:
-        if buckets[-1].add(name, dtype, shape, bucket_bytes) is None:
-            buckets.append(BucketPlan())
-            buckets[-1].add(name, dtype, shape, bucket_bytes)
-    return buckets if buckets[0].tensors else []
+    def layout(self) -> PartLayout:
+        """Return the part that it has become."""
+        most = max(aligned(self.end), ALIGNMENT)
+        return PartLayout(f"bucket {self.number}", tuple(self.entries), self.end, most)
 
 
 def pack(
@@ -90,86 +55,73 @@ def pack(
     wire_dtype: str | None = None,
     bucket_bytes: int = BUCKET_BYTES,
     device: str | torch.device = "cpu",
-) -> Iterator[tuple[BucketPlan, torch.Tensor]]:
+) -> Iterator[tuple[PartLayout, torch.Tensor]]:
     """Copy tensors one by one into buckets, cast on the way; a tensor may be let go when the next one is asked for.
 
     Args:
         tensors: (name, whole tensor) on any device.
         wire_dtype: the dtype of floating tensors on the wire, as safetensors names it; None: as they are.
+        bucket_bytes: length of a bucket; a tensor that is larger has one of its own.
         device: where the buckets are.
 
     Yields:
-        The plan and the bytes (uint8, ``plan.nbytes`` long) of each bucket. The bytes are overwritten by the next one.
+        The layout and the bytes (uint8, ``layout.nbytes`` long) of each bucket. They are overwritten by the next one's.
 
     Raises:
         RunError: a name came twice.
         ValueError: a dtype that does not travel.
     """
     room = torch.empty(0, dtype=torch.uint8, device=device)
-    bucket = BucketPlan()
+    bucket = _Bucket(bucket_bytes)
     seen: set[str] = set()
     for name, tensor in tensors:
         if name in seen:
             raise RunError(f"the state dict has {name} twice")
         seen.add(name)
-        dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
-        place = bucket.add(name, dtype, tensor.shape, bucket_bytes)
-        if place is None:
-            yield bucket, room[: bucket.nbytes]
-            bucket = BucketPlan()
-            place = bucket.add(name, dtype, tensor.shape, bucket_bytes)
-            assert place is not None
-        if room.numel() < bucket.nbytes:
-            # Only the first tensor of a bucket can need more room than there is, so nothing has to be carried over.
-            room = torch.empty(max(bucket_bytes, bucket.nbytes), dtype=torch.uint8, device=device)
-        _zero_gap(room, bucket)
-        _at(room, place).copy_(tensor.detach())
-    if bucket.tensors:
-        yield bucket, room[: bucket.nbytes]
+        shard = _shard(name, tensor, wire_dtype)
+        end = bucket.end
+        if (full := bucket.add(shard)) is not None:
+            yield full, room[: full.nbytes]
+            end = 0
+        (_, start), stop = bucket.entries[-1], bucket.end
+        if room.numel() < stop:
+            # Only the first bytes of a bucket can need more room than there is, so nothing has to be carried over.
+            room = torch.empty(max(bucket_bytes, stop), dtype=torch.uint8, device=device)
+        if start > end:  # they are part of the digest, so they must not be what an earlier bucket left
+            room[end:start] = 0
+        room[start:stop].view(to_torch(shard.dtype)).view(tensor.shape).copy_(tensor.detach())
+    if bucket.entries:
+        yield bucket.layout(), room[: bucket.end]
 
 
-def unpack(bucket: BucketPlan, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of what lies in a bucket, as views of its bytes.
-
-    Raises:
-        ChecksumError: there are fewer bytes than the plan says.
-    """
-    if data.numel() < bucket.nbytes:
-        raise ChecksumError(f"a bucket came with {data.numel()} bytes instead of {bucket.nbytes}")
-    for packed in bucket.tensors:
-        yield packed.name, _at(data, packed)
+def unpack(bucket: PartLayout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of what lies in a bucket, as views of its bytes."""
+    for shard, tensor in zip(bucket.shards, views(bucket, data), strict=True):
+        yield shard.name, tensor.view(shard.shape)
 
 
-def bucket_digest(data: torch.Tensor) -> bytes:
-    """xxh3_128 of a bucket's bytes (uint8, contiguous); on a GPU they are copied to the CPU for it."""
-    return bytes(xxh3_128_digest(data.cpu().numpy().data))
+def layouts(described: Iterable[Described], bucket_bytes: int) -> Iterator[PartLayout]:
+    """Yield the layouts of the buckets into which `pack` puts tensors of this description."""
+    bucket = _Bucket(bucket_bytes)
+    for name, dtype, shape in described:
+        shard = whole(name, from_torch(torch_dtype(dtype)), shape)
+        if (full := bucket.add(shard)) is not None:
+            yield full
+    if bucket.entries:
+        yield bucket.layout()
 
 
-def check_bucket(data: torch.Tensor, expected: bytes, what: str) -> None:
-    """Compare the digest of a bucket that arrived.
-
-    Raises:
-        ChecksumError: it is another one; `what` names the bucket.
-    """
-    found = bucket_digest(data)
-    if found != expected:
-        raise ChecksumError(f"{what} is damaged: its digest is {found.hex()} instead of {expected.hex()}")
+def describe(
+    tensors: Iterable[tuple[str, torch.Tensor]], wire_dtype: str | None = None
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Describe tensors as a receiver has to know them, floating ones in the wire dtype."""
+    return described(_shard(name, tensor, wire_dtype) for name, tensor in tensors)
 
 
-def cast_for_wire(tensor: torch.Tensor, wire_dtype: str | None) -> torch.Tensor:
-    """A contiguous tensor in the dtype in which it travels, detached."""
-    name = from_torch(tensor.dtype)
-    target = wire_name(name, wire_dtype)
-    assert castable(name, target)
-    return tensor.detach().to(to_torch(target)).contiguous()
+def described(shards: Iterable[Shard]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Describe the tensors of which these are all."""
+    return [(shard.name, str(to_torch(shard.dtype)), shard.shape) for shard in shards]
 
 
-def _at(data: torch.Tensor, packed: Packed) -> torch.Tensor:
-    return data[packed.offset : packed.offset + packed.nbytes].view(to_torch(packed.dtype)).view(packed.shape)
-
-
-def _zero_gap(room: torch.Tensor, bucket: BucketPlan) -> None:
-    """Bytes between tensors are part of the digest, so they must not be what an earlier bucket left."""
-    if len(bucket.tensors) > 1:
-        before, last = bucket.tensors[-2:]
-        room[before.offset + before.nbytes : last.offset] = 0
+def _shard(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> Shard:
+    return whole(name, wire_name(from_torch(tensor.dtype), wire_dtype), tensor.shape)

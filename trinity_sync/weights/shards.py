@@ -22,6 +22,10 @@ _SHOWN = 20
 _FEW = 4
 
 
+Described = tuple[str, str, Sequence[int]]
+"""A tensor as a receiver has to know it: name, dtype as torch prints it such as ``torch.bfloat16``, shape."""
+
+
 class CoverageError(RunError):
     """The shards of a version do not cover every tensor exactly once, or disagree about a tensor's dtype or shape."""
 
@@ -67,7 +71,7 @@ class Shard:
     def __post_init__(self) -> None:
         rows, cols = self.matrix
         size = dtypes.itemsize(self.dtype)
-        if any(extent < 0 for extent in self.shape):
+        if min(self.shape, default=0) < 0:
             raise ValueError(f"{self.name}: shape {self.shape} has a negative extent")
         end = 0
         for rect in self.rects:

@@ -23,7 +23,7 @@ import torch
 from trinity_sync.errors import RunError
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.image import Extent
-from trinity_sync.weights.layout import ALIGNMENT, Segment
+from trinity_sync.weights.layout import Segment, aligned
 from trinity_sync.weights.torch_file import Hole, storages, write_skeleton
 
 _MAX_CONSTANT_BYTES = 1 << 20
@@ -67,7 +67,7 @@ def plan(files: Mapping[str, object]) -> StatePlan:
                 continue
             seen.add(storage._cdata)
             places.append((storage, end))
-            end += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
+            end += aligned(storage.nbytes())
     return StatePlan(files, tuple(places), end)
 
 

@@ -48,18 +48,13 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
     target = byte_tensor(layout.view(segment))
     for start, stop in layout.gaps():
         target[start:stop] = 0
-    typed = {
-        dtype: target[: layout.nbytes // itemsize(dtype) * itemsize(dtype)].view(to_torch(dtype))
-        for dtype in {dtype for _, dtype, *_ in layout.table}
-    }
     places: list[torch.Tensor] = []
     here: list[torch.Tensor] = []
     streams: dict[torch.device, torch.cuda.Stream] = {}
     try:
         with torch.no_grad():
-            for name, dtype, numel, start, _ in layout.table:
-                source, first = sources[name], start // itemsize(dtype)
-                place = typed[dtype][first : first + numel]
+            for (name, *_), place in zip(layout.table, views(layout, target), strict=True):
+                source = sources[name]
                 if source.is_cuda:
                     _stage_cuda(source, place, streams)
                 else:
@@ -70,6 +65,22 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
     finally:  # also after an error: the caller may give the slot away
         for stream in streams.values():
             stream.synchronize()
+
+
+def views(layout: PartLayout, data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield each shard's elements in the layout's order: flat, in the shard's dtype, sharing memory with `data`.
+
+    Args:
+        layout: what lies where.
+        data: at least ``layout.nbytes`` of uint8, on any device, beginning on a boundary of 64 bytes.
+    """
+    typed = {
+        dtype: data[: layout.nbytes // itemsize(dtype) * itemsize(dtype)].view(to_torch(dtype))
+        for dtype in {dtype for _, dtype, *_ in layout.table}
+    }
+    for _, dtype, numel, start, _ in layout.table:
+        first = start // itemsize(dtype)
+        yield typed[dtype][first : first + numel]
 
 
 def _check(layout: PartLayout, sources: Mapping[str, torch.Tensor]) -> None:

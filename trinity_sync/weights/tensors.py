@@ -63,6 +63,12 @@ def from_torch(dtype: torch.dtype) -> str:
         raise ValueError(f"{dtype} cannot travel: expected one of {', '.join(map(str, _NAMES))}") from None
 
 
+def torch_dtype(text: str) -> torch.dtype:
+    """Return the dtype that torch prints as this text, such as ``torch.bfloat16``."""
+    dtype: torch.dtype = getattr(torch, text.removeprefix("torch."))
+    return dtype
+
+
 def wire_name(dtype_name: str, wire: str | None) -> str:
     """The dtype in which a tensor travels: floating ones in `wire`, others and with None all as they are.
 

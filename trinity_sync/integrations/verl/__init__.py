@@ -10,32 +10,30 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trinity_sync.integrations.verl.functions import (
-        fsdp_save_state_dict,
+    from trinity_sync.integrations.verl.fsdp import fsdp_save_state_dict
+    from trinity_sync.integrations.verl.manager import FSDPCheckpointManager, use_in
+    from trinity_sync.integrations.verl.megatron import megatron_save_state_dict
+    from trinity_sync.integrations.verl.run import open_run
+    from trinity_sync.integrations.verl.weights import (
         fsdp_state_dict_meta,
         fsdp_sync_weight_nccl,
         fsdp_upload_state_dict,
-    )
-    from trinity_sync.integrations.verl.manager import FSDPCheckpointManager, use_in
-    from trinity_sync.integrations.verl.megatron import (
-        megatron_save_state_dict,
         megatron_state_dict_meta,
         megatron_sync_weight_nccl,
         megatron_upload_state_dict,
     )
-    from trinity_sync.integrations.verl.run import open_run
 
 _HOME = {
     "FSDPCheckpointManager": "manager",
     "use_in": "manager",
-    "fsdp_save_state_dict": "functions",
-    "fsdp_upload_state_dict": "functions",
-    "fsdp_sync_weight_nccl": "functions",
-    "fsdp_state_dict_meta": "functions",
+    "fsdp_save_state_dict": "fsdp",
+    "fsdp_upload_state_dict": "weights",
+    "fsdp_sync_weight_nccl": "weights",
+    "fsdp_state_dict_meta": "weights",
     "megatron_save_state_dict": "megatron",
-    "megatron_upload_state_dict": "megatron",
-    "megatron_sync_weight_nccl": "megatron",
-    "megatron_state_dict_meta": "megatron",
+    "megatron_upload_state_dict": "weights",
+    "megatron_sync_weight_nccl": "weights",
+    "megatron_state_dict_meta": "weights",
     "open_run": "run",
 }
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from omegaconf import DictConfig
 
@@ -46,7 +46,7 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def loss(self, strategy: str) -> Callable[..., Any]:
+    def loss(self, strategy: str) -> Callable[..., object]:
         """The loss, as verl's `TrainingWorker.set_loss_fn` takes it; called in a rank of the trainer.
 
         Args:

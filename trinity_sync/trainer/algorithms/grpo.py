@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.schema import GrpoConfig
@@ -44,7 +44,7 @@ class Grpo(GrpoConfig, Algorithm):
         counted = f"times algorithm.samples_per_prompt is {number} sequences a step ({prompts} x {samples})"
         return number, "algorithm.prompts_per_step", counted
 
-    def loss(self, strategy: str) -> Callable[..., Any]:
+    def loss(self, strategy: str) -> Callable[..., object]:
         from verl.workers.config import ActorConfig
         from verl.workers.utils.losses import ppo_loss
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trinity_sync.config import Get
 from trinity_sync.config.schema import SftConfig
@@ -25,7 +25,7 @@ class Sft(SftConfig, Algorithm):
         number = get("algorithm.batch_size")
         return number, "algorithm.batch_size", f"is {number}"
 
-    def loss(self, strategy: str) -> Callable[..., Any]:
+    def loss(self, strategy: str) -> Callable[..., object]:
         from verl.workers.utils.losses import sft_loss
 
         return partial(sft_loss, None)

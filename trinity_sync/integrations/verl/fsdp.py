@@ -1,0 +1,64 @@
+"""Saving the weights of verl's FSDP engines, for trainers with verl's own checkpoint manager. All ranks call it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trinity_sync.backends.engines import FsdpEngine
+from trinity_sync.backends.sharded import sharded
+from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.integrations.verl import files
+from trinity_sync.integrations.verl.ranks import together
+from trinity_sync.integrations.verl.state import StateCopy
+
+
+def fsdp_save_state_dict(
+    engine: FsdpEngine,
+    local_path: str | None,
+    global_step: int,
+    coordinator: CheckpointCoordinator,
+    logger: logging.Logger,
+) -> None:
+    """Save the sharded weights in the background, one part per rank; rank 0 adds what verl's merger needs.
+
+    The trainer registers ``state_dict_thread_count`` = number of ranks for the step
+    (`CheckpointCoordinator.register_and_monitor`).
+
+    Args:
+        engine: verl's FSDP engine.
+        local_path: a place in the step's folder, such as ``ROOT/global_step_20/actor``. None: nothing is done.
+        global_step: the trainer's step.
+        coordinator: this rank's.
+        logger: told what is being saved.
+
+    Raises:
+        RunError: on every rank, also for what the save before failed of.
+    """
+    if local_path is None:
+        return
+    rank = dist.get_rank()
+    name = f"model_world_size_{dist.get_world_size()}_rank_{rank}.pt"
+
+    def collect() -> None:
+        copied = StateCopy()
+        with sharded(engine.module, offload=torch.cuda.is_available()):
+            copied.take({name: engine.module.state_dict()}, f"the weights of step {global_step}")
+        metadata = files.metadata(engine.checkpoint_manager) if rank == 0 else {}
+        folder = coordinator.staged(local_path, global_step)
+        # The coordinator digests what it is given as paths, and makes it durable.
+        write_weights = copied.writer(name, folder, folder, durable=False)
+
+        def write() -> list[Path]:
+            write_weights()
+            return [folder / name, *files.write_files(metadata, folder)]
+
+        part = coordinator.part(local_path, global_step, f"model-rank-{rank:05d}")
+        # Two roles in one process write at the same time.
+        coordinator.save_async(part, write, global_step, True, part=part)
+
+    together(f"save the weights of step {global_step}", collect)
+    logger.info("the weights of step %d are on their way to %s", global_step, local_path)
