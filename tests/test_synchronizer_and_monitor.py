@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trinity_sync.checkpoint import catalog, layout, verification
-from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.layout import file_entry, read_manifest
+from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.parts import FULL, STATE_DICT

@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, stage
 from trinity_sync.checkpoint import catalog, commits, recovery, rollback, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import Manifest, file_entry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT

@@ -16,16 +16,16 @@ import pytest
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
 from trinity_sync.actors.changes import Changes
 from trinity_sync.checkpoint import catalog, commits, replacement, rollback, trash, verification
+from trinity_sync.checkpoint.deletion_notes import deleted
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
-from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.resume_point import put_in_order
-from trinity_sync.checkpoint.tombstones import deleted
-from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, MoveTracker

@@ -12,11 +12,11 @@ import pytest
 
 from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint import catalog, rollback, verification
-from trinity_sync.checkpoint.holds import pin
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
+from trinity_sync.checkpoint.leases import pin
 from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.trackers import TRACKERS
+from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
 

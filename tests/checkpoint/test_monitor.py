@@ -18,12 +18,12 @@ import ray
 from tests.checkpoint.helpers import commit, names
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, refuse, stage, unreadable
-from trinity_sync.checkpoint import catalog, commits, folders, holds, recovery, replacement, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
+from trinity_sync.checkpoint import catalog, commits, folders, leases, recovery, replacement, verification
 from trinity_sync.checkpoint.layout import (
     Manifest,
     ManifestError,
@@ -19,6 +18,7 @@ from trinity_sync.checkpoint.layout import (
     staging_dir,
     step_dir,
 )
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -188,13 +188,13 @@ def test_what_somebody_holds_is_not_replaced(tmp_path: Path, exchange: bool, mon
 def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
     tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
+    monkeypatch.setattr(leases, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     commit(tmp_path, 20)
-    real, leases = folders.exchange, []
+    real, taken = folders.exchange, []
 
     def while_a_reader_comes(first: Path, second: Path) -> bool:
-        if not leases:
-            leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
+        if not taken:
+            taken.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
         return exchange and real(first, second)
 
     monkeypatch.setattr(folders, "exchange", while_a_reader_comes)
@@ -206,7 +206,7 @@ def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
 def test_a_reader_of_the_new_one_does_not_bring_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)
+    monkeypatch.setattr(leases, "_CLAIM_S", -1.0)
     commit(tmp_path, 20)
     real = folders.exchange
 
@@ -224,13 +224,13 @@ def test_a_lease_on_what_is_replaced_at_the_same_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, 20)
-    real = holds.write_atomic
+    real = leases.write_atomic
 
     def replaced_first(path: Path, text: str, **options: bool) -> None:
         commit(tmp_path, 20, {"actor/model.pt": "other"})
         real(path, text, **options)
 
-    monkeypatch.setattr(holds, "write_atomic", replaced_first)
+    monkeypatch.setattr(leases, "write_atomic", replaced_first)
     with pytest.raises(RunError, match="was replaced while explorer-7"):
         lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
 
@@ -261,13 +261,13 @@ def test_a_manifest_that_cannot_be_read_is_put_aside_and_not_deleted(tmp_path: P
 def test_a_reader_that_comes_at_a_commit_in_place_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
+    monkeypatch.setattr(leases, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     before = commit(tmp_path, 20)
-    real, leases = commits.write_manifest, []
+    real, taken = commits.write_manifest, []
 
     def when_a_reader_has_come(folder: Path, manifest: Manifest, **options: bool) -> None:
-        if not leases:
-            leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
+        if not taken:
+            taken.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
         real(folder, manifest, **options)
 
     monkeypatch.setattr(commits, "write_manifest", when_a_reader_has_come)

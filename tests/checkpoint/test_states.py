@@ -16,7 +16,7 @@ from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, re
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import make_policies

@@ -19,7 +19,7 @@ from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import hold_as_writer, holder, locked
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher

@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
-from trinity_sync.checkpoint.trackers import TRACKERS, Tracker, newest_finished
+from trinity_sync.checkpoint.tracker_files import TRACKERS, Tracker, newest_finished
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, Kind
 

@@ -28,6 +28,7 @@ from pathlib import Path
 
 from trinity_sync.checkpoint import folders, replacement
 from trinity_sync.checkpoint.catalog import check_ours, committed_manifest, files_of, look_at
+from trinity_sync.checkpoint.deletion_notes import forget_deletion
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -40,7 +41,6 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.tombstones import forget_deletion
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import sync_folder, sync_tree
 from trinity_sync.protocol.files import FileEntry

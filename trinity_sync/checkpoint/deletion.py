@@ -13,10 +13,10 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import holds, verls
+from trinity_sync.checkpoint import leases, verls
 from trinity_sync.checkpoint.catalog import committed_manifest
+from trinity_sync.checkpoint.deletion_notes import note_deletion
 from trinity_sync.checkpoint.layout import CONDEMNED_PREFIX, Manifest, abandoned_dir, step_dir, step_of
-from trinity_sync.checkpoint.tombstones import note_deletion
 from trinity_sync.checkpoint.trash import move_to_trash
 from trinity_sync.errors import take_back
 from trinity_sync.protocol.parts import STATE_DICT
@@ -31,7 +31,7 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
         now: Unix seconds.
     """
     target = step_dir(root, manifest.step)
-    with holds.claimed(root, manifest, now=now) as free:
+    with leases.claimed(root, manifest, now=now) as free:
         if not free:
             return False
         condemned = root / f"{CONDEMNED_PREFIX}{secrets.token_hex(4)}-{target.name}"
@@ -41,7 +41,7 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
             return False
         try:
             # Held after all: our claim had run out, because this program was stopped for a while.
-            if holds.holders(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
+            if leases.holders(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
                 _put_back(root, condemned)
                 return False
             note_deletion(root, manifest)
@@ -77,7 +77,7 @@ def _put_back(root: Path, condemned: Path) -> None:
 
 def undo_deletions(root: Path, *, now: float) -> None:
     """Put back what programs that died had condemned. One that lives finds it put back, or looks again."""
-    holds.clean_claims(root, now=now)
+    leases.clean_claims(root, now=now)
     for path in root.glob(f"{CONDEMNED_PREFIX}*"):
         _put_back(root, path)
 

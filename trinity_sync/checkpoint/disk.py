@@ -13,6 +13,7 @@ from typing import IO
 
 from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint import catalog, commits, recovery, trash
+from trinity_sync.checkpoint.deletion_notes import deletion, forget_deletions
 from trinity_sync.checkpoint.layout import (
     STAGING,
     Manifest,
@@ -26,8 +27,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.lock import hold_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.tombstones import deletion, forget_deletions
-from trinity_sync.checkpoint.trackers import (
+from trinity_sync.checkpoint.tracker_files import (
     Tracker,
     read_committed,
     read_tracker,

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from trinity_sync.checkpoint.holds import make_leases_folder
+from trinity_sync.checkpoint.leases import make_leases_folder
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.durable import make_folder
 from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import CheckpointInfo, scan
 from trinity_sync.checkpoint.deletion import of_verl, trash_checkpoint
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
-from trinity_sync.checkpoint.trackers import Tracker, read_tracker
+from trinity_sync.checkpoint.tracker_files import Tracker, read_tracker
 from trinity_sync.checkpoint.trash import purge
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, KINDS, Kind
@@ -83,11 +83,11 @@ def prune_plan(
     if full.problem is not None and any(info.state == "verl" for info in found):
         raise UnreadableError(f"{full.problem}, so nobody knows which of verl's checkpoints are finished")
     infos = {info.step: info for info in found if _is_ours(info)}
-    pins, leases = holds.pinned(root), holds.leased(root, now=now)
+    pins, leased = leases.pinned(root), leases.leased(root, now=now)
     busy = set(saving) | _staged(root)
     # A tracker stays behind a commit for a moment, or for longer where the disk refuses to take it.
     named = {tracker.step for tracker in trackers}
-    facts = [_facts(info, pins, leases, busy, named) for info in infos.values()]
+    facts = [_facts(info, pins, leased, busy, named) for info in infos.values()]
     rows = []
     for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):
         info = infos[decision.step]
@@ -140,7 +140,7 @@ def _is_ours(info: CheckpointInfo) -> bool:
 def _facts(
     info: CheckpointInfo,
     pins: Collection[tuple[int, int]],
-    leases: Collection[tuple[int, int]],
+    leased: Collection[tuple[int, int]],
     busy: Collection[int],
     named: Collection[int | None],
 ) -> CheckpointFacts:
@@ -153,7 +153,7 @@ def _facts(
         bytes=info.manifest.bytes,
         metrics=info.manifest.metrics,
         pinned=key in pins,
-        leased=key in leases,
+        leased=key in leased,
         saving=info.step in busy,
         named=info.step in named,
     )

@@ -23,7 +23,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
 )
 from trinity_sync.checkpoint.replacement import finish_exchange, finish_renames
-from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS
+from trinity_sync.checkpoint.tracker_files import COMMITTED, TRACKERS
 from trinity_sync.checkpoint.trash import delete_folder, purge
 
 

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import folders, holds
+from trinity_sync.checkpoint import folders, leases
 from trinity_sync.checkpoint.catalog import committed_manifest, files_of, places
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
@@ -80,7 +80,7 @@ def check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callabl
         return
     if not covers(manifest.kind, visible.kind):
         raise _refused(target, visible, manifest, "which weights alone do not replace")
-    if names := holds.holders(place, visible, now=clock()):
+    if names := leases.holders(place, visible, now=clock()):
         raise _refused(target, visible, manifest, f"held by {', '.join(names)}")
 
 
@@ -101,7 +101,7 @@ def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[],
     with ExitStack() as claims:
         for claimed in {of.attempt: of for of in (visible, manifest) if of is not None}.values():
             try:
-                claims.enter_context(holds.claim(place, claimed, now=now))
+                claims.enter_context(leases.claim(place, claimed, now=now))
             except OSError:
                 if takes:
                     raise
@@ -250,7 +250,7 @@ def _replaced(aside: Path) -> Manifest | None:
 def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
     """Who holds a checkpoint whose place another one has taken, and loses by it."""
     extended = manifest.extends(replaced)
-    return [] if extended else holds.holders(place, replaced, now=clock(), successor=manifest)
+    return [] if extended else leases.holders(place, replaced, now=clock(), successor=manifest)
 
 
 def _refused(target: Path, visible: Manifest, manifest: Manifest, reason: str) -> RunError:

@@ -1,8 +1,8 @@
 """From which checkpoint a run goes on: from no older one than was committed, unless the user says so.
 
-What was committed is known from the run's own record and from the checkpoint folder's (`trackers`). A checkpoint that
-is damaged is passed over, since looking again would find the same; one that cannot be read now, or is not where it was,
-may be there tomorrow.
+What was committed is known from the run's own record and from the checkpoint folder's (`tracker_files`). A checkpoint
+that is damaged is passed over, since looking again would find the same; one that cannot be read now, or is not where it
+was, may be there tomorrow.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from trinity_sync.checkpoint import catalog, recovery, rollback, verls
 from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, UnreadableError, step_dir
-from trinity_sync.checkpoint.trackers import newest_finished, read_committed, read_tracker, tracker_path
+from trinity_sync.checkpoint.tracker_files import newest_finished, read_committed, read_tracker, tracker_path
 from trinity_sync.checkpoint.verification import newest_good
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL

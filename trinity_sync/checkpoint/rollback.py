@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from trinity_sync.checkpoint.catalog import check_ours, scan
+from trinity_sync.checkpoint.deletion_notes import forget_deletions
 from trinity_sync.checkpoint.layout import abandoned_dir
 from trinity_sync.checkpoint.recovery import recover
-from trinity_sync.checkpoint.tombstones import forget_deletions
-from trinity_sync.checkpoint.trackers import write_committed, write_tracker
+from trinity_sync.checkpoint.tracker_files import write_committed, write_tracker
 from trinity_sync.host.durable import sync_folder
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import scan
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
@@ -198,7 +198,7 @@ def _held(folder: Path) -> Iterator[Callable[[], None]]:
     lease = None
     if step is not None and (folder / "manifest.json").is_file():
         with suppress(OSError):
-            lease = holds.lease_checkpoint(folder.parent, step, holder="trinity-sync ckpt", seconds=_LEASE_S)
+            lease = leases.lease_checkpoint(folder.parent, step, holder="trinity-sync ckpt", seconds=_LEASE_S)
     renewed = time.monotonic()
 
     def keep() -> None:

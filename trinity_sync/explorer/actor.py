@@ -146,7 +146,7 @@ def _hold(
     """Keep a version's folder while it is read; without this a newer version's commit may delete it. The hold ends
     `sync.timeout_s` after the last bytes that were read.
     """
-    from trinity_sync.checkpoint.holds import lease_checkpoint
+    from trinity_sync.checkpoint.leases import lease_checkpoint
 
     seconds, renewed = spec.timeout_s, clock()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint.tombstones import deleted
+from trinity_sync.checkpoint.deletion_notes import deleted
 from trinity_sync.tracking import jsonl
 
 

@@ -15,7 +15,7 @@ from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, v
 from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.config import plain
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute

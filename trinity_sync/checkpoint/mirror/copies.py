@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import catalog, commits, holds, trash
+from trinity_sync.checkpoint import catalog, commits, leases, trash
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
     STAGING,
@@ -40,7 +40,7 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.trackers import TRACKERS
+from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
@@ -223,7 +223,7 @@ class Mirror:
         Returns:
             The steps that went.
         """
-        pins, local = holds.pinned(root), {info.step for info in catalog.scan(root)}
+        pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
         facts, gone = [], []
         for step in self.steps():
             try:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trinity_sync.checkpoint.catalog import CheckpointInfo
-from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, step_dir
+from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
 from trinity_sync.errors import ConfigError, RunError

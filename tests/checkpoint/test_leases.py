@@ -14,9 +14,9 @@ import pytest
 
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
-from trinity_sync.checkpoint import catalog, commits, folders, holds, recovery, replacement, trash, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint, pin
+from trinity_sync.checkpoint import catalog, commits, folders, leases, recovery, replacement, trash, verification
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
@@ -101,14 +101,14 @@ class Holders:
         left = {path.name for path in self.root.iterdir()} - {".staging", ".pins", ".leases", ".pruned"}
         steps = {info.step for info in catalog.scan(self.root)}
         assert left == {f"global_step_{step}" for step in steps}
-        assert deaths or {step for step, _ in holds.pinned(self.root)} <= steps
+        assert deaths or {step for step, _ in leases.pinned(self.root)} <= steps
 
 
 @pytest.mark.parametrize("held", ["read", "pinned", "both"])
 def test_nobody_who_got_a_hold_misses_the_checkpoint_for_an_instant(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
-    monkeypatch.setattr(holds, "_POLL_S", 0.0, raising=False)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0, raising=False)
     outcomes = set()
     for seed in range(_SEEDS):
         world = Holders(pool(), lambda: 100.0)
@@ -135,10 +135,10 @@ def test_nobody_who_got_a_hold_misses_the_checkpoint_for_an_instant(
 def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_POLL_S", 0.0, raising=False)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0, raising=False)
     for seed in range(2 * _SEEDS):
         # Each look at the clock is a second: claims run out while their owners have yet to go on.
-        monkeypatch.setattr(holds, "_CLAIM_S", float(seed % 5), raising=False)
+        monkeypatch.setattr(leases, "_CLAIM_S", float(seed % 5), raising=False)
         seconds = itertools.count(100)
         world = Holders(pool(), lambda seconds=seconds: float(next(seconds)))
         programs = [world.reader(10, stays=True), world.pinner(20), world.pruner(defer=True)]
@@ -159,7 +159,7 @@ def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
 def test_what_is_held_is_not_replaced_for_an_instant(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, how: str, attempt: int
 ) -> None:
-    monkeypatch.setattr(holds, "_POLL_S", 0.0)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0)
     if how == "renamed":
         monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     winners = set()
@@ -191,7 +191,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
         try:
             interleave(seed, committer, reader, pinner, watch=look)
             # What is pinned is what the pin names, and a commit that was told is what is there.
-            assert all((10, manifest.attempt) in holds.pinned(root) for who, manifest in held.items() if who == "pin")
+            assert all((10, manifest.attempt) in leases.pinned(root) for who, manifest in held.items() if who == "pin")
             assert verification.verify(step_dir(root, 10)).ok
             assert read_manifest(step_dir(root, 10)).created == (1.0 if committed else 0.0)
             # Whoever comes too late leaves the others what they have, so one of them has it.
@@ -213,7 +213,7 @@ def test_nobody_comes_to_hold_what_may_have_to_go_again(
             (place / "what a slow disk does").exists()
         raise OSError(errno.EIO, "the disk fails")
 
-    monkeypatch.setattr(holds, "_POLL_S", 0.0)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0)
     monkeypatch.setattr(replacement, "_retire", fail)
     for seed in range(_SEEDS):
         root = pool()
@@ -242,9 +242,9 @@ def test_a_reader_waits_for_as_long_as_the_claim_of_one_that_died_lasts(
     def sleep(seconds: float) -> None:
         now[0] += max(seconds, 0.05)
 
-    dead = holds.claim(tmp_path, manifest, now=now[0])
+    dead = leases.claim(tmp_path, manifest, now=now[0])
     dead.__enter__()
-    monkeypatch.setattr(holds, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     with lease_checkpoint(tmp_path, 10, holder="reader", seconds=60, clock=lambda: now[0]) as lease:
         assert lease.step == 10
     assert 1030 < now[0] < 1032
@@ -259,8 +259,8 @@ def test_a_commit_looks_at_the_leases_as_often_as_it_has_to(
     commit(tmp_path, 10)
     commit(tmp_path, 20)
     lease_checkpoint(tmp_path, 20, holder="reader", seconds=60)
-    read, real = [], holds._read_lease
-    monkeypatch.setattr(holds, "_read_lease", lambda path: (read.append(path), real(path))[1])
+    read, real = [], leases._read_lease
+    monkeypatch.setattr(leases, "_read_lease", lambda path: (read.append(path), real(path))[1])
     commit(tmp_path, 10, {"actor/model.pt": "weights 10", "actor/more.pt": "more"}, attempt=attempt)
     assert len(read) == looks
 
