@@ -243,7 +243,7 @@ class Together(RuleBasedStateMachine):
             return
         version = reading.lease.version
         try:
-            hold = lease_checkpoint(self.root, version.step, holder="test", seconds=LEASE_S, clock=self.clock)
+            hold = lease_checkpoint(self.root, version.step, reader="test", seconds=LEASE_S, clock=self.clock)
         except RunError:
             assert version != self.published[-1], "the newest version's folder is gone"
             return
@@ -289,8 +289,8 @@ class Together(RuleBasedStateMachine):
         self.settle()
 
     @rule()
-    def retain(self) -> None:
-        self.wait(self.monitor.retain())
+    def prune(self) -> None:
+        self.wait(self.monitor.prune())
 
     def _stop(self, monitor: CheckpointMonitor) -> None:
         async def stop() -> None:

@@ -60,7 +60,7 @@ def read_held(
     import time
 
     ends = world.clock() + LEASE_S  # at the earliest: the reader may be stopped for a while before it has the lease
-    lease = leases.lease_checkpoint(root, step, holder=who, seconds=LEASE_S, clock=world.clock)
+    lease = leases.lease_checkpoint(root, step, reader=who, seconds=LEASE_S, clock=world.clock)
     if root == ROOT:
         ledger.leased(lease, (step, lease.attempt))
         world.later(max(0.0, ends - world.clock()), ledger.released, lease)

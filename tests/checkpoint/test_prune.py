@@ -114,7 +114,7 @@ def test_a_folder_that_is_being_read_stays_until_the_reader_is_done(tmp_path: Pa
     for step in (10, 20):
         commit(tmp_path, step)
     clock = Clock()
-    with lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=clock) as lease:
+    with lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=clock) as lease:
         assert lease.path == step_dir(tmp_path, 10)
         assert run(tmp_path, KeepLast(1), now=clock.now) == []
     assert run(tmp_path, KeepLast(1), now=clock.now) == [10]
@@ -124,7 +124,7 @@ def test_a_reader_that_died_holds_nothing_up_for_long(tmp_path: Path) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
     clock = Clock()
-    lease = lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=clock)
+    lease = lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=clock)
     clock.now += 50
     lease.renew(60)
     assert run(tmp_path, KeepLast(1), now=clock.now + 59) == []
@@ -136,7 +136,7 @@ def test_a_lease_that_was_taken_after_the_plan_is_honoured(tmp_path: Path) -> No
     for step in (10, 20):
         commit(tmp_path, step)
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
-    lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+    lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=Clock())
     assert prune(tmp_path, plan, now=100.0) == ([], [])
     assert verification.verify(step_dir(tmp_path, 10)).ok
 
@@ -159,7 +159,7 @@ def deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("deleted_first")
 def test_a_lease_on_what_is_deleted_at_the_same_time_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="was deleted while explorer-0"):
-        lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+        lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=Clock())
     assert list((tmp_path / ".leases").iterdir()) == []
 
 
@@ -193,7 +193,7 @@ def test_a_lease_that_ran_out_is_not_renewed_once_the_checkpoint_is_gone(tmp_pat
     for step in (10, 20):
         commit(tmp_path, step)
     clock = Clock()
-    lease = lease_checkpoint(tmp_path, 10, holder="mirror", seconds=60, clock=clock)
+    lease = lease_checkpoint(tmp_path, 10, reader="mirror", seconds=60, clock=clock)
     clock.now += 61
     lease.renew(60)  # it is still there
     clock.now += 61
@@ -205,7 +205,7 @@ def test_a_lease_that_ran_out_is_not_renewed_once_the_checkpoint_is_gone(tmp_pat
 def test_a_lease_that_cannot_be_read_now_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
-    lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+    lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=Clock())
     read = Path.read_text
 
     def stale(path: Path, *args: object, **kwargs: object) -> str:
@@ -348,7 +348,7 @@ def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkey
     for step in (1, 2, 3, 4, 5):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [1, 2, 3, 4]
-    assert deletion_notes.deleted(tmp_path) == {(3, 0), (4, 0)}
+    assert deletion_notes.noted_deletions(tmp_path) == {(3, 0), (4, 0)}
 
 
 def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10]
-    assert deletion_notes.deleted(tmp_path) == set()
+    assert deletion_notes.noted_deletions(tmp_path) == set()
     commit(tmp_path, 10)
 
 

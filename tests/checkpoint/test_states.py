@@ -169,7 +169,7 @@ def test_the_mirror_keeps_and_names_what_a_newer_version_wrote(tmp_path: Path) -
     commit(here, 30)
     mirror.upload(here, 30)
     trash.delete_folder(here, step_dir(here, 20))
-    assert mirror.retain(make_policies({"keep_last": {"n": 1}}), here, now=0.0) == [10]
+    assert mirror.prune(make_policies({"keep_last": {"n": 1}}), here, now=0.0) == [10]
     assert json.loads((step_dir(there, 20) / MANIFEST).read_text())["format"] == 2
     assert mirror.download(tmp_path / "back", newer_than=None) == 30
 

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from trinity_sync.checkpoint import folders, replacement
 from trinity_sync.checkpoint.catalog import check_ours, committed_manifest, files_of, look_at
-from trinity_sync.checkpoint.deletion_notes import forget_deletion
+from trinity_sync.checkpoint.deletion_notes import unlink_note
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -90,7 +90,7 @@ def commit_folder(
     target = step_dir(place, draft.step)
     staging = staging_dir(root, draft.step, draft.attempt)
     if not beside:
-        forget_deletion(root, draft.step, draft.attempt)
+        unlink_note(root, draft.step, draft.attempt)
     if not any(files_of(staging)):
         if beside:
             raise RunError(
@@ -157,7 +157,7 @@ def _commit_in_place(
     with replacement.replacing(target.parent, target, manifest, clock) as replaced:
         try:
             write_manifest(target, manifest, durable=durable)
-            replacement.check_unheld(target.parent, target, replaced, manifest, clock)
+            replacement.check_unblocked(target.parent, target, replaced, manifest, clock)
         except Exception as error:
             take_back(error, lambda: _take_manifest_back(target, replaced, durable))
             raise

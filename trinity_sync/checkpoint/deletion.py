@@ -23,12 +23,15 @@ from trinity_sync.protocol.parts import STATE_DICT
 
 
 def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
-    """Put a checkpoint out of sight, for `trash.purge`. False where somebody holds it, or it is another one by now, or
-    verl's.
+    """Put a checkpoint out of sight; `trash.empty_trash` then frees its bytes.
 
     Args:
-        manifest: what is to go.
+        root: the checkpoint folder, or a folder of weights beside it.
+        manifest: the checkpoint that is to go.
         now: Unix seconds.
+
+    Returns:
+        False where it stays: somebody has pinned or leased it, or another one is in its place by now, or verl's own.
     """
     target = step_dir(root, manifest.step)
     with leases.claimed(root, manifest, now=now) as free:
@@ -41,7 +44,7 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
             return False
         try:
             # Held after all: our claim had run out, because this program was stopped for a while.
-            if leases.holders(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
+            if leases.blockers(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
                 _put_back(root, condemned)
                 return False
             note_deletion(root, manifest)

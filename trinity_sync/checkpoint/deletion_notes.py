@@ -34,17 +34,17 @@ def note_deletion(root: Path, manifest: Manifest) -> None:
         path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
         path.write_text(json.dumps({"digest": manifest.digest, "bytes": manifest.bytes}), encoding="utf-8")
     for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
-        _forget(root, step, attempt, manifest.kind)
+        _unlink(root, step, attempt, manifest.kind)
 
 
-def deleted(root: Path) -> set[tuple[int, int]]:
+def noted_deletions(root: Path) -> set[tuple[int, int]]:
     """(step, attempt) of the full checkpoints that were deleted on purpose and not committed again; of very many the
     newest.
     """
     return set(_notes(root, FULL))
 
 
-def deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None:
+def read_deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None:
     """Read what is noted of a checkpoint of at least this kind that was deleted and not committed again; else None."""
     for of in KINDS:
         if covers(of, kind):
@@ -54,25 +54,25 @@ def deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None
     return None
 
 
-def forget_deletion(root: Path, step: int, attempt: int) -> None:
+def unlink_note(root: Path, step: int, attempt: int) -> None:
     """The step is committed again."""
     for kind in KINDS:
-        _forget(root, step, attempt, kind)
+        _unlink(root, step, attempt, kind)
 
 
-def forget_deletions(root: Path, attempt: int) -> None:
+def unlink_notes(root: Path, attempt: int) -> None:
     """An attempt begins: what is noted of one of its number, or of a later one, is of an earlier run."""
     for kind in KINDS:
         for step, of in _notes(root, kind):
             if of >= attempt:
-                _forget(root, step, of, kind)
+                _unlink(root, step, of, kind)
 
 
 def _note_path(root: Path, step: int, attempt: int, kind: Kind) -> Path:
     return root / PRUNED / f"{step}-{attempt}{_SUFFIX[kind]}"
 
 
-def _forget(root: Path, step: int, attempt: int, kind: Kind) -> None:
+def _unlink(root: Path, step: int, attempt: int, kind: Kind) -> None:
     with suppress(OSError):
         _note_path(root, step, attempt, kind).unlink()
 

@@ -13,7 +13,7 @@ from typing import IO
 
 from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint import catalog, commits, recovery, trash
-from trinity_sync.checkpoint.deletion_notes import deletion, forget_deletions
+from trinity_sync.checkpoint.deletion_notes import read_deletion, unlink_notes
 from trinity_sync.checkpoint.layout import (
     STAGING,
     Manifest,
@@ -25,7 +25,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_atomic,
 )
-from trinity_sync.checkpoint.lock import hold_as_writer
+from trinity_sync.checkpoint.lock import lock_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import (
     Tracker,
@@ -54,7 +54,7 @@ class CheckpointDisk:
         policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
         fsync: whether commits are durable.
         clock: Unix seconds.
-        holder: the holder of the folder, see `lock.hold_as_writer`.
+        writer: the run that may write in the folder, see `lock.lock_as_writer`; None: any.
     """
 
     root: Path | None
@@ -63,7 +63,7 @@ class CheckpointDisk:
     keep_state_dicts: int
     fsync: bool
     clock: Callable[[], float]
-    holder: str | None = None
+    writer: str | None = None
 
     # ---- commits
 
@@ -152,7 +152,7 @@ class CheckpointDisk:
         Args:
             kind: the kind that was asked for.
         """
-        noted = deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
+        noted = read_deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
             return None
         manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest)
@@ -180,8 +180,8 @@ class CheckpointDisk:
 
     # ---- afterwards
 
-    def retain(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
-        """Put out of sight what the policies give up; returns that, and warnings. `purge` then frees the bytes.
+    def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
+        """Put out of sight what the policies give up; returns that, and warnings. `empty_trash` then frees the bytes.
 
         Args:
             saving: steps of which something is being saved.
@@ -207,9 +207,9 @@ class CheckpointDisk:
             warnings.append(f"weights beside the step folders could not be removed: {error}")
         return pruned, warnings
 
-    def purge(self) -> list[str]:
+    def empty_trash(self) -> list[str]:
         """Free the bytes of what was put out of sight; returns what went wrong."""
-        return trash.purge(self.root) if self.root is not None else []
+        return trash.empty_trash(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
         """List the steps of the full checkpoints that are committed."""
@@ -251,14 +251,14 @@ class CheckpointDisk:
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
-        held = hold_as_writer(self.root, self.holder)
+        lock = lock_as_writer(self.root, self.writer)
         journals, problems = self._read_journals() if restarted else ([], [])
         failures = self._read_failed() if restarted else {}
         journals = [dumped for dumped in journals if dumped["step"] not in failures]
         kept = [(dumped["step"], self.attempt) for dumped in journals]
         recovery.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
         if not restarted:
-            forget_deletions(self.root, self.attempt)
+            unlink_notes(self.root, self.attempt)
         trackers = {kind: read_tracker(self.root, kind) for kind in KINDS}
         infos = catalog.scan(self.root, trackers[FULL])
         manifests = {info.step: info.manifest for info in infos if info.manifest is not None}
@@ -287,7 +287,7 @@ class CheckpointDisk:
             if book.dump(step) is None:
                 # All of it was committed before the death: what is staged is what the commit replaced.
                 self.clean(step)
-        return Rebuilt(book, decisions, problems, held)
+        return Rebuilt(book, decisions, problems, lock)
 
     @property
     def _beside(self) -> Path | None:
@@ -361,10 +361,10 @@ class Rebuilt:
     Args:
         decisions: to carry out now.
         problems: sentences for the log; none of them is fatal.
-        held: to be kept for as long as there is writing in the folder; see `lock.hold_as_writer`.
+        lock: to be kept open for as long as there is writing in the folder; see `lock.lock_as_writer`.
     """
 
     book: CommitBook
     decisions: list[Decision]
     problems: list[str]
-    held: IO[bytes] | None
+    lock: IO[bytes] | None

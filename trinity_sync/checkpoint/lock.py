@@ -1,12 +1,12 @@
 """Who writes a checkpoint folder: one run at a time.
 
-An flock on ``.lock``, which the kernel drops with the process, as for the run's own folder. The file names its holder,
-for the one who is refused.
+An flock on ``.lock``, which the kernel drops with the process, as for the run's own folder. The file names the
+run that writes, for the one who is refused.
 
 The monitor is a process of its own, which a killed driver leaves behind for a moment. So it holds a second lock for as
 long as it lives, and a run that takes the folder over waits for it: else the monitor of the run before could commit a
 step, and let a tracker name it, while the resume puts the folder in order. A monitor that comes up only after that sees
-that the folder has another holder, and ends.
+that another run writes in the folder, and ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 
 _LOCK = ".lock"
 _MONITOR = ".monitor.lock"
-_HELD_S = 60.0
+_LOCK_S = 60.0
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def holder(root: Path) -> str | None:
+def writer_of(root: Path) -> str | None:
     """Tells the run that holds the folder, or the last one that did, from all others; None: there was none."""
     return _read(root / _LOCK) or None
 
@@ -101,11 +101,11 @@ def _wait_for_monitor(root: Path, timeout_s: float) -> None:
         raise ConfigError(f"{root / _MONITOR} cannot be locked: {error.strerror}") from error
 
 
-def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
+def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     """Tell runs to come that this process writes in the folder. For the monitor.
 
     Args:
-        expected: the `holder` for which it is to write; None: any.
+        expected: what `writer_of` has to tell, None: anything.
 
     Returns:
         What the process keeps as long as it writes.
@@ -118,15 +118,15 @@ def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     file = os.fdopen(open_lock(root / _MONITOR), "r+b", buffering=0)
     # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.
     try:
-        wait_for_lock(file.fileno(), root / _MONITOR, _HELD_S, shared=True)
+        wait_for_lock(file.fileno(), root / _MONITOR, _LOCK_S, shared=True)
     except WaitTimeout:
         file.close()
         raise
     except OSError:
         pass  # a file system without flock, which `locked` refuses
-    if expected is not None and holder(root) != expected:
+    if expected is not None and writer_of(root) != expected:
         file.close()
-        raise RunError(f"{root} has been taken over by {_first_line(holder(root) or 'another run')}")
+        raise RunError(f"{root} has been taken over by {_first_line(writer_of(root) or 'another run')}")
     _open_to_readers(root)
     with contextlib.suppress(OSError):  # a full disk: it is for a message only
         file.truncate(0)

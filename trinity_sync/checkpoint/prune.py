@@ -12,7 +12,7 @@ from trinity_sync.checkpoint.catalog import CheckpointInfo, scan
 from trinity_sync.checkpoint.deletion import of_verl, trash_checkpoint
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
 from trinity_sync.checkpoint.tracker_files import Tracker, read_tracker
-from trinity_sync.checkpoint.trash import purge
+from trinity_sync.checkpoint.trash import empty_trash
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
@@ -108,7 +108,7 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
     """Delete what a plan gives up; what was leased or pinned since stays. One that resists does not stop the others.
 
     Args:
-        defer: only put them out of sight; the caller removes the bytes with `trash.purge`.
+        defer: only put them out of sight; the caller removes the bytes with `trash.empty_trash`.
 
     Returns:
         What was deleted, and what went wrong.
@@ -125,7 +125,7 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
             reason = error.strerror if isinstance(error, OSError) else None
             problems.append(f"step {row.step} could not be deleted: {reason or error}")
     if not defer:
-        problems += purge(root)
+        problems += empty_trash(root)
     return pruned, problems
 
 

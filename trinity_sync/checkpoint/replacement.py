@@ -33,7 +33,7 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
-from trinity_sync.checkpoint.trash import delete_folder, move_to_trash, purge_one
+from trinity_sync.checkpoint.trash import delete_folder, delete_trashed, move_to_trash
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import sync_folder
 from trinity_sync.protocol.parts import FULL, covers
@@ -61,12 +61,12 @@ def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: 
             if aside is None:
                 sync_folder(place)
             else:
-                check_unheld(place, target, _replaced(aside), manifest, clock)
-                trash = _retire(place, aside, manifest)
+                check_unblocked(place, target, _replaced(aside), manifest, clock)
+                trash = _trash_or_abandon(place, aside, manifest)
         except Exception as error:
             take_back(error, partial(_put_back, source, target, aside, manifest))
             raise
-    purge_one(trash)
+    delete_trashed(trash)
 
 
 def check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
@@ -80,7 +80,7 @@ def check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callabl
         return
     if not covers(manifest.kind, visible.kind):
         raise _refused(target, visible, manifest, "which weights alone do not replace")
-    if names := leases.holders(place, visible, now=clock()):
+    if names := leases.blockers(place, visible, now=clock()):
         raise _refused(target, visible, manifest, f"held by {', '.join(names)}")
 
 
@@ -109,7 +109,7 @@ def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[],
         yield visible
 
 
-def check_unheld(
+def check_unblocked(
     place: Path, target: Path, replaced: Manifest | None, manifest: Manifest, clock: Callable[[], float]
 ) -> None:
     """That nobody holds what a commit has taken the place of: our claim may have run out, because this program was
@@ -118,7 +118,7 @@ def check_unheld(
     Raises:
         RunError: somebody does.
     """
-    if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
+    if replaced is not None and (names := _blockers_of(place, replaced, manifest, clock)):
         raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
 
 
@@ -128,13 +128,13 @@ def finish_renames(root: Path, aside: Path, clock: Callable[[], float]) -> None:
     """
     target = root / aside.name.removeprefix(REPLACED_PREFIX)
     replaced, manifest = committed_manifest(aside), committed_manifest(target)
-    if replaced is not None and manifest is not None and _holders_of(root, replaced, manifest, clock):
+    if replaced is not None and manifest is not None and _blockers_of(root, replaced, manifest, clock):
         _bring_others(target, manifest.paths, aside)
         delete_folder(root, target)
     if not target.exists():
         aside.rename(target)
     elif manifest is not None:
-        purge_one(_retire(root, aside, manifest))
+        delete_trashed(_trash_or_abandon(root, aside, manifest))
     else:  # nobody knows what it is worth
         step = step_of(target.name)
         assert step is not None, aside
@@ -163,11 +163,11 @@ def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> No
             continue
         if (staged.attempt, staged.created) >= (visible.attempt, visible.created):
             continue
-        if _holders_of(place, staged, visible, clock):
+        if _blockers_of(place, staged, visible, clock):
             folders.exchange(staging, target)
             _bring_others(staging, visible.paths, target)
         else:
-            purge_one(_retire(place, staging, visible))
+            delete_trashed(_trash_or_abandon(place, staging, visible))
         return
 
 
@@ -200,7 +200,7 @@ def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest
     sync_folder(target.parent)
 
 
-def _retire(place: Path, aside: Path, successor: Manifest) -> Path | None:
+def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | None:
     """End what a commit has taken the place of; returns what of it is in the trash now, to be purged. Files of others
     stay with the step; a full checkpoint that has files which the new one lacks, and what cannot be read: these
     are set aside as ``abandoned-*``.
@@ -247,10 +247,10 @@ def _replaced(aside: Path) -> Manifest | None:
         return None
 
 
-def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
+def _blockers_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
     """Who holds a checkpoint whose place another one has taken, and loses by it."""
     extended = manifest.extends(replaced)
-    return [] if extended else leases.holders(place, replaced, now=clock(), successor=manifest)
+    return [] if extended else leases.blockers(place, replaced, now=clock(), successor=manifest)
 
 
 def _refused(target: Path, visible: Manifest, manifest: Manifest, reason: str) -> RunError:

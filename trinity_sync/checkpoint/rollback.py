@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from trinity_sync.checkpoint.catalog import check_ours, scan
-from trinity_sync.checkpoint.deletion_notes import forget_deletions
+from trinity_sync.checkpoint.deletion_notes import unlink_notes
 from trinity_sync.checkpoint.layout import abandoned_dir
 from trinity_sync.checkpoint.recovery import recover
 from trinity_sync.checkpoint.tracker_files import write_committed, write_tracker
@@ -42,7 +42,7 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     """
     check_start(root, step, of_verl=of_verl)
     recover(root, clock=time.time)
-    forget_deletions(root, attempt)
+    unlink_notes(root, attempt)
     infos = scan(root)
     # What the resume starts from may be verl's own.
     full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]

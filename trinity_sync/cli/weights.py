@@ -87,7 +87,7 @@ def _export(options: argparse.Namespace) -> int:
     check_free(options.output)
     from trinity_sync.checkpoint.export import export_checkpoint
 
-    with _held(folder) as keep, progress_bar("exporting", shown=not options.json) as progress:
+    with _leased(folder) as keep, progress_bar("exporting", shown=not options.json) as progress:
 
         def report(done: int, total: int) -> None:
             keep()
@@ -137,8 +137,8 @@ def _diff(options: argparse.Namespace) -> int:
     from trinity_sync.checkpoint.reading import open_weights
 
     with (
-        _held(folders[0]) as keep_a,
-        _held(folders[1]) as keep_b,
+        _leased(folders[0]) as keep_a,
+        _leased(folders[1]) as keep_b,
         progress_bar("comparing", shown=not options.json, in_bytes=False) as progress,
     ):
 
@@ -188,7 +188,7 @@ def _has_weights(path: Path) -> bool:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[Callable[[], None]]:
+def _leased(folder: Path) -> Iterator[Callable[[], None]]:
     """Keep retention away from a checkpoint that is being read; yields what to call now and then meanwhile.
 
     A folder of another program, or one that may not be written to, is read without.
@@ -198,7 +198,7 @@ def _held(folder: Path) -> Iterator[Callable[[], None]]:
     lease = None
     if step is not None and (folder / "manifest.json").is_file():
         with suppress(OSError):
-            lease = leases.lease_checkpoint(folder.parent, step, holder="trinity-sync ckpt", seconds=_LEASE_S)
+            lease = leases.lease_checkpoint(folder.parent, step, reader="trinity-sync ckpt", seconds=_LEASE_S)
     renewed = time.monotonic()
 
     def keep() -> None:

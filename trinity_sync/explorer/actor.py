@@ -158,5 +158,5 @@ def _hold(
         with suppress(OSError):  # a full disk is no reason to stop reading: what is gone is found out by who reads it
             lease.renew(seconds)
 
-    with lease_checkpoint(folder.parent, version.step, holder=spec.name, seconds=seconds, clock=clock) as lease:
+    with lease_checkpoint(folder.parent, version.step, reader=spec.name, seconds=seconds, clock=clock) as lease:
         yield go_on

@@ -75,11 +75,11 @@ def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool
     deadline = time.monotonic() + timeout_s
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
-            raise WaitTimeout(_holder(descriptor), f"let go of its lock on {path}", timeout_s)
+            raise WaitTimeout(_owner(descriptor), f"let go of its lock on {path}", timeout_s)
         time.sleep(_POLL_S)
 
 
-def _holder(descriptor: int) -> str:
+def _owner(descriptor: int) -> str:
     """Who holds an flock on what is open."""
     found = os.fstat(descriptor)
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"

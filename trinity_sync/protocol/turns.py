@@ -121,11 +121,11 @@ class TurnQueue:
             )
 
     def _may_join(self, turn: Turn) -> bool:
-        holders = self.select(lambda held: held.granted and not held.collective)
-        if self._strategy == "unrestricted" or not holders:
+        others = self.select(lambda other: other.granted and not other.collective)
+        if self._strategy == "unrestricted" or not others:
             return True
         if self._strategy == "single_node":
-            return all(held.node_id == turn.node_id for held in holders)
+            return all(other.node_id == turn.node_id for other in others)
         if self._strategy == "single_process":
-            return all(held.writer == turn.writer for held in holders)
+            return all(other.writer == turn.writer for other in others)
         return False

@@ -15,7 +15,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.jsonl import Record
 from trinity_sync.tracking.record import RunJson, read_record
-from trinity_sync.tracking.run_folder import lock_holder
+from trinity_sync.tracking.run_folder import lock_owner
 from trinity_sync.tracking.summary import Summary, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
 
@@ -133,7 +133,7 @@ def load_run(path: Path) -> Run:
     if (path / "run.json").exists():
         run.record = _read(run, "run.json", read_record, RunJson())
         run.status = str(run.record.get("status", "unknown"))
-        if run.status == "running" and lock_holder(path) is None:
+        if run.status == "running" and lock_owner(path) is None:
             run.status = "interrupted"
             run.notes.append("The run ended without saying so: run.json says running, but no process holds the folder.")
     else:

@@ -46,19 +46,19 @@ class QueueRules:
         max_staleness: the largest staleness at which a group is trained on.
         wait: admit a group only if it will be within the bound at its place in the line; else as soon as it would be
             if it were the next, and drop it when it is not.
-        room: groups that may be out or ready at a time, at least `groups_per_step`.
+        max_open: groups that may be out or ready at a time, at least `groups_per_step`.
         overdue_s: how long a group that is out may keep the trainer waiting before another explorer makes it too.
     """
 
     groups_per_step: int
     max_staleness: int
     wait: bool
-    room: int
+    max_open: int
     overdue_s: float
 
     def __post_init__(self) -> None:
-        if self.room < self.groups_per_step:
-            raise ValueError(f"room for {self.room} groups, but an update takes {self.groups_per_step}")
+        if self.max_open < self.groups_per_step:
+            raise ValueError(f"room for {self.max_open} groups, but an update takes {self.groups_per_step}")
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class GroupQueue(Generic[T]):
         self.step += 1
         return taken
 
-    def holders(self) -> list[str]:
+    def explorers_out(self) -> list[str]:
         """The explorers that have groups out."""
         return sorted({out.explorer for out in self._out.values()})
 
@@ -180,7 +180,7 @@ class GroupQueue(Generic[T]):
 
     def _admits(self) -> bool:
         ahead = len(self._ready) + len(self._out)
-        if self.newest is None or ahead >= self._rules.room:
+        if self.newest is None or ahead >= self._rules.max_open:
             return False
         place = ahead // self._rules.groups_per_step if self._rules.wait else 0
         return staleness(self.newest, self.step + place) <= self._rules.max_staleness

@@ -100,7 +100,7 @@ class LiveView:
         self._metrics: jsonl.Record = {}
         self._published: jsonl.Record = {}
         self._loaded: jsonl.Record = {}
-        self._held: dict[str, int] = {}
+        self._loaded_versions: dict[str, int] = {}
         self._committed: tuple[jsonl.Record, float] | None = None
         self._saving: int | None = None
         self._faults: list[str] = []
@@ -146,7 +146,7 @@ class LiveView:
                 case "load":
                     self._loaded = dict(event)
                     if step is not None:
-                        self._held[str(event["explorer"])] = step
+                        self._loaded_versions[str(event["explorer"])] = step
                 case "commit":
                     self._committed = dict(event), self._clock()
                     if self._saving is not None and step is not None and self._saving <= step:
@@ -248,10 +248,10 @@ class LiveView:
 
     def _versions(self) -> str:
         parts = [f"newest {self._published['version']}" if self._published else "none published"]
-        if len(self._held) <= _NAMED_EXPLORERS:
-            parts += [f"{name} {version}" for name, version in sorted(self._held.items())]
+        if len(self._loaded_versions) <= _NAMED_EXPLORERS:
+            parts += [f"{name} {version}" for name, version in sorted(self._loaded_versions.items())]
         else:
-            counts = sorted(Counter(self._held.values()).items(), reverse=True)
+            counts = sorted(Counter(self._loaded_versions.values()).items(), reverse=True)
             parts += [f"{count} explorers at {version}" for version, count in counts[:3]]
         stale = units.finite(self._metrics.get("staleness/mean"))
         parts += [f"staleness {units.number(stale)}"] if stale is not None else []
@@ -296,8 +296,8 @@ class LiveView:
         loss = units.finite(self._metrics.get("loss"))
         parts += [f"loss {units.number(loss)}"] if loss is not None else []
         if self._published:
-            held = sorted(set(self._held.values()))
-            spread = str(held[0]) if len(held) == 1 else f"{held[0]}-{held[-1]}" if held else ""
+            steps = sorted(set(self._loaded_versions.values()))
+            spread = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}" if steps else ""
             parts.append(f"version {self._published['version']}" + (f" (explorers at {spread})" if spread else ""))
             parts.append(f"blocked {units.seconds(units.finite(self._published.get('blocked_s')))}")
         parts += [f"saved {self._committed[0]['step']}"] if self._committed is not None else []

@@ -27,7 +27,7 @@ class RunFolderInUse(ConfigError):  # noqa: N818 - a public name, and a state mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class LockHolder:
+class LockOwner:
     """The process that holds a run folder, as it wrote itself down; None where that could not be read."""
 
     pid: int | None
@@ -163,14 +163,14 @@ class RunFolder:
         self.close()
 
 
-def lock_holder(path: str | os.PathLike[str]) -> LockHolder | None:
+def lock_owner(path: str | os.PathLike[str]) -> LockOwner | None:
     """Who is running in a folder right now; None if nobody. Looks without disturbing."""
     try:
         lock = open_lock(Path(path) / ".lock", create=False, writable=False)
     except OSError:
         return None
     try:
-        return None if try_lock(lock, shared=True) else _read_holder(lock)
+        return None if try_lock(lock, shared=True) else _read_owner(lock)
     except OSError:
         return None
     finally:
@@ -186,20 +186,20 @@ def _take(lock: int, path: Path) -> None:
             raise ConfigError(
                 f"{path} cannot be locked ({error.strerror or error}); choose a folder on a file system that has flock"
             ) from error
-        holder = _read_holder(lock)
-        if holder.pid is not None:
+        owner = _read_owner(lock)
+        if owner.pid is not None:
             break
-        # Nobody signed: a look by `lock_holder`, over in microseconds, or a run about to sign.
+        # Nobody signed: a look by `lock_owner`, over in microseconds, or a run about to sign.
         time.sleep(0.02)
-    raise RunFolderInUse(f"{path} is in use by {holder}; stop that run or choose another folder")
+    raise RunFolderInUse(f"{path} is in use by {owner}; stop that run or choose another folder")
 
 
-def _read_holder(lock: int) -> LockHolder:
+def _read_owner(lock: int) -> LockOwner:
     try:
         signed = json.loads(os.pread(lock, 4096, 0))
-        return LockHolder(pid=int(signed["pid"]), host=str(signed["host"]))
+        return LockOwner(pid=int(signed["pid"]), host=str(signed["host"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return LockHolder(pid=None, host=None)
+        return LockOwner(pid=None, host=None)
 
 
 def _try_writing(path: Path) -> None:

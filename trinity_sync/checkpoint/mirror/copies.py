@@ -152,7 +152,7 @@ class Mirror:
         else:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
-                self._remove(step)
+                self._delete(step)
         sent = self._send(step_dir(root, step), manifest, arrived)
         self._check_sizes(manifest)
         self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
@@ -213,7 +213,7 @@ class Mirror:
 
     # ---- retention
 
-    def retain(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
+    def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
         """Delete what the policies give up of what is there, and torn copies of what is no longer here.
 
         Args:
@@ -245,10 +245,10 @@ class Mirror:
                 gone.append(step)
         gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
         for step in gone:
-            self._remove(step)
+            self._delete(step)
         return sorted(gone)
 
-    def _remove(self, step: int) -> None:
+    def _delete(self, step: int) -> None:
         self._storage.delete(f"{_folder(step)}/{MANIFEST}")
         self._storage.delete(_folder(step))
 

@@ -296,7 +296,7 @@ class Uploads:
             RunError: it is damaged, or somebody has been about to delete it for long.
         """
         try:
-            return lease_checkpoint(self._root, step, holder="mirror", seconds=_LEASE_S, clock=self._clock)
+            return lease_checkpoint(self._root, step, reader="mirror", seconds=_LEASE_S, clock=self._clock)
         except (UnreadableError, OSError) as error:
             raise MirrorError(str(error)) from error
         except RunError:
@@ -344,7 +344,7 @@ def _copy(
     sent = mirror.upload(root, step, start=start).bytes
     try:
         if policies is not None:
-            mirror.retain(policies, root, now=time.time())
+            mirror.prune(policies, root, now=time.time())
     except Exception as error:
         return sent, f"what retention gives up could not be deleted there: {described(error)}"
     return sent, None

@@ -40,7 +40,7 @@ def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: 
     """
     step = step_at(root, local_path)
     if step is not None and root is not None and (step_dir(root, step) / MANIFEST).exists():
-        held.enter_context(lease_checkpoint(root, step, holder=holder, seconds=seconds))
+        held.enter_context(lease_checkpoint(root, step, reader=holder, seconds=seconds))
 
 
 def step_at(root: Path | None, local_path: str) -> int | None:
