@@ -49,7 +49,7 @@ from trinity_sync.protocol.files import FileEntry
 #: a small common file (a config) again must not change the committed one under its readers.
 _COPY_BELOW = 1 << 20
 
-#: What a commit does not take the place of, whoever holds it or not.
+#: What a commit does not take the place of, leased or not.
 _NOT_OURS = ("newer", "verl", "unreadable")
 
 
@@ -113,7 +113,7 @@ def commit_folder(
 
 
 def taken(root: Path, step: int, attempt: int) -> bool:
-    """Whether what is staged of a step finds in its place what nothing of this program takes the place of."""
+    """Return whether staged weights find what this program must not replace in the place of their step."""
     target = step_dir(root, step)
     staged = target.exists() and any(files_of(staging_dir(root, step, attempt)))
     return staged and look_at(root, step).state in _NOT_OURS
@@ -175,7 +175,7 @@ def _take_manifest_back(target: Path, replaced: Manifest | None, durable: bool) 
 
 
 def _link_reported(root: Path, staging: Path, draft: Manifest) -> Path:
-    """A folder of links to the reported files, beside the staging folder."""
+    """Make a folder of links to the reported files, beside the staging folder, and return it."""
     folder = partial_staging_dir(root, draft.step, draft.attempt)
     if folder.exists():
         shutil.rmtree(folder)
@@ -188,7 +188,7 @@ def _link_reported(root: Path, staging: Path, draft: Manifest) -> Path:
 
 
 def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
-    """Link into `source` what an earlier commit of the step holds and the new one does not bring.
+    """Link into `source` what an earlier commit of the step has and the new one does not bring.
 
     Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. A folder
     without a manifest was written by parts that use verl's own paths. What others write into one with a manifest is
@@ -217,7 +217,11 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
 def _collect(
     folder: Path, reported: Collection[FileEntry], adopted: Mapping[str, FileEntry], *, everything: bool
 ) -> tuple[FileEntry, ...]:
-    """Entries of all files that go into the commit."""
+    """Return the entries of all files that go into the commit, sorted by path.
+
+    Raises:
+        RunError: a file is not there as it was reported.
+    """
     entries = dict(adopted) | {entry.path: entry for entry in reported}
     for entry in entries.values():
         path = folder / entry.path

@@ -1,8 +1,8 @@
-"""Taking a checkpoint out of its place, such that one that somebody holds after all is put back and never lost.
+"""Taking a checkpoint out of its place, such that one that somebody needs after all is put back and never lost.
 
 Its folder leaves its place under a name that nobody deletes (``.condemned-...``). Only when it is seen to be what was
-meant, and held by nobody, it becomes trash. A program that dies in between leaves the condemned folder and its claim to
-`undo_deletions`; retention decides again about what is back.
+meant, and neither pinned nor leased, it becomes trash. A program that dies in between leaves the condemned folder and
+its claim to `undo_deletions`; retention decides again about what is back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
         except FileNotFoundError:
             return False
         try:
-            # Held after all: our claim had run out, because this program was stopped for a while.
+            # Needed after all: our claim had run out, because this program was stopped for a while.
             if leases.blockers(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
                 _put_back(root, condemned)
                 return False
@@ -58,7 +58,7 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
 
 
 def of_verl(folder: Path, manifest: Manifest) -> bool:
-    """Whether verl has saved in full, or has begun to, where these weights had been committed alone."""
+    """Return whether verl has saved in full, or has begun to, where these weights had been committed alone."""
     return manifest.kind == STATE_DICT and verls.wrote_over(folder, manifest.paths)
 
 

@@ -38,9 +38,7 @@ def note_deletion(root: Path, manifest: Manifest) -> None:
 
 
 def noted_deletions(root: Path) -> set[tuple[int, int]]:
-    """(step, attempt) of the full checkpoints that were deleted on purpose and not committed again; of very many the
-    newest.
-    """
+    """Return (step, attempt) of the newest full checkpoints that were deleted on purpose and not committed again."""
     return set(_notes(root, FULL))
 
 
@@ -55,13 +53,13 @@ def read_deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion |
 
 
 def unlink_note(root: Path, step: int, attempt: int) -> None:
-    """The step is committed again."""
+    """Remove what is noted of a checkpoint's deletion, because it is committed again."""
     for kind in KINDS:
         _unlink(root, step, attempt, kind)
 
 
 def unlink_notes(root: Path, attempt: int) -> None:
-    """An attempt begins: what is noted of one of its number, or of a later one, is of an earlier run."""
+    """Remove what is noted of this attempt or a later one, when the attempt begins: it is of an earlier run."""
     for kind in KINDS:
         for step, of in _notes(root, kind):
             if of >= attempt:

@@ -78,8 +78,9 @@ class CheckpointDisk:
         return commits.prepare_staging(self.root, step, self.attempt)
 
     def placed(self, commit: Commit) -> Commit:
-        """The commit, `beside` where its weights find something in their place that the book knows nothing of: what
-        verl or a newer version wrote, or what cannot be read now.
+        """Return the commit, `beside` where its weights find something in their place that the book knows nothing of.
+
+        That is what verl or a newer version of this program wrote, or what cannot be read now.
         """
         if self.root is None or commit.kind != STATE_DICT or not commits.taken(self.root, commit.step, self.attempt):
             return commit
@@ -197,7 +198,7 @@ class CheckpointDisk:
         warnings = [*problems, *(warning for row in plan for warning in row.warnings)]
 
         def wanted(step: int) -> bool:
-            """As many of the newest weights as are visible ones, and those that a full commit will take in."""
+            """Keep as many of the newest as of the visible weights, and those that a full commit will take in."""
             newer = sum(row.step > step for row in plan)
             return step in saving or newer < max(1, self.keep_state_dicts)
 
@@ -247,7 +248,7 @@ class CheckpointDisk:
             restarted: take up the open steps again; else what is staged is of an earlier run and goes.
 
         Raises:
-            RunError: another run holds the folder by now.
+            RunError: another run writes in the folder by now.
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
@@ -294,7 +295,7 @@ class CheckpointDisk:
         return versions_dir(self.root, self.attempt) if self.root is not None else None
 
     def _steps_beside(self) -> dict[int, Manifest]:
-        """Manifests of the weights that this attempt has committed beside the step folders, by step."""
+        """Return the manifests of the weights that this attempt has committed beside the step folders, by step."""
         assert self._beside is not None
         return {info.step: info.manifest for info in catalog.scan(self._beside) if info.manifest is not None}
 
@@ -331,8 +332,12 @@ class CheckpointDisk:
         """Let the trackers name what is committed: a crash may have come between a commit and its tracker.
 
         Args:
-            trackers: as they were before the folders were looked at.
-            others: steps of folders that are there, and not known to be no checkpoints.
+            trackers: what the trackers said before the folders were looked at.
+            others: steps of folders that are no committed checkpoints of this program, and may be checkpoints all the
+                same.
+
+        Returns:
+            What is wrong with the trackers.
         """
         assert self.root is not None
         problems = []
@@ -359,9 +364,10 @@ class Rebuilt:
     """What `CheckpointDisk.rebuild` found.
 
     Args:
-        decisions: to carry out now.
+        book: the book, with what is committed and what was open.
+        decisions: what is to be carried out now.
         problems: sentences for the log; none of them is fatal.
-        lock: to be kept open for as long as there is writing in the folder; see `lock.lock_as_writer`.
+        lock: to be kept open for as long as there is writing in the folder, see `lock.lock_as_writer`; None: no folder.
     """
 
     book: CommitBook

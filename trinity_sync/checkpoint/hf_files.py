@@ -25,7 +25,7 @@ _ALIGNMENT = 8
 
 
 def nbytes(info: TensorInfo) -> int:
-    """Size of a tensor."""
+    """Return the size of a tensor, in bytes."""
     return info.numel * dtypes.itemsize(info.dtype)
 
 
@@ -46,12 +46,13 @@ def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, lis
 
 
 def write_file(folder: Path, file: str, infos: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> None:
-    """Write one file, durably.
+    """Write one safetensors file, durably.
 
     Args:
+        folder: where to write it.
         file: its name.
-        infos: of its tensors as they are to be written, in the order of their bytes.
-        read: gives a tensor by name; floating ones are cast to the dtype of `infos`.
+        infos: dtype and shape of each of its tensors as they are to be written, in the order of their bytes.
+        read: gives a tensor by name; a floating one is cast to the dtype in `infos`.
     """
     with (folder / file).open("wb", buffering=0) as opened:
         _write(opened.fileno(), _header(infos))

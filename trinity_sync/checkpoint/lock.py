@@ -3,7 +3,7 @@
 An flock on ``.lock``, which the kernel drops with the process, as for the run's own folder. The file names the
 run that writes, for the one who is refused.
 
-The monitor is a process of its own, which a killed driver leaves behind for a moment. So it holds a second lock for as
+The monitor is a process of its own, which a killed driver leaves behind for a moment. So it has a second lock for as
 long as it lives, and a run that takes the folder over waits for it: else the monitor of the run before could commit a
 step, and let a tracker name it, while the resume puts the folder in order. A monitor that comes up only after that sees
 that another run writes in the folder, and ends.
@@ -31,20 +31,20 @@ _LOCK_S = 60.0
 
 @contextlib.contextmanager
 def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
-    """Hold the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
+    """Lock the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
 
     Args:
-        root: `checkpoint.dir`.
+        root: the folder that `checkpoint.dir` names.
         run: the run's folder, for the message to others.
-        timeout_s: how long to wait for the monitor of a run that was killed.
+        timeout_s: how long to wait for the monitor of a run that was killed, seconds.
 
     Raises:
-        ConfigError: it is no folder, cannot be written, or another run that lives holds it, or the monitor of a killed
-            one does not end.
+        ConfigError: it is no folder, cannot be written, or another run that lives writes in it, or the monitor of a
+            killed one does not end.
     """
     try:
         make_folder(root)
-        descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who holds the folder
+        descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who writes here
     except FileExistsError:
         raise ConfigError(f"checkpoint.dir={root} is a file; name a folder") from None
     except NotADirectoryError:
@@ -72,7 +72,7 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
 
 
 def writer_of(root: Path) -> str | None:
-    """Tells the run that holds the folder, or the last one that did, from all others; None: there was none."""
+    """Return what tells the run that writes in the folder, or did last, from all others; None: none did."""
     return _read(root / _LOCK) or None
 
 
@@ -105,13 +105,13 @@ def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     """Tell runs to come that this process writes in the folder. For the monitor.
 
     Args:
-        expected: what `writer_of` has to tell, None: anything.
+        expected: what `writer_of` has to return, None: anything.
 
     Returns:
-        What the process keeps as long as it writes.
+        A file to be kept open for as long as the process writes.
 
     Raises:
-        RunError: another run holds the folder by now.
+        RunError: another run writes in the folder by now.
         WaitTimeout: somebody keeps the lock to themselves.
     """
     make_folder(root)

@@ -23,7 +23,8 @@ class PruneRow:
     """One line of a plan: a committed checkpoint, whether it stays, and why.
 
     Args:
-        warnings: for the user, with the newest checkpoint only.
+        reasons: the policies, or what else keeps it; for one that goes, why it does.
+        warnings: sentences for the user; they come with the newest checkpoint only.
     """
 
     manifest: Manifest
@@ -65,11 +66,16 @@ def prune_plan(
     keep_state_dicts: int = 2,
     saving: Iterable[int] = (),
 ) -> list[PruneRow]:
-    """What the policies decide for the checkpoints in a folder, oldest first. Deletes nothing.
+    """Decide what the policies keep of the checkpoints in a folder. Deletes nothing.
 
     Args:
+        policies: the retention policies.
         now: Unix seconds.
+        keep_state_dicts: how many of the newest weights-only checkpoints stay.
         saving: steps that are being saved; those with a staging folder count too.
+
+    Returns:
+        One row per checkpoint, oldest first.
 
     Raises:
         UnreadableError: the folder or a tracker cannot be read now, or the tracker that verl writes, too, holds no step
@@ -108,7 +114,9 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
     """Delete what a plan gives up; what was leased or pinned since stays. One that resists does not stop the others.
 
     Args:
-        defer: only put them out of sight; the caller removes the bytes with `trash.empty_trash`.
+        plan: what `prune_plan` returned.
+        now: Unix seconds.
+        defer: only put them out of sight; the caller frees the bytes with `trash.empty_trash`.
 
     Returns:
         What was deleted, and what went wrong.
@@ -130,7 +138,7 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
 
 
 def _is_ours(info: CheckpointInfo) -> bool:
-    """Whether retention is to decide on it: not on what verl has begun to save over, or may have."""
+    """Return whether retention is to decide on a folder: not on what verl has begun to save over, or may have."""
     try:
         return info.manifest is not None and not of_verl(info.path, info.manifest)
     except OSError:

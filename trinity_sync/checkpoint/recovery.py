@@ -64,7 +64,7 @@ def recover(
 
 def finish_replacements(root: Path) -> None:
     """Bring back what a crash left out of its place: while a fuller one was to take it, or it was about to be deleted.
-    Nothing goes by that. The caller holds the folder.
+    Nothing goes by that. The caller has locked the folder.
     """
     undo_deletions(root, now=time.time())
     for path in root.glob(f"{REPLACED_PREFIX}*"):

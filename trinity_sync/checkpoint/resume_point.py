@@ -50,13 +50,13 @@ def find(
     roles: Collection[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckpointInfo | None:
-    """The newest full checkpoint that verifies; None: there is none.
+    """Find the newest full checkpoint that verifies; None: there is none.
 
     Args:
         root: the checkpoint folder; nobody writes in it meanwhile.
         skip_unreadable: go on from an older one where a newer one cannot be read now.
         of_verl: take one that verl itself wrote, too.
-        roles: those that one of verl's has to hold.
+        roles: places, such as ``actor``, that one of verl's needs to have.
         say: gets a sentence for each one that is passed over.
 
     Raises:
@@ -70,7 +70,7 @@ def find(
 
 
 def look(root: Path) -> None:
-    """As `find`, but of manifests alone and without a word: fit for a first look, before anything is written.
+    """Check as `find` does, but by manifests alone and in silence: for a first look, before anything is written.
 
     Raises:
         UnseenError, NewerFormatError: as `find`.
@@ -171,7 +171,7 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
 
 
 def _absent(manifest: Manifest, roles: Collection[str]) -> str | None:
-    """The first of the roles that a full checkpoint holds no file of."""
+    """Return the first of the roles that a full checkpoint has no file of; None: it has all."""
     return next((role for role in roles if not any(path.startswith(f"{role}/") for path in manifest.paths)), None)
 
 

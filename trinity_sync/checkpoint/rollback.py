@@ -15,13 +15,13 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 
 def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
-    """That a resume may go on after a step: of later ones it sets aside what is this program's own, and nothing else.
+    """Check that a resume may go on after a step: all later ones, which it sets aside, are this program's own.
 
     Args:
         of_verl: verl itself may have written here. Else what looks as if it had is ours, without its manifest.
 
     Raises:
-        RunError: a later one was written by a newer version of it, or by verl.
+        RunError: a later one was written by a newer version of this program, or by verl.
     """
     check_ours([info for info in scan(root) if info.step > step], ("newer", "verl") if of_verl else ("newer",))
 

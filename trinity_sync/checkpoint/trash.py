@@ -22,10 +22,11 @@ def delete_folder(root: Path, path: Path) -> None:
 
 
 def move_to_trash(root: Path, path: Path, *, name: str | None = None) -> Path:
-    """Put a folder out of sight; returns where it is now.
+    """Put a folder out of sight; return where it is now.
 
     Args:
-        name: of what is in it, for people; None: the folder's own.
+        path: the folder.
+        name: the name of what is in it, for people; None: the folder's own.
     """
     trash = root / f"{TRASH_PREFIX}{name or path.name}-{secrets.token_hex(4)}"
     path.rename(trash)

@@ -83,15 +83,14 @@ def newest_good(
     of_verl: bool = False,
     roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
-    """The newest checkpoint that verifies, to resume from (``full``) or to load weights from (``state_dict``: either).
-
-    A damaged one is passed over, and so is a folder that is no checkpoint.
+    """Find the newest checkpoint that verifies. A damaged one is passed over, and so is a folder that is no checkpoint.
 
     Args:
+        kind: ``full``: one to resume from; ``state_dict``: one of either kind, to load weights from.
         on_skip: called with a sentence for each newer one that was passed over.
         skip_unreadable: pass over what cannot be read now, too.
         of_verl: take one that verl itself wrote, which cannot be verified, where it has the files of all ranks.
-        roles: those that one of verl's has to hold, too.
+        roles: places, such as ``actor``, that one of verl's needs to have, too.
 
     Raises:
         UnreadableError: a newer one cannot be read now.

@@ -275,7 +275,7 @@ def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
 
 
 def newest(root: Path) -> CheckpointInfo:
-    """The newest checkpoint, for a command that was given no step. It is never an older one in silence.
+    """Find the newest checkpoint, for a command that was given no step. It is never an older one in silence.
 
     Raises:
         ConfigError: there is none.

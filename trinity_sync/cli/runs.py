@@ -126,7 +126,7 @@ def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
     """Read how a run was started: its overrides, the primary config, and the folder of further options.
 
     Raises:
-        ConfigError: the folder holds no run.
+        ConfigError: there is no run in the folder.
     """
     from omegaconf import OmegaConf
 

@@ -173,7 +173,7 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _weights_of(path: Path, step: int | None) -> Path:
-    """The folder to read weights from: a step folder, or the path itself where it holds the files."""
+    """Find the folder to read weights from: a step folder, or the path itself where it has the files."""
     if step is None and path.is_dir() and step_of(path.resolve().name) is None and _has_weights(path):
         return path
     root, step = find(path, step)

@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
     @classmethod
     def new(cls, name: str) -> Member:
-        """A process that begins now."""
+        """Name a process that begins now."""
         return cls(name, secrets.token_hex(8))
 
     def __str__(self) -> str:
@@ -44,11 +44,14 @@ class Roll:
         self._dead: set[Member] = set()
 
     def hear(self, member: Member) -> None:
-        """There is a member. The first time counts."""
+        """Note that there is a member. The first time counts."""
         self._order.setdefault(member, len(self._order))
 
     def present(self, member: Member) -> bool:
-        """A member says something. False: it is dead, or a later one of its name has spoken, so what it says is old."""
+        """Return whether a member that says something is to be heard.
+
+        False: it is dead, or a later one of its name has spoken, so what it says is old.
+        """
         if member in self._dead:
             return False
         self.hear(member)
@@ -56,14 +59,14 @@ class Roll:
         return not self._later(member)
 
     def gone(self, member: Member) -> bool:
-        """A member is dead. False: there is a later one of its name, whom that does not concern."""
+        """Note that a member is dead. False: there is a later one of its name, whom that does not concern."""
         self.hear(member)
         self._dead.add(member)
         self._alive.get(member.name, set()).discard(member)
         return not self._later(member)
 
     def is_dead(self, member: Member) -> bool:
-        """Whether it is known that it is."""
+        """Return whether a member is known to be dead."""
         return member in self._dead
 
     def _later(self, member: Member) -> bool:

@@ -9,7 +9,7 @@ from trinity_sync.samples.batch import SampleBatch
 
 
 def group_advantages(batch: SampleBatch, normalise: bool = True, eps: float = 1e-4) -> NDArray[np.float64]:
-    """Advantages of GRPO (Shao et al., "DeepSeekMath", 2024): ``(r - mean) / (std + eps)`` within each group.
+    """Compute GRPO's advantages (Shao et al., "DeepSeekMath", 2024): ``(r - mean) / (std + eps)`` within each group.
 
     A group is what has step and prompt in common, in whatever order the batch has it. The standard deviation is the
     unbiased one, as `torch.std` and verl have it. A group whose rewards are all equal gets exactly 0, and so does a

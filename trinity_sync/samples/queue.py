@@ -106,12 +106,17 @@ class GroupQueue(Generic[T]):
         return len(self._ready)
 
     def publish(self, version_step: int) -> None:
-        """A version is there for explorers to load."""
+        """Note that a version is there for explorers to load."""
         if self.newest is None or version_step > self.newest:
             self.newest = version_step
 
     def hand_out(self, explorer: str, most: int) -> list[GroupId]:
-        """Groups for an idle explorer to make with the newest version; none: it has to wait for a change."""
+        """Give an idle explorer groups to make with the newest version; none: it has to wait for a change.
+
+        Args:
+            explorer: its name.
+            most: the largest number of groups.
+        """
         self._reclaim()
         handed: list[GroupId] = []
         while len(handed) < most and self._admits():
@@ -121,8 +126,9 @@ class GroupQueue(Generic[T]):
         return handed
 
     def deliver(self, group: GroupId, version_step: int, samples: T) -> bool:
-        """A group is made. Whether it was needed: not where another explorer was faster, nor where it is over-stale by
-        now.
+        """Take a group that is made; return whether it was needed.
+
+        It is not where another explorer was faster, nor where it is over-stale by now.
         """
         if self._out.pop(group, None) is None:
             if group not in self._waiting:
@@ -136,13 +142,13 @@ class GroupQueue(Generic[T]):
         return True
 
     def give_back(self, explorer: str) -> None:
-        """The explorer will not make what it was handed."""
+        """Note that the explorer will not make what it was handed."""
         for group in [group for group, out in self._out.items() if out.explorer == explorer]:
             del self._out[group]
             heapq.heappush(self._waiting, group)
 
     def take(self) -> list[Ready[T]] | None:
-        """The groups of the next update, the oldest versions first; None while there are too few within the bound."""
+        """Take the groups of the next update, the oldest versions first; None while too few are within the bound."""
         for group, ready in list(self._ready.items()):
             if self._over_stale(ready.version_step):
                 del self._ready[group]
@@ -160,11 +166,11 @@ class GroupQueue(Generic[T]):
         return taken
 
     def explorers_out(self) -> list[str]:
-        """The explorers that have groups out."""
+        """Return the explorers that have groups out."""
         return sorted({out.explorer for out in self._out.values()})
 
     def overdue_in(self) -> float | None:
-        """Seconds until a group that is out becomes overdue; None while the trainer does not wait for one."""
+        """Return the seconds until a group that is out becomes overdue; None while the trainer waits for none."""
         if self._starved_since is None or not self._out:
             return None
         first = min(max(out.since, self._starved_since) for out in self._out.values())

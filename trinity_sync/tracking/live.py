@@ -172,7 +172,7 @@ class LiveView:
             live.stop()
 
     def render(self) -> RenderableType:
-        """The panel as it stands now."""
+        """Render the panel as it stands now."""
         with self._lock:
             body = self._steps_body() if self._stepped is not None else self._phases_body()
             head = Text.assemble((self._title or "trinity-sync", "bold"))
@@ -311,7 +311,7 @@ class LiveView:
         return statistics.median(self._durations) * max(0, self._total - self._step)
 
     def _say(self, text: str) -> None:
-        """One line in line mode; nothing in the others, where the panel shows the same."""
+        """Print one line in line mode; nothing in the others, where the panel shows the same."""
         if self.mode != "line":
             return
         line = f"[{units.elapsed(self._clock() - self._began):>11}] {_one_line(text, limit=500)}"
@@ -358,7 +358,9 @@ class _Display(Live):
 
 
 def sparkline(values: Sequence[float], width: int, ramp: str = _UNICODE_RAMP) -> str:
-    """The course of `values` in at most `width` characters of `ramp`, each the mean of its share, lowest to highest."""
+    """Draw the course of `values` in at most `width` characters of `ramp` (lowest to highest), each the mean of its
+    share.
+    """
     if not values:
         return ""
     cells = min(width, len(values))
@@ -370,6 +372,6 @@ def sparkline(values: Sequence[float], width: int, ramp: str = _UNICODE_RAMP) ->
 
 
 def _one_line(text: object, limit: int = 200) -> str:
-    """Text of others made fit for one line: no line breaks, no control characters, not endless."""
+    """Make a text of others fit for one line: no line breaks, no control characters, not endless."""
     clean = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
     return clean if len(clean) <= limit else clean[: limit - 3] + "..."

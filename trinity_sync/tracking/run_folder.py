@@ -1,6 +1,6 @@
 """The folder of one run: who may write it, and where things are in it. The launcher opens it first of all.
 
-A run holds an flock on `.lock` for as long as it lives. The kernel drops it with the process, so "in use" cannot go
+A run has an flock on `.lock` for as long as it lives. The kernel drops it with the process, so "in use" cannot go
 stale as a status in a file would.
 """
 
@@ -28,7 +28,7 @@ class RunFolderInUse(ConfigError):  # noqa: N818 - a public name, and a state mo
 
 @dataclass(frozen=True, kw_only=True)
 class LockOwner:
-    """The process that holds a run folder, as it wrote itself down; None where that could not be read."""
+    """The process that has locked a run folder, as it wrote itself down; None where that could not be read."""
 
     pid: int | None
     host: str | None
@@ -38,7 +38,7 @@ class LockOwner:
 
 
 class RunFolder:
-    """A run folder held by this process. Use it as a context manager; leaving it lets go of the lock.
+    """A run folder that this process has locked. Use it as a context manager; leaving it unlocks the folder.
 
     ::
 
@@ -57,15 +57,15 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
-        """Take the folder for this process.
+        """Lock the folder for this process.
 
         Args:
-            path: the folder. Created for a fresh run; must hold a run for a resume.
+            path: the folder. Created for a fresh run; must have a run for a resume.
             resume: whether the run in the folder is to go on.
 
         Raises:
-            RunFolderInUse: another process holds it.
-            ConfigError: a fresh run in a folder that holds one, a resume where there is none, or no writes taken.
+            RunFolderInUse: another process has locked it.
+            ConfigError: a fresh run in a folder that has one, a resume where there is none, or no writes taken.
         """
         path = Path(path).absolute()
         run_json = path / "run.json"
@@ -146,10 +146,10 @@ class RunFolder:
         return self.path / "report.html"
 
     def close(self) -> None:
-        """Let go of the folder; closing twice is fine."""
+        """Unlock the folder; closing twice is fine."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            # The file stays: unlinking it would let two processes hold "the" lock on two different files.
+            # The file stays: unlinking it would let two processes have "the" lock on two different files.
             with contextlib.suppress(OSError):
                 os.ftruncate(lock, 0)
             os.close(lock)
@@ -164,7 +164,7 @@ class RunFolder:
 
 
 def lock_owner(path: str | os.PathLike[str]) -> LockOwner | None:
-    """Who is running in a folder right now; None if nobody. Looks without disturbing."""
+    """Return who is running in a folder right now; None if nobody. Looks without disturbing."""
     try:
         lock = open_lock(Path(path) / ".lock", create=False, writable=False)
     except OSError:

@@ -96,11 +96,11 @@ class Mirror:
         return self.steps()
 
     def steps(self) -> list[int]:
-        """Steps of all folders there, whole or not, ascending."""
+        """List the steps of all folders there, whole or not, ascending."""
         return sorted(step for name in self._storage.folders() if (step := step_of(name)) is not None)
 
     def manifest(self, step: int) -> Manifest | None:
-        """The manifest of a step there; None where there is none.
+        """Read the manifest of a step there; None where there is none.
 
         Raises:
             NewerFormatError: a later version of this program wrote it.
@@ -114,7 +114,7 @@ class Mirror:
         return parse_manifest(text, name, step) if text is not None else None
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
-        """Those of these steps of the local folder that are not there as they are here, ascending."""
+        """List those of the given steps of the local folder that are not there as they are here, ascending."""
         found = []
         for step in sorted(steps):
             there = None
@@ -128,12 +128,13 @@ class Mirror:
     # ---- sending
 
     def upload(self, root: Path, step: int, *, start: int | None = None) -> Uploaded:
-        """Copy a committed full checkpoint. The caller holds a lease on it.
+        """Copy a committed full checkpoint. The caller has a lease on it.
 
         Args:
             root: the local checkpoint folder.
-            start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None:
-                not known; those after `step` are.
+            step: which checkpoint.
+            start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None: not
+                known; those after `step` are.
 
         Raises:
             DamagedError: a local file is not as the manifest says.
@@ -161,7 +162,7 @@ class Mirror:
         return Uploaded(sum(entry.bytes for entry in sent), len(manifest.files) - len(sent))
 
     def _noted(self, step: int, manifest: Manifest) -> set[str]:
-        """Files that an earlier try of this very checkpoint has brought there."""
+        """Return the files that an earlier try of this very checkpoint has brought there."""
         text = self._storage.read(f"{_folder(step)}/{UPLOADING}")
         try:
             noted = json.loads(text or "{}")
@@ -217,11 +218,12 @@ class Mirror:
         """Delete what the policies give up of what is there, and torn copies of what is no longer here.
 
         Args:
-            root: the local checkpoint folder, whose pins hold there too.
+            policies: the retention policies.
+            root: the local checkpoint folder, whose pins count there too.
             now: Unix seconds.
 
         Returns:
-            The steps that went.
+            The steps that were deleted, ascending.
         """
         pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
         facts, gone = [], []
@@ -284,7 +286,7 @@ class Mirror:
         return None
 
     def _candidates(self, newer_than: tuple[int, int] | None) -> Iterator[Manifest]:
-        """What is there, the newest of the latest attempt first. NewerFormatError where that is not all."""
+        """Yield the manifests there, the newest of the latest attempt first. NewerFormatError where that is not all."""
         found: list[Manifest] = []
         unknown: dict[int, NewerFormatError] = {}
         for step in reversed(self.steps()):
@@ -350,7 +352,7 @@ class Mirror:
                 future.result()
 
     def _sound(self, step: int) -> Manifest | None:
-        """The manifest of a step there; None where there is none that is valid. NewerFormatError as `manifest`."""
+        """Read the manifest of a step there; None where there is none that is valid. NewerFormatError as `manifest`."""
         try:
             return self.manifest(step)
         except NewerFormatError:
@@ -370,7 +372,7 @@ def _folder(step: int) -> str:
 
 
 def _problem(path: Path, entry: FileEntry, *, durable: bool = False) -> str | None:
-    """How a file differs from its entry; None where it does not."""
+    """Say how a file differs from its entry; None where it does not."""
     try:
         size, digest = digest_file(path, durable=durable)
     except FileNotFoundError:

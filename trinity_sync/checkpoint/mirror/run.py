@@ -289,10 +289,10 @@ class Uploads:
         self._settle(step)
 
     def _lease(self, step: int) -> CheckpointLease | None:
-        """Hold a step's checkpoint; None: retention has deleted it.
+        """Lease a step's checkpoint; None: retention has deleted it.
 
         Raises:
-            MirrorError: it cannot be read or held now.
+            MirrorError: it cannot be read or leased now.
             RunError: it is damaged, or somebody has been about to delete it for long.
         """
         try:
@@ -338,8 +338,10 @@ class Uploads:
 def _copy(
     mirror: Mirror, root: Path, step: int, start: int | None, policies: Collection[Policy] | None
 ) -> tuple[int, str | None]:
-    """Copy a checkpoint, then delete there what the policies give up; returns the bytes sent, and what hindered the
-    latter.
+    """Copy a checkpoint, then delete there what the policies give up.
+
+    Returns:
+        The bytes sent, and what hindered the deletion.
     """
     sent = mirror.upload(root, step, start=start).bytes
     try:
@@ -351,7 +353,7 @@ def _copy(
 
 
 def _fetch(mirror: Mirror, root: Path, newer_than: tuple[int, int]) -> int | NewerFormatError | None:
-    """`Mirror.download`, which is not tried again where a newer version of this program is needed."""
+    """Call `Mirror.download`, which is not tried again where a newer version of this program is needed."""
     try:
         return mirror.download(root, newer_than=newer_than)
     except NewerFormatError as error:
