@@ -31,8 +31,8 @@ class CheckpointInfo:
     """A step folder.
 
     Args:
-        manifest: None where the folder is not a committed checkpoint.
-        state: what it is. Contents are not looked at: see `verification`.
+        manifest: what its manifest says; None where the folder is not a committed checkpoint.
+        state: what the folder is. Contents are not looked at: see `verification`.
         problems: why it is no committed checkpoint; empty for one.
     """
 

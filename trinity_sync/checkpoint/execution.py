@@ -31,8 +31,8 @@ class Execution:
 
     Args:
         disk: the checkpoint folder.
-        book: decides.
-        events: takes what happens.
+        book: makes the decisions, and is told how they went.
+        events: is told what happens beyond the saves themselves.
         changes: announced when something was done.
         clock: Unix seconds.
     """
@@ -89,7 +89,7 @@ class Execution:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being carried out, deleted or copied."""
+        """Whether nothing is being carried out, deleted or copied."""
         busy = self._working or self._background or (self._uploads is not None and self._uploads.busy)
         return self._queue.empty() and not busy
 
@@ -251,8 +251,8 @@ class Execution:
 
     def _unmirrored(self) -> None:
         """Run retention again: a lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
-        self._in_background(self._retain_late())
+        self._in_background(self._prune_late())
 
-    async def _retain_late(self) -> None:
+    async def _prune_late(self) -> None:
         for gone in await self.prune():
             self._events.add("prune", step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes)

@@ -126,7 +126,7 @@ class CommitBook:
         if entry.failed is not None:
             raise RunError(f"step {step} has failed and is not saved again in attempt {self.attempt}: {entry.failed}")
         parts = list(parts)
-        if entry.holds(kind) and set(parts) <= entry.committed_keys:
+        if entry.is_committed(kind) and set(parts) <= entry.committed_keys:
             raise RunError(f"step {step} is already committed as {entry.committed}; saving it again would add nothing")
         entry.ask(kind, parts, weights_parts, meta or CommitMeta(), durable)
         return self._evaluate(entry)

@@ -12,7 +12,7 @@ class CommittedSteps:
     """What is on the disk, as one attempt has to know it.
 
     Args:
-        attempt: the attempt.
+        attempt: the run's attempt.
         found: what is there at first, as (step, attempt, kind).
     """
 

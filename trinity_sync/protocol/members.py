@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """A process.
+    """A process that others hear of.
 
     Attributes:
         name: what it is called, such as ``"explorer-0"``; no two have it at the same time.
@@ -34,8 +34,9 @@ class Member(NamedTuple):
 
 
 class Roll:
-    """Which process bears each name now: of those that spoke and are not dead the one that was heard of last. After
-    that, messages may come late, doubled and in any order.
+    """Knows which process bears each name now: of those that spoke and are not dead the one that was heard of last.
+
+    After that, messages may come late, doubled and in any order.
     """
 
     def __init__(self) -> None:

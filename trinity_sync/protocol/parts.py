@@ -34,9 +34,7 @@ def describe_part(name: str | None) -> str:
 
 @dataclass(slots=True)
 class DonePart:
-    """A part that is in, with the files it said it wrote (None: it said nothing of files), and the ticket of the save
-    that wrote them.
-    """
+    """A part that is in: the files it wrote, as far as it said (None: it did not), and the ticket of the save."""
 
     weights: bool
     files: tuple[FileTuple, ...] | None

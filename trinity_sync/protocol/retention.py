@@ -105,7 +105,6 @@ class KeepAll(Policy):
     keeps_weights: ClassVar[bool] = True
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Keep all."""
         return {checkpoint.step: "keep_all" for checkpoint in checkpoints}
 
 
@@ -120,7 +119,6 @@ class KeepLast(Policy):
         _at_least("keep_last.n", self.n, 1)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Keep the last `n` by step."""
         return {checkpoint.step: f"keep_last {self.n}" for checkpoint in checkpoints[-self.n :]}
 
 
@@ -135,7 +133,6 @@ class KeepEvery(Policy):
         _at_least("keep_every.steps", self.steps, 1)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Keep every `steps`-th step."""
         return {c.step: f"keep_every {self.steps} steps" for c in checkpoints if c.step % self.steps == 0}
 
 
@@ -160,7 +157,6 @@ class KeepBest(Policy):
             raise ConfigError(f"keep_best.mode is {self.mode!r}; it has to be max or min")
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Keep the `n` best of those that have the metric, and those that do not have it."""
         sign = 1.0 if self.mode == "max" else -1.0
         rated = [(sign * value, c.step) for c in checkpoints if (value := self._rating(c)) is not None]
         best = sorted(rated, reverse=True)[: self.n]
@@ -198,7 +194,6 @@ class KeepFor(Policy):
         _more_than_nothing("keep_for.seconds", self.seconds)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Keep those that are not older."""
         return {c.step: f"keep_for {self.seconds:g} s" for c in checkpoints if now - c.created <= self.seconds}
 
 
@@ -213,12 +208,11 @@ class KeepWithinBudget(Policy):
         _more_than_nothing("keep_within_budget.bytes", self.bytes)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Keep nothing: a budget only takes away."""
         return {}
 
     @property
     def budget(self) -> int:
-        """The limit."""
+        """The limit, in bytes."""
         return self.bytes
 
 

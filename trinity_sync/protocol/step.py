@@ -105,7 +105,7 @@ class Step:
             return FULL
         return STATE_DICT if STATE_DICT in self.marks else None
 
-    def holds(self, kind: Kind) -> bool:
+    def is_committed(self, kind: Kind) -> bool:
         """Return whether a commit of at least this kind is visible, with every part of that kind, and none is out."""
         if self.committed is None or not covers(self.committed, kind):
             return False
@@ -113,9 +113,9 @@ class Step:
 
     @property
     def settled(self) -> bool:
-        """All that was asked for is visible."""
+        """Whether all that was asked for is visible."""
         wanted = FULL if self.parts.more_than_weights else self.wanted or STATE_DICT
-        return self.committing is None and self.holds(wanted)
+        return self.committing is None and self.is_committed(wanted)
 
     def status(self, visible: Kind | None, kind: Kind | None = None) -> StepStatus:
         """Return where the step stands.
@@ -124,7 +124,7 @@ class Step:
             visible: as what it is committed on the disk, by any attempt.
             kind: the kind of commit that is asked about; None: all that was asked for.
         """
-        if kind is not None and self.holds(kind):
+        if kind is not None and self.is_committed(kind):
             return StepStatus("committed", visible, self.wanted)
         if self.failed is not None:
             return StepStatus("failed", visible, self.wanted, self.failed)

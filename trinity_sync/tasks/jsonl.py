@@ -51,7 +51,6 @@ class JsonlTask:
             self._prompt(0, row)
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """Return the prompts of a step."""
         return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:

@@ -25,7 +25,6 @@ class Stored:
     info: TensorInfo
 
     def read(self) -> torch.Tensor:
-        """Read the whole tensor."""
         try:
             with safe_open(self.file, framework="pt") as opened:
                 tensor: torch.Tensor = opened.get_tensor(self.name)

@@ -198,5 +198,4 @@ class View:
         return TensorInfo(self.base.info.dtype, self.shape)
 
     def read(self) -> torch.Tensor:
-        """Read the view, contiguous."""
         return self.base.read().contiguous().as_strided(self.shape, self.stride, self.offset).contiguous()
