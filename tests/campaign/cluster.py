@@ -131,7 +131,7 @@ class Run:
         self._writer = writer_of(ROOT)
         self.ledger.check()
         with self.ledger.taking_over():
-            found = verification.newest_good(ROOT, kind=FULL)
+            found = verification.newest_good(ROOT)
             start = found.step if found is not None else 0
             rollback.set_start(ROOT, start, self.attempt)
         lineage = self.ledger.lineage

@@ -146,14 +146,14 @@ def deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 10 is deleted when somebody has seen it and is about to write the file that holds it."""
     for step in (10, 20):
         commit(tmp_path, step)
-    real = leases.write_atomic
+    real = leases.replace_file
 
     def delete(path: Path, text: str, **options: bool) -> None:
-        monkeypatch.setattr(leases, "write_atomic", real)
+        monkeypatch.setattr(leases, "replace_file", real)
         assert run(tmp_path, KeepLast(1)) == [10]
         real(path, text, **options)
 
-    monkeypatch.setattr(leases, "write_atomic", delete)
+    monkeypatch.setattr(leases, "replace_file", delete)
 
 
 @pytest.mark.usefixtures("deleted_first")
@@ -175,7 +175,7 @@ def test_a_pin_that_comes_too_late_because_its_program_was_stopped_is_refused(
 ) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
-    clock, real = Clock(), leases.write_atomic
+    clock, real = Clock(), leases.replace_file
 
     def stopped(path: Path, text: str, **options: bool) -> None:
         if path.parent.name == ".pins":
@@ -183,7 +183,7 @@ def test_a_pin_that_comes_too_late_because_its_program_was_stopped_is_refused(
             assert run(tmp_path, KeepLast(1), now=clock.now) == [10]
         real(path, text, **options)
 
-    monkeypatch.setattr(leases, "write_atomic", stopped)
+    monkeypatch.setattr(leases, "replace_file", stopped)
     with pytest.raises(RunError, match="step 10 was deleted"):
         pin(tmp_path, 10, clock=clock)
     assert list(tmp_path.glob(".pins/*")) + list(tmp_path.glob(".leases/*")) == []

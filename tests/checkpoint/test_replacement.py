@@ -224,13 +224,13 @@ def test_a_lease_on_what_is_replaced_at_the_same_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, 20)
-    real = leases.write_atomic
+    real = leases.replace_file
 
     def replaced_first(path: Path, text: str, **options: bool) -> None:
         commit(tmp_path, 20, {"actor/model.pt": "other"})
         real(path, text, **options)
 
-    monkeypatch.setattr(leases, "write_atomic", replaced_first)
+    monkeypatch.setattr(leases, "replace_file", replaced_first)
     with pytest.raises(RunError, match="was replaced while explorer-7"):
         lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60)
 

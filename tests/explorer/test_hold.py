@@ -62,6 +62,6 @@ def test_a_disk_without_room_for_a_longer_hold_does_not_end_the_reading(
         def full(*_: object, **__: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(leases, "write_atomic", full)
+        monkeypatch.setattr(leases, "replace_file", full)
         now[0] += 20.0
         go_on()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from trinity_sync.checkpoint.layout import PRUNED, Manifest
+from trinity_sync.checkpoint.layout import PRUNED, Manifest, key_of
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 
 #: Notes of the newest steps of each kind are kept: a resume asks only for what is newer than what it found.
@@ -80,5 +80,4 @@ def _notes(root: Path, kind: Kind) -> list[tuple[int, int]]:
         paths = [path for path in (root / PRUNED).iterdir() if path.suffix == _SUFFIX[kind]]
     except OSError:
         return []
-    names = [path.stem.partition("-") for path in paths]
-    return sorted((int(step), int(attempt)) for step, _, attempt in names if step.isdecimal() and attempt.isdecimal())
+    return sorted(key for path in paths if (key := key_of(path.stem)) is not None)

@@ -23,7 +23,6 @@ from trinity_sync.checkpoint.layout import (
     staging_dir,
     step_dir,
     versions_dir,
-    write_atomic,
 )
 from trinity_sync.checkpoint.lock import lock_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
@@ -36,6 +35,7 @@ from trinity_sync.checkpoint.tracker_files import (
     write_tracker,
 )
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import replace_file
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Commit, Decision
 from trinity_sync.protocol.files import FileEntry
@@ -230,13 +230,13 @@ class CheckpointDisk:
             path.unlink(missing_ok=True)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(dumped), durable=False)
+        replace_file(path, json.dumps(dumped), durable=False)
 
     def write_failed(self, failures: Mapping[int, str]) -> None:
         """Note the steps that failed, which nothing may bring back."""
         if self.root is not None:
             self._failed_path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(
+            replace_file(
                 self._failed_path, json.dumps({str(step): error for step, error in failures.items()}), durable=False
             )
 

@@ -17,6 +17,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from trinity_sync.checkpoint.reading.hugging_face import INDEX
 from trinity_sync.checkpoint.reading.pieces import TensorInfo
+from trinity_sync.host.durable import write_all
 from trinity_sync.weights import dtypes
 from trinity_sync.weights.tensors import to_torch
 
@@ -55,12 +56,12 @@ def write_file(folder: Path, file: str, infos: Mapping[str, TensorInfo], read: C
         read: gives a tensor by name; a floating one is cast to the dtype in `infos`.
     """
     with (folder / file).open("wb", buffering=0) as opened:
-        _write(opened.fileno(), _header(infos))
+        write_all(opened.fileno(), _header(infos))
         for name, info in infos.items():
             dtype = to_torch(info.dtype)
             # small chunks, so that what is cast stays in the cache
             for chunk in read(name).reshape(-1).split(_CHUNK_BYTES // dtype.itemsize):
-                _write(opened.fileno(), chunk.to(dtype).contiguous().view(torch.uint8).numpy().data)
+                write_all(opened.fileno(), chunk.to(dtype).contiguous().view(torch.uint8).numpy().data)
         os.fsync(opened.fileno())
 
 
@@ -85,10 +86,3 @@ def _header(infos: Mapping[str, TensorInfo]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write(descriptor: int, data: bytes | memoryview) -> None:
-    """One call of the system may take only part of it."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]

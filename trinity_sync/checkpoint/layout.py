@@ -91,15 +91,14 @@ def read_error(path: Path, error: OSError) -> ManifestError:
     return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
 
 
-def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
+def file_entry(folder: Path, path: str) -> FileEntry:
     """Digest a file that was just written; see `digest_file`.
 
     Args:
         folder: the checkpoint or staging folder.
         path: the file, relative to it.
-        durable: fsync the file as well.
     """
-    return FileEntry(path, *digest_file(folder / path, durable=durable))
+    return FileEntry(path, *digest_file(folder / path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,12 +277,7 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) -> None:
     """Put the manifest in its place in one step."""
-    write_atomic(folder / MANIFEST, manifest.to_text(), durable=durable)
-
-
-def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a small file: readers see the old contents or the new; `durable`: so it is after a power cut, too."""
-    replace_file(path, text.encode(), durable=durable)
+    replace_file(folder / MANIFEST, manifest.to_text(), durable=durable)
 
 
 def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
@@ -320,6 +314,12 @@ def step_of(name: str) -> int | None:
     """Return the step in the name of a step folder; None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def key_of(name: str) -> tuple[int, int] | None:
+    """Return step and attempt of a name such as ``20-0``; None for any other name."""
+    step, _, attempt = name.partition("-")
+    return (int(step), int(attempt)) if step.isdecimal() and attempt.isdecimal() else None
 
 
 def versions_dir(root: Path, attempt: int) -> Path:

@@ -34,12 +34,12 @@ from trinity_sync.checkpoint.layout import (
     PINS,
     Manifest,
     ManifestError,
+    key_of,
     read_manifest,
     step_dir,
-    write_atomic,
 )
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import make_folder
+from trinity_sync.host.durable import make_folder, replace_file
 
 #: A checkpoint is moved in milliseconds. Who claimed one so many seconds ago is taken for dead.
 _CLAIM_S = 30.0
@@ -68,7 +68,7 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
         make_folder(path.parent)
         new = not path.exists()
         body = {"step": step, "attempt": lease.attempt, "note": note, "created": clock()}
-        write_atomic(path, json.dumps(body))
+        replace_file(path, json.dumps(body))
         try:
             lease.renew(_CLAIM_S)  # which fails if it ran out before the pin was there
         except RunError:
@@ -92,7 +92,7 @@ def unpin(root: Path, step: int) -> bool:
 
 def pinned(root: Path) -> set[tuple[int, int]]:
     """Return (step, attempt) of all pins."""
-    return {key for path in _files(root / PINS, _LEASE) if (key := _key(path.stem)) is not None}
+    return {key for path in _files(root / PINS, _LEASE) if (key := key_of(path.stem)) is not None}
 
 
 def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
@@ -226,7 +226,7 @@ def _clean_torn(root: Path, now: float) -> None:
 def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
     _clean_torn(root, now)
     for path in _files(root / LEASES, _LEASE):
-        key = _key(path.stem.rpartition("-")[0])
+        key = key_of(path.stem.rpartition("-")[0])
         body: dict[str, object] = {}
         try:
             body, expires = _read_lease(path)
@@ -277,6 +277,11 @@ class CheckpointLease:
         else:
             self._take(seconds)
 
+    def keep(self, seconds: float, *, renew_s: float) -> None:
+        """Renew the lease where that was last done `renew_s` ago. To be called now and then while somebody reads."""
+        if self._clock() > self._expires - seconds + renew_s:
+            self.renew(seconds)
+
     def release(self) -> None:
         """End the lease; more than once does no harm."""
         if self._file is not None:
@@ -300,7 +305,7 @@ class CheckpointLease:
         expires = self._clock() + seconds
         manifest = self._manifest.own_digest
         body = {"holder": self._reader, "pid": os.getpid(), "manifest": manifest, "expires": expires}
-        write_atomic(file, json.dumps(body), durable=False)
+        replace_file(file, json.dumps(body), durable=False)
         self._expires = expires
 
     def _wait_for_claims(self) -> None:
@@ -319,7 +324,7 @@ class CheckpointLease:
         for path in _files(self.path.parent / LEASES, _CLAIM):
             if _ends(path) < now:
                 _unlink(path)
-            elif _key(path.stem.rpartition("-")[0].rpartition("-")[0]) == (self.step, self.attempt):
+            elif key_of(path.stem.rpartition("-")[0].rpartition("-")[0]) == (self.step, self.attempt):
                 return True
         return False
 
@@ -383,8 +388,3 @@ def _files(folder: Path, suffix: str) -> list[Path]:
     except FileNotFoundError:
         return []
     return sorted(path for path in paths if path.suffix == suffix and not path.name.startswith("."))
-
-
-def _key(stem: str) -> tuple[int, int] | None:
-    step, _, attempt = stem.partition("-")
-    return (int(step), int(attempt)) if step.isdecimal() and attempt.isdecimal() else None

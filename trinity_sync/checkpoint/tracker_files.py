@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint.layout import write_atomic
-from trinity_sync.host.durable import sync_folder
+from trinity_sync.host.durable import replace_file, sync_folder
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 TRACKERS: dict[Kind, str] = {
@@ -60,7 +59,7 @@ def read_committed(root: Path) -> int | None:
 
 def write_committed(root: Path, step: int) -> None:
     """Note the newest step that this program has committed in full, in one durable step."""
-    write_atomic(root / COMMITTED, str(step))
+    replace_file(root / COMMITTED, str(step))
 
 
 def newest_finished(root: Path, tracker: Tracker | None = None) -> int | None:
@@ -92,7 +91,7 @@ def write_tracker(root: Path, kind: Kind, step: int | None) -> None:
     """Let the tracker name a step, in one durable step; None removes it."""
     path = tracker_path(root, kind)
     if step is not None:
-        write_atomic(path, str(step))
+        replace_file(path, str(step))
     elif path.exists():
         path.unlink()
         sync_folder(root)

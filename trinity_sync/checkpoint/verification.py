@@ -19,7 +19,7 @@ from trinity_sync.checkpoint.layout import (
     read_manifest,
 )
 from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, Kind
+from trinity_sync.protocol.parts import FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +77,14 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
 def newest_good(
     root: Path,
     *,
-    kind: Kind = FULL,
     on_skip: Callable[[str], None] | None = None,
     skip_unreadable: bool = False,
     of_verl: bool = False,
     roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
-    """Find the newest checkpoint that verifies. A damaged one is passed over, and so is a folder that is no checkpoint.
+    """Find the newest full checkpoint that verifies. Damaged ones are passed over, and folders that are no checkpoints.
 
     Args:
-        kind: ``full``: one to resume from; ``state_dict``: one of either kind, to load weights from.
         on_skip: called with a sentence for each newer one that was passed over.
         skip_unreadable: pass over what cannot be read now, too.
         of_verl: take one that verl itself wrote, which cannot be verified, where it has the files of all ranks.
@@ -99,7 +97,7 @@ def newest_good(
     for info in reversed(scan(root)):
         state, problems = info.state, info.problems
         if info.manifest is not None:
-            if kind == FULL and info.kind != FULL:
+            if info.kind != FULL:
                 continue
             if info.manifest.files:
                 report = verify(info.path)

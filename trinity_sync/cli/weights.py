@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -189,7 +188,7 @@ def _has_weights(path: Path) -> bool:
 
 @contextmanager
 def _leased(folder: Path) -> Iterator[Callable[[], None]]:
-    """Keep retention away from a checkpoint that is being read; yields what to call now and then meanwhile.
+    """Keep retention away from a checkpoint that is being read; yield what to call now and then meanwhile.
 
     A folder of another program, or one that may not be written to, is read without.
     """
@@ -199,13 +198,10 @@ def _leased(folder: Path) -> Iterator[Callable[[], None]]:
     if step is not None and (folder / "manifest.json").is_file():
         with suppress(OSError):
             lease = leases.lease_checkpoint(folder.parent, step, reader="trinity-sync ckpt", seconds=_LEASE_S)
-    renewed = time.monotonic()
 
     def keep() -> None:
-        nonlocal renewed
-        if lease is not None and time.monotonic() - renewed > _RENEW_S:
-            lease.renew(_LEASE_S)
-            renewed = time.monotonic()
+        if lease is not None:
+            lease.keep(_LEASE_S, renew_s=_RENEW_S)
 
     try:
         yield keep

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.durable import make_folder
+from trinity_sync.host.durable import make_folder, write_all
 from trinity_sync.host.locks import open_lock, try_lock
 
 _PROBE_BYTES = 64 * 1024
@@ -206,9 +206,7 @@ def _try_writing(path: Path) -> None:
     probe = path / f".probe-{os.getpid()}"
     handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        view = memoryview(bytes(_PROBE_BYTES))
-        while view:
-            view = view[os.write(handle, view) :]
+        write_all(handle, bytes(_PROBE_BYTES))
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -57,9 +57,9 @@ def number(value: float | None, none: str = "-") -> str:
     return f"{value:.3f}" if 0.01 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
-def moment(value: float | None, none: str = "-") -> str:
+def moment(value: float | None) -> str:
     """Format Unix seconds as local date and time, ``2026-01-31 14:05:09 +0100``."""
-    return none if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
+    return "-" if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
 
 
 def plural(count: int, noun: str) -> str:

@@ -306,13 +306,10 @@ class Uploads:
 
     def _call(self, work: Callable[[Mirror], T], where: str, lease: CheckpointLease | None = None) -> T:
         """Have it done, in several tries; each one that fails is a fault, and the lease is renewed meanwhile."""
-        renewed = time.monotonic()
 
         def tick() -> None:
-            nonlocal renewed
-            if lease is not None and time.monotonic() - renewed > _RENEW_S:
-                lease.renew(_LEASE_S)
-                renewed = time.monotonic()
+            if lease is not None:
+                lease.keep(_LEASE_S, renew_s=_RENEW_S)
 
         once = partial(call, self._place, self._settings, work, tick=tick, stop=self._stop)
         return try_again(self._settings, once, partial(self._fault, where), self._stop, tick)

@@ -10,7 +10,7 @@ stays near the size of one. Called by export and diff, and for use as a library:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,19 +74,13 @@ class Weights:
         """
         return self._sources[name].read()
 
-    def digest(self, wire_dtype: str | None, *, progress: Callable[[str], None] | None = None) -> str:
+    def digest(self, wire_dtype: str | None) -> str:
         """Compute the version digest (hex) of the weights; reads all of them.
 
         Args:
             wire_dtype: safetensors name of the dtype that floating tensors are cast to; None: as they are.
-            progress: called with the name of each tensor that is done.
         """
-        entries = []
-        for name in self:
-            entries.append(digest_entry(name, self.read(name), wire_dtype))
-            if progress is not None:
-                progress(name)
-        return version_digest(entries)
+        return version_digest([digest_entry(name, self.read(name), wire_dtype) for name in self])
 
 
 def open_weights(folder: Path, config: Path | None = None) -> Weights:
