@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import verls
+from trinity_sync.checkpoint import verl_folders
 from trinity_sync.checkpoint.layout import (
     ABANDONED_PREFIX,
     MANIFEST,
@@ -138,8 +138,8 @@ def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | N
     if finished is not None and step > finished:
         return False
     if manifest is None:
-        return verls.wrote(path)
-    return manifest.kind != FULL and verls.wrote_over(path, manifest.paths)
+        return verl_folders.wrote(path)
+    return manifest.kind != FULL and verl_folders.wrote_over(path, manifest.paths)
 
 
 def newest_attempt(root: Path) -> int | None:

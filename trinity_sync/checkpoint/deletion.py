@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import leases, verls
+from trinity_sync.checkpoint import leases, verl_folders
 from trinity_sync.checkpoint.catalog import committed_manifest
 from trinity_sync.checkpoint.deletion_notes import note_deletion
 from trinity_sync.checkpoint.layout import CONDEMNED_PREFIX, Manifest, abandoned_dir, step_dir, step_of
@@ -59,7 +59,7 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
 
 def of_verl(folder: Path, manifest: Manifest) -> bool:
     """Return whether verl has saved in full, or has begun to, where these weights had been committed alone."""
-    return manifest.kind == STATE_DICT and verls.wrote_over(folder, manifest.paths)
+    return manifest.kind == STATE_DICT and verl_folders.wrote_over(folder, manifest.paths)
 
 
 def _put_back(root: Path, condemned: Path) -> None:

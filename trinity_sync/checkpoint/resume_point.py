@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import catalog, recovery, rollback, verls
+from trinity_sync.checkpoint import catalog, recovery, rollback, verl_folders
 from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, UnreadableError, step_dir
 from trinity_sync.checkpoint.tracker_files import newest_finished, read_committed, read_tracker, tracker_path
@@ -179,7 +179,7 @@ def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | No
     if step == 0:
         return None
     info = next((info for info in catalog.scan(root) if info.step == step), None)
-    absent = verls.missing(info.path, roles) if info is not None and info.state == "verl" else None
+    absent = verl_folders.missing(info.path, roles) if info is not None and info.state == "verl" else None
     if absent is not None:
         raise RunError(f"{step_dir(root, step)} was written by verl, but its {absent} is missing: it is not whole")
     if info is None or (info.kind != FULL and info.state != "verl"):

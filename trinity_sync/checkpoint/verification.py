@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import verls
+from trinity_sync.checkpoint import verl_folders
 from trinity_sync.checkpoint.catalog import CheckpointInfo, files_of, scan
 from trinity_sync.checkpoint.layout import (
     ManifestError,
@@ -105,7 +105,7 @@ def newest_good(
             else:
                 state, problems = "damaged", (f"{info.path} lists no files",)
         elif of_verl and state == "verl":
-            absent = verls.missing(info.path, roles)
+            absent = verl_folders.missing(info.path, roles)
             state, problems = ("committed", ()) if absent is None else (state, (f"{info.path / absent} is missing",))
         if state == "committed":
             return info
