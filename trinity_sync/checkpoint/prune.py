@@ -88,18 +88,32 @@ def prune_plan(
     trackers = [*before.values(), *_trackers(root).values()]
     if full.problem is not None and any(info.state == "verl" for info in found):
         raise UnreadableError(f"{full.problem}, so nobody knows which of verl's checkpoints are finished")
-    infos = {info.step: info for info in found if _is_ours(info)}
+    infos = {info.step: (info.path, info.manifest) for info in found if info.manifest is not None and _is_ours(info)}
     pins, leased = leases.pinned(root), leases.leased(root, now=now)
     busy = set(saving) | _staged(root)
     # A tracker stays behind a commit for a moment, or for longer where the disk refuses to take it.
     named = {tracker.step for tracker in trackers}
-    facts = [_facts(info, pins, leased, busy, named) for info in infos.values()]
-    rows = []
-    for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):
-        info = infos[decision.step]
-        assert info.manifest is not None
-        rows.append(PruneRow(info.manifest, info.path, decision.keep, decision.reasons, decision.warnings))
-    return rows
+    facts = [
+        facts_of(manifest, pins, leased=(step, manifest.attempt) in leased, saving=step in busy, named=step in named)
+        for step, (_, manifest) in infos.items()
+    ]
+    return [
+        PruneRow(infos[of.step][1], infos[of.step][0], of.keep, of.reasons, of.warnings)
+        for of in decide(facts, policies, now, keep_state_dicts=keep_state_dicts)
+    ]
+
+
+def facts_of(manifest: Manifest, pins: Collection[tuple[int, int]], **states: bool) -> CheckpointFacts:
+    """Return what the policies need to know of a checkpoint; `states`: it is leased, being saved or named."""
+    return CheckpointFacts(
+        step=manifest.step,
+        kind=manifest.kind,
+        created=manifest.created,
+        bytes=manifest.bytes,
+        metrics=manifest.metrics,
+        pinned=(manifest.step, manifest.attempt) in pins,
+        **states,
+    )
 
 
 def _trackers(root: Path) -> dict[Kind, Tracker]:
@@ -143,28 +157,6 @@ def _is_ours(info: CheckpointInfo) -> bool:
         return info.manifest is not None and not of_verl(info.path, info.manifest)
     except OSError:
         return False
-
-
-def _facts(
-    info: CheckpointInfo,
-    pins: Collection[tuple[int, int]],
-    leased: Collection[tuple[int, int]],
-    busy: Collection[int],
-    named: Collection[int | None],
-) -> CheckpointFacts:
-    assert info.manifest is not None
-    key = (info.step, info.manifest.attempt)
-    return CheckpointFacts(
-        step=info.step,
-        kind=info.manifest.kind,
-        created=info.manifest.created,
-        bytes=info.manifest.bytes,
-        metrics=info.manifest.metrics,
-        pinned=key in pins,
-        leased=key in leased,
-        saving=info.step in busy,
-        named=info.step in named,
-    )
 
 
 def _staged(root: Path) -> set[int]:

@@ -167,11 +167,9 @@ class CommitBook:
         Args:
             ticket: the caller's name for this turn; asking again with the same one is the same turn.
             node_id, job_id: name the writing process.
-            step, part: what it saves, where that is known.
             life: tells the process from an earlier one with the same node_id and job_id.
             collective: the save has barriers with its peers, so it does not queue.
             anonymous: the writer will report its end without the ticket.
-            attempt: the attempt that the writer belongs to; None: this one.
 
         Raises:
             RunError: the step has failed already, so that writing for it is pointless. A collective save is let
@@ -221,14 +219,12 @@ class CommitBook:
         """Note that a part is written.
 
         Args:
-            weights: the part is of the weights.
             part: its name; a second report of the name counts for nothing, but for another save of what is committed
                 already, which is told by its ticket: there is nothing to commit, and what was registered for it is in.
             report: for a part without a name, an id of this report, so that a doubled one is recognised.
             files: what was written for it; None: not told.
             digest: the version digest of the weights; two different ones fail the step.
             ticket: the turn that ends with this; None: there was none.
-            attempt: the attempt that the writer belongs to; None: this one.
         """
         if part == DIGEST_PART and digest is None:
             raise ValueError(f"the part {DIGEST_PART!r} of step {step} was reported without a digest")

@@ -48,12 +48,32 @@ class RunFolder:
     Attributes:
         path: the folder, absolute.
         resumed: whether it was opened to go on with the run in it.
+        run_json: status and origin of the run.
+        metrics: one line per trainer step.
+        events: one line per publish, load, commit, prune and fault.
+        summary: figures of the whole run.
+        report: the report of the run.
+        logs: the folder of the processes' logs.
+        model: the folder of the initial model, where it is made here.
+        checkpoints: the folder of checkpoints, unless `checkpoint.dir` names another.
+        slots: the folder of slots as files, where shared memory is too small for them. Gone when the run has ended.
+        tensorboard: the folder of TensorBoard's event files.
     """
 
     def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
         self._lock: int | None = lock
+        self.run_json = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.logs = path / "logs"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self.slots = path / "slots"
+        self.tensorboard = path / "tensorboard"
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
@@ -94,56 +114,6 @@ class RunFolder:
             os.close(lock)
             raise
         return cls(path, lock, resumed=resume)
-
-    @property
-    def run_json(self) -> Path:
-        """Status and origin of the run."""
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per trainer step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """One line per publish, load, commit, prune and fault."""
-        return self.path / "events.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """Figures of the whole run."""
-        return self.path / "summary.json"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of the processes' logs."""
-        return self.path / "logs"
-
-    @property
-    def model(self) -> Path:
-        """The folder of the initial model, where it is made here."""
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints, unless `checkpoint.dir` names another."""
-        return self.path / "checkpoints"
-
-    @property
-    def slots(self) -> Path:
-        """The folder of slots as files, where shared memory is too small for them. Gone when the run has ended."""
-        return self.path / "slots"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def report(self) -> Path:
-        """The report of the run."""
-        return self.path / "report.html"
 
     def close(self) -> None:
         """Unlock the folder; closing twice is fine."""

@@ -40,11 +40,12 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.mirror.storage import Storage
+from trinity_sync.checkpoint.prune import facts_of
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
+from trinity_sync.protocol.retention import Policy, decide
 
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"
@@ -233,16 +234,7 @@ class Mirror:
             except NewerFormatError:
                 continue
             if manifest is not None:
-                facts.append(
-                    CheckpointFacts(
-                        step=step,
-                        kind=manifest.kind,
-                        created=manifest.created,
-                        bytes=manifest.bytes,
-                        metrics=manifest.metrics,
-                        pinned=(step, manifest.attempt) in pins,
-                    )
-                )
+                facts.append(facts_of(manifest, pins))
             elif step not in local and self._storage.read(f"{_folder(step)}/{ABANDONED}") is None:
                 gone.append(step)
         gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
