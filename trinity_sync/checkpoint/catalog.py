@@ -175,7 +175,6 @@ def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None
     """Check that step folders may be moved out of the way.
 
     Args:
-        infos: the step folders.
         others: states of those that may not be moved.
 
     Raises:

@@ -217,11 +217,7 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
 def _collect(
     folder: Path, reported: Collection[FileEntry], adopted: Mapping[str, FileEntry], *, everything: bool
 ) -> tuple[FileEntry, ...]:
-    """Return the entries of all files that go into the commit, sorted by path.
-
-    Raises:
-        RunError: a file is not there as it was reported.
-    """
+    """Return the entries of all files that go into the commit. RunError where one is not there as reported."""
     entries = dict(adopted) | {entry.path: entry for entry in reported}
     for entry in entries.values():
         path = folder / entry.path

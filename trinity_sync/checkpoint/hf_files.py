@@ -50,8 +50,6 @@ def write_file(folder: Path, file: str, infos: Mapping[str, TensorInfo], read: C
     """Write one safetensors file, durably.
 
     Args:
-        folder: where to write it.
-        file: its name.
         infos: dtype and shape of each of its tensors as they are to be written, in the order of their bytes.
         read: gives a tensor by name; a floating one is cast to the dtype in `infos`.
     """

@@ -34,7 +34,6 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
     """Lock the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
 
     Args:
-        root: the folder that `checkpoint.dir` names.
         run: the run's folder, for the message to others.
         timeout_s: how long to wait for the monitor of a run that was killed, seconds.
 

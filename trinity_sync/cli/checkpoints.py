@@ -63,9 +63,7 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
     return commands
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Commands
-# --------------------------------------------------------------------------------------------------------------------
+# ---- commands
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -245,9 +243,7 @@ def _report_pin(options: argparse.Namespace, step: int, text: str, pinned: bool)
     return 0
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Finding things
-# --------------------------------------------------------------------------------------------------------------------
+# ---- finding things
 
 
 def find(path: Path, step: int | None) -> tuple[Path, int | None]:
@@ -346,9 +342,7 @@ def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Printing
-# --------------------------------------------------------------------------------------------------------------------
+# ---- printing
 
 
 def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int, int]]) -> dict[str, Any]:

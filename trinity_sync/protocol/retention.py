@@ -116,7 +116,7 @@ class KeepLast(Policy):
     n: int
 
     def __post_init__(self) -> None:
-        _at_least("keep_last.n", self.n, 1)
+        _at_least_one("keep_last.n", self.n)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
         return {checkpoint.step: f"keep_last {self.n}" for checkpoint in checkpoints[-self.n :]}
@@ -130,7 +130,7 @@ class KeepEvery(Policy):
     steps: int
 
     def __post_init__(self) -> None:
-        _at_least("keep_every.steps", self.steps, 1)
+        _at_least_one("keep_every.steps", self.steps)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
         return {c.step: f"keep_every {self.steps} steps" for c in checkpoints if c.step % self.steps == 0}
@@ -152,7 +152,7 @@ class KeepBest(Policy):
     mode: str = "max"
 
     def __post_init__(self) -> None:
-        _at_least("keep_best.n", self.n, 1)
+        _at_least_one("keep_best.n", self.n)
         if self.mode not in ("max", "min"):
             raise ConfigError(f"keep_best.mode is {self.mode!r}; it has to be max or min")
 
@@ -370,9 +370,9 @@ def _against(checkpoint: CheckpointFacts, rules: Collection[Policy], keep_state_
     return f"not kept by {', '.join(rule.name or type(rule).__name__ for rule in rules)}"
 
 
-def _at_least(key: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key} is {value!r}; it has to be a whole number of at least {least}")
+def _at_least_one(key: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} is {value!r}; it has to be a whole number of at least 1")
 
 
 def _more_than_nothing(key: str, value: float) -> None:

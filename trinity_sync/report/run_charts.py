@@ -102,12 +102,7 @@ def moved(run: Run) -> Markup:
     """Draw the bytes of each version, whole and as carried."""
     return charts.line_chart(
         [
-            Series(
-                name=text,
-                points=run.measured("publish", name),
-                colour=colour,
-                dash=dash,
-            )
+            Series(name=text, points=run.measured("publish", name), colour=colour, dash=dash)
             for name, text, colour, dash in (("bytes_full", "whole version", 6, 1), ("bytes_moved", "moved", 0, 0))
         ],
         label="Bytes of each version",

@@ -111,12 +111,7 @@ class GroupQueue(Generic[T]):
             self.newest = version_step
 
     def hand_out(self, explorer: str, most: int) -> list[GroupId]:
-        """Give an idle explorer groups to make with the newest version; none: it has to wait for a change.
-
-        Args:
-            explorer: its name.
-            most: the largest number of groups.
-        """
+        """Give an idle explorer at most so many groups to make with the newest version; none: it has to wait."""
         self._reclaim()
         handed: list[GroupId] = []
         while len(handed) < most and self._admits():
@@ -126,10 +121,7 @@ class GroupQueue(Generic[T]):
         return handed
 
     def deliver(self, group: GroupId, version_step: int, samples: T) -> bool:
-        """Take a group that is made; return whether it was needed.
-
-        It is not where another explorer was faster, nor where it is over-stale by now.
-        """
+        """Take a group that is made. False where it is not needed: another explorer was faster, or it is over-stale."""
         if self._out.pop(group, None) is None:
             if group not in self._waiting:
                 return False
