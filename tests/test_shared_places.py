@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit
-from trinity_sync.checkpoint import holds, lock
+from trinity_sync.checkpoint import leases, lock
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, step_dir
 from trinity_sync.launch import cluster
 from trinity_sync.protocol.parts import STATE_DICT
-from trinity_sync.tracking.run_folder import RunFolder, lock_holder
+from trinity_sync.tracking.run_folder import RunFolder, lock_owner
 from trinity_sync.weights import slots
 from trinity_sync.weights.slots import SlotArena, remove_stale
 
@@ -279,17 +279,17 @@ def test_a_lock_of_a_checkpoint_folder_that_is_none_is_named(
     assert f"{shared / name} is no regular file" in told
     assert kept(precious)
     if name == ".lock":
-        assert in_a_process(lambda: lock.holder(shared)) is None
+        assert in_a_process(lambda: lock.writer_of(shared)) is None
     else:
-        assert "is no regular file" in in_a_process(lambda: lock.hold_as_writer(shared))
+        assert "is no regular file" in in_a_process(lambda: lock.lock_as_writer(shared))
 
 
 def test_a_monitor_does_not_wait_for_ever_for_its_lock(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_HELD_S", 0.2, raising=False)
+    monkeypatch.setattr(lock, "_LOCK_S", 0.2, raising=False)
     path = shared / ".monitor.lock"
     path.touch()
     with locked_by_another_process(path) as holder:
-        told = in_a_process(lambda: lock.hold_as_writer(shared))
+        told = in_a_process(lambda: lock.lock_as_writer(shared))
         assert told == f"WaitTimeout: process {holder} did not let go of its lock on {path} within 0.2 s"
         assert f"process {holder}" in in_a_process(lambda: hold(shared))
 
@@ -297,7 +297,7 @@ def test_a_monitor_does_not_wait_for_ever_for_its_lock(shared: Path, monkeypatch
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_a_lock_of_a_run_folder_that_is_none_is_named(shared: Path, precious: Path, kind: str) -> None:
     plant(shared / ".lock", kind, precious)
-    assert in_a_process(lambda: lock_holder(shared)) is None
+    assert in_a_process(lambda: lock_owner(shared)) is None
     told = in_a_process(lambda: RunFolder.open(shared, resume=False))
     assert f"{shared / '.lock'} is no regular file" in told
     assert kept(precious)
@@ -309,7 +309,7 @@ def test_a_lock_of_a_run_folder_that_is_none_is_named(shared: Path, precious: Pa
 def read(root: Path, seconds: float = 60.0, now: float = 1000.0) -> int:
     """The step of a checkpoint that is held; a user's usual umask lets others look only."""
     os.umask(0o022)
-    return holds.lease_checkpoint(root, 1, holder="reader", seconds=seconds, clock=lambda: now).step
+    return leases.lease_checkpoint(root, 1, reader="reader", seconds=seconds, clock=lambda: now).step
 
 
 def save(root: Path, *names: str, attempt: int = 0) -> str:
@@ -323,7 +323,7 @@ def take(root: Path, how: str) -> None:
     if how == "run":
         hold(root)
     elif how == "monitor":
-        lock.hold_as_writer(root).close()
+        lock.lock_as_writer(root).close()
     else:
         read(root)
 
@@ -361,7 +361,7 @@ def test_a_checkpoint_folder_of_ones_own_has_leases_of_ones_own(shared: Path) ->
     found = (shared / ".leases").stat()
     assert (found.st_gid, found.st_mode & 0o777) == (OTHER, 0o700)
     (shared / ".leases").rmdir()
-    holds.make_leases_folder(shared)
+    leases.make_leases_folder(shared)
     found = (shared / ".leases").stat()
     assert (found.st_gid, found.st_mode & 0o777 & 0o770) == (THIRD, 0o770)
 
@@ -377,13 +377,13 @@ def test_what_another_user_left_and_cannot_be_removed_holds_nothing_when_it_has_
     def leave() -> None:
         read(shared, seconds=5.0)
         for attempt in (0, 1):
-            left.append(holds.claim(shared, Manifest(step=1, attempt=attempt, kind="full"), now=1000.0))
+            left.append(leases.claim(shared, Manifest(step=1, attempt=attempt, kind="full"), now=1000.0))
             left[-1].__enter__()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def look() -> list[object]:
-        holds.clean_claims(shared, now=2000.0)
-        return [holds.leased(shared, now=2000.0), read(shared, now=2000.0), save(shared, "w", attempt=0)]
+        leases.clean_claims(shared, now=2000.0)
+        return [leases.leased(shared, now=2000.0), read(shared, now=2000.0), save(shared, "w", attempt=0)]
 
     left: list[Any] = []
     assert in_a_process(lambda: save(shared, "w"), OTHER) == "state_dict"

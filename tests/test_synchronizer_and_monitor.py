@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trinity_sync.checkpoint import catalog, layout, verification
-from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.layout import file_entry, read_manifest
+from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.monitor import CheckpointMonitor, MonitorConfig
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -243,7 +243,7 @@ class Together(RuleBasedStateMachine):
             return
         version = reading.lease.version
         try:
-            hold = lease_checkpoint(self.root, version.step, holder="test", seconds=LEASE_S, clock=self.clock)
+            hold = lease_checkpoint(self.root, version.step, reader="test", seconds=LEASE_S, clock=self.clock)
         except RunError:
             assert version != self.published[-1], "the newest version's folder is gone"
             return
@@ -289,8 +289,8 @@ class Together(RuleBasedStateMachine):
         self.settle()
 
     @rule()
-    def retain(self) -> None:
-        self.wait(self.monitor.retain())
+    def prune(self) -> None:
+        self.wait(self.monitor.prune())
 
     def _stop(self, monitor: CheckpointMonitor) -> None:
         async def stop() -> None:

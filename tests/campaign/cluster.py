@@ -23,7 +23,7 @@ from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
 from trinity_sync.checkpoint import disk, layout, monitor, rollback, verification, writers
 from trinity_sync.checkpoint.layout import Manifest, file_entry, staging_dir
-from trinity_sync.checkpoint.lock import holder, locked
+from trinity_sync.checkpoint.lock import locked, writer_of
 from trinity_sync.errors import TrinityError, WaitTimeout
 from trinity_sync.protocol.decisions import Commit
 from trinity_sync.protocol.files import FileEntry
@@ -96,7 +96,7 @@ class Run:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     error: str | None = None
     _saves: dict[asyncio.Task[Any], None] = field(default_factory=dict)
-    _holder: str | None = None
+    _writer: str | None = None
     _lives: int = 0
 
     @classmethod
@@ -128,10 +128,10 @@ class Run:
     def _take_over(self, stack: contextlib.ExitStack) -> int:
         """Take the folder over and put it in order, as a run or a resume does before anything is started."""
         stack.enter_context(locked(ROOT, RUN, timeout_s=60.0))
-        self._holder = holder(ROOT)
+        self._writer = writer_of(ROOT)
         self.ledger.check()
         with self.ledger.taking_over():
-            found = verification.newest_good(ROOT, kind=FULL)
+            found = verification.newest_good(ROOT)
             start = found.step if found is not None else 0
             rollback.set_start(ROOT, start, self.attempt)
         lineage = self.ledger.lineage
@@ -229,7 +229,7 @@ class Run:
             policies=self.plan.policies,
             timeout_s=TIMEOUT_S,
             fsync=self.plan.fsync,
-            holder=self._holder,
+            writer=self._writer,
         )
         try:
             body = monitor.CheckpointMonitor(self.plan.strategy, str(ROOT), None, config, self.world.clock)

@@ -29,7 +29,7 @@ from trinity_sync.checkpoint.layout import (
     parse_manifest,
     step_of,
 )
-from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS
+from trinity_sync.checkpoint.tracker_files import COMMITTED, TRACKERS
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, covers
 
 ROOT = Path("/sim/run/checkpoints")

@@ -15,7 +15,7 @@ from tests.campaign.cluster import EXPECTED, LEASE_S, PATIENCE_S, Plan, Run
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import READS, WRITES, DiskFault, Violation, World
-from trinity_sync.checkpoint import holds, layout, verification
+from trinity_sync.checkpoint import layout, leases, verification
 from trinity_sync.checkpoint.layout import ManifestError, step_dir
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
@@ -60,7 +60,7 @@ def read_held(
     import time
 
     ends = world.clock() + LEASE_S  # at the earliest: the reader may be stopped for a while before it has the lease
-    lease = holds.lease_checkpoint(root, step, holder=who, seconds=LEASE_S, clock=world.clock)
+    lease = leases.lease_checkpoint(root, step, reader=who, seconds=LEASE_S, clock=world.clock)
     if root == ROOT:
         ledger.leased(lease, (step, lease.attempt))
         world.later(max(0.0, ends - world.clock()), ledger.released, lease)
@@ -201,7 +201,7 @@ class Trial:
 
     def _pin(self, step: int) -> None:
         before = None if step in self.unpinning or self.ledger.resuming else (self.unpins[step], self.ledger.resumes)
-        holds.pin(ROOT, step, clock=self.world.clock)
+        leases.pin(ROOT, step, clock=self.world.clock)
         # Else somebody may have taken it away meanwhile, or a resume may have set the checkpoint aside.
         if before == (self.unpins[step], self.ledger.resumes) and not self.ledger.resuming:
             self.ledger.pinned(step)
@@ -212,7 +212,7 @@ class Trial:
         self.ledger.unpinning(step)
         CURRENT.get().on_death.append(lambda: self.unpinning.remove(step))
         with contextlib.suppress(ManifestError):
-            holds.unpin(ROOT, step)
+            leases.unpin(ROOT, step)
 
     # ---- troubles
 

@@ -14,8 +14,7 @@ import pytest
 from tests.campaign.conftest import PLACE
 from tests.campaign.filesystem import FileSystem
 from trinity_sync.checkpoint import folders
-from trinity_sync.checkpoint.layout import write_atomic
-from trinity_sync.host.durable import sync_folder
+from trinity_sync.host.durable import replace_file, sync_folder
 
 
 def write(path: Path, text: str, *, durable: bool) -> None:
@@ -64,15 +63,15 @@ def test_a_name_that_goes_ahead_of_its_bytes_may_be_empty(disk: FileSystem) -> N
 
 
 def test_a_replaced_file_is_the_old_or_the_new_one(disk: FileSystem) -> None:
-    write_atomic(PLACE / "a", "old")
+    replace_file(PLACE / "a", "old")
     write(PLACE / "new", "new", durable=True)
     (PLACE / "new").replace(PLACE / "a")
     assert after_cuts(disk, PLACE / "a") == {"old", "new"}
 
 
-def test_write_atomic_is_durable(disk: FileSystem) -> None:
-    write_atomic(PLACE / "a", "old")
-    write_atomic(PLACE / "a", "new")
+def test_replace_file_is_durable(disk: FileSystem) -> None:
+    replace_file(PLACE / "a", "old")
+    replace_file(PLACE / "a", "new")
     assert after_cuts(disk, PLACE / "a") == {"new"}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from tests.checkpoint.helpers import commit, stage
 from trinity_sync.checkpoint import commits, folders, prune, recovery, rollback
 from trinity_sync.checkpoint.layout import Manifest, step_dir
-from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
 

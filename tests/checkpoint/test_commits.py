@@ -11,8 +11,8 @@ import pytest
 
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, stage
 from trinity_sync.checkpoint import catalog, commits, recovery, rollback, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import Manifest, file_entry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -121,7 +121,7 @@ def test_weights_whose_place_is_taken_are_committed_beside_it(tmp_path: Path) ->
     assert names(beside(tmp_path, 20, 1)) == {*WEIGHTS, "manifest.json"}
     assert [info.path for info in catalog.scan(tmp_path)] == [step_dir(tmp_path, 20)]
     place = beside(tmp_path, 20, 1).parent
-    with lease_checkpoint(place, 20, holder="explorer-7", seconds=60):
+    with lease_checkpoint(place, 20, reader="explorer-7", seconds=60):
         recovery.clean_versions(tmp_path, now=time.time())
         assert verification.verify(beside(tmp_path, 20, 1)).ok
     rollback.set_start(tmp_path, 20, 2)

@@ -17,7 +17,7 @@ from tests import local_ray
 from tests.checkpoint.helpers import names
 from trinity_sync.checkpoint import CheckpointCoordinator, catalog, verification
 from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 

@@ -13,7 +13,7 @@ from tests.checkpoint.crash_child import SCENARIOS
 from tests.checkpoint.helpers import names
 from trinity_sync.checkpoint import catalog, recovery, rollback, verification
 from trinity_sync.checkpoint.layout import ABANDONED_PREFIX, read_manifest, step_dir
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 REPO = Path(__file__).parents[2]

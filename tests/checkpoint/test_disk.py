@@ -16,16 +16,16 @@ import pytest
 from tests.checkpoint.helpers import commit, names, stage, unreadable, verls
 from trinity_sync.actors.changes import Changes
 from trinity_sync.checkpoint import catalog, commits, replacement, rollback, trash, verification
+from trinity_sync.checkpoint.deletion_notes import noted_deletions
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
-from trinity_sync.checkpoint.holds import lease_checkpoint, pin
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.resume_point import put_in_order
-from trinity_sync.checkpoint.tombstones import deleted
-from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, MoveTracker
@@ -82,9 +82,9 @@ class Life:
                         continue
                     self.carry_out(self.book.commit_done(step, kind, beside=decision.beside))
                     self.disk.write_journal(step, self.book.dump(step))
-                    for gone in self.disk.retain(self.book.open_steps())[0]:
+                    for gone in self.disk.prune(self.book.open_steps())[0]:
                         self.book.forget(gone.step)
-                    self.disk.purge()
+                    self.disk.empty_trash()
                 case MoveTracker(kind, step):
                     self.disk.move_tracker(kind, step)
                 case Fail(step, _, error):
@@ -172,7 +172,7 @@ def test_weights_beside_stay_for_as_long_as_visible_ones_would_and_while_they_ar
     place = Path(told["path"])
     life.save(21, STATE_DICT, WEIGHTS)
     assert verification.verify(place).ok
-    with lease_checkpoint(place.parent, 20, holder="explorer-0", seconds=60, clock=life.clock):
+    with lease_checkpoint(place.parent, 20, reader="explorer-0", seconds=60, clock=life.clock):
         life.save(22, STATE_DICT, WEIGHTS)
         assert verification.verify(place).ok
     life.save(23, STATE_DICT, WEIGHTS)
@@ -186,7 +186,7 @@ def test_retention_leaves_the_place_of_a_commit_beside_it(left: Path, monkeypatc
 
     def during(folder: Path) -> None:
         real(folder)
-        life.disk.retain([20])
+        life.disk.prune([20])
 
     monkeypatch.setattr(commits, "sync_tree", during)
     files = stage(left, 20, WEIGHTS, attempt=1)
@@ -204,7 +204,7 @@ def test_weights_beside_that_cannot_be_looked_at_do_not_hide_what_was_pruned(tmp
     beside.parent.mkdir()
     beside.symlink_to(beside)  # looking into it fails, whoever looks
     life.disk = replace(life.disk, policies=(KeepLast(1),))
-    pruned, warnings = life.disk.retain([])
+    pruned, warnings = life.disk.prune([])
     assert [gone.step for gone in pruned] == [2, 4]
     assert [text for text in warnings if "beside the step folders" in text]
 
@@ -212,7 +212,7 @@ def test_weights_beside_that_cannot_be_looked_at_do_not_hide_what_was_pruned(tmp
 def test_weights_are_published_though_somebody_holds_the_step(left: Path) -> None:
     pin(left, 20)
     life = Life(left, 1)
-    with lease_checkpoint(left, 20, holder="mirror", seconds=60, clock=life.clock):
+    with lease_checkpoint(left, 20, reader="mirror", seconds=60, clock=life.clock):
         assert life.save(20, STATE_DICT, WEIGHTS)["beside"]
     assert whole(left, 20)
 
@@ -239,7 +239,7 @@ def test_a_pinned_step_that_is_saved_in_full_again_fails_the_save_and_stays(left
 def test_versions_of_a_run_that_was_killed_go_with_the_next_though_leases_are_left(left: Path) -> None:
     told = Life(left, 1).save(20, STATE_DICT, WEIGHTS)
     life = Life(left, 1, restarted=True)
-    lease_checkpoint(Path(told["path"]).parent, 20, holder="explorer-0", seconds=60, clock=life.clock)
+    lease_checkpoint(Path(told["path"]).parent, 20, reader="explorer-0", seconds=60, clock=life.clock)
     life = Life(left, 2)
     assert verification.verify(Path(told["path"])).ok, "somebody still reads it"
     assert life.save(20, STATE_DICT, WEIGHTS)["path"] == str(step_dir(versions_dir(left, 2), 20))
@@ -292,7 +292,7 @@ def test_a_commit_that_retention_took_is_told_in_another_life(tmp_path: Path) ->
     assert life.disk.describe_deleted(10, STATE_DICT) == life.disk.describe_deleted(10) == told[10]
     assert life.disk.describe_deleted(10, FULL) is None
     assert Life(tmp_path, 1).disk.describe_deleted(10) is None, "it is another attempt's"
-    assert deleted(tmp_path) == set(), "a resume misses no weights"
+    assert noted_deletions(tmp_path) == set(), "a resume misses no weights"
     prune(tmp_path, prune_plan(tmp_path, [], now=2000.0, keep_state_dicts=1), now=2000.0)
     assert life.book.status(20).state == "committed", "somebody else has deleted it"
     assert life.disk.describe_committed(20, STATE_DICT) == told[20]

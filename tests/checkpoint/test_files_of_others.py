@@ -76,7 +76,7 @@ def test_a_death_before_the_old_folder_goes_takes_no_files_of_others_with_it(
 
     with monkeypatch.context() as crash:
         crash.setattr(folders, "exchange", then_verl_writes)
-        crash.setattr(replacement, "_retire", die)
+        crash.setattr(replacement, "_trash_or_abandon", die)
         with pytest.raises(Death):
             commit(tmp_path, 8, {"actor/model.pt": "w", "actor/more.pt": "m"}, attempt=attempt, created=2.0)
     recovery.recover(tmp_path)

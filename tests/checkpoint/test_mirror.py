@@ -12,11 +12,11 @@ import pytest
 
 from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint import catalog, rollback, verification
-from trinity_sync.checkpoint.holds import pin
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
+from trinity_sync.checkpoint.leases import pin
 from trinity_sync.checkpoint.mirror.copies import ABANDONED, UPLOADING, DamagedError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.trackers import TRACKERS
+from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepLast
 
@@ -192,7 +192,7 @@ def test_the_policies_hold_there_too_and_so_do_pins(here: Path, there: str) -> N
         commit(here, step)
         mirror_at(there).upload(here, step)
     pin(here, 10)
-    assert mirror_at(there).retain([KeepLast(2)], here, now=0.0) == [20]
+    assert mirror_at(there).prune([KeepLast(2)], here, now=0.0) == [20]
     assert committed_at(there) == [10, 30, 40]
     assert mirror_at(there).steps() == [10, 30, 40]
 
@@ -202,12 +202,12 @@ def test_a_torn_copy_goes_when_its_checkpoint_is_gone_here(here: Path, there: st
         commit(here, step)
     for step in (10, 20, 30):
         Storage(there).write(f"global_step_{step}/actor/model.pt", "half")
-    assert mirror_at(there).retain([KeepLast(1)], here, now=0.0) == [30]
+    assert mirror_at(there).prune([KeepLast(1)], here, now=0.0) == [30]
 
 
 def test_abandoned_copies_are_left_to_the_user_as_they_are_here(here: Path, there: str) -> None:
     Storage(there).write(f"global_step_30/{ABANDONED}", "{}")
-    assert mirror_at(there).retain([KeepLast(1)], here, now=0.0) == []
+    assert mirror_at(there).prune([KeepLast(1)], here, now=0.0) == []
 
 
 # ---- fetching

@@ -18,12 +18,12 @@ import ray
 from tests.checkpoint.helpers import commit, names
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointMonitor, catalog, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import file_entry, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.trackers import read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job
@@ -91,7 +91,7 @@ def test_a_commit_is_told_to_whoever_waits_for_it_and_to_nobody_else(monitor: An
 def test_what_happened_beside_the_saves_is_told_once(monitor: Any) -> None:
     save(monitor, 20)
     save(monitor, 30)
-    call(monitor, "retain", 1)
+    call(monitor, "prune", 1)
     events = call(monitor, "drain_events")
     assert [(event["event"], event["step"], event["attempt"]) for event in events] == [("prune", 20, 0)]
     assert set(events[0]) >= {"time", "reason", "freed_bytes"}
@@ -249,10 +249,10 @@ def test_a_limit_that_comes_with_a_save_is_enforced_when_asked(make_monitor: Cal
     for step in (10, 20, 30):
         save(monitor, step)
     assert [info.step for info in catalog.scan(root)] == [10, 20, 30]
-    pruned = call(monitor, "retain", 2)
+    pruned = call(monitor, "prune", 2)
     assert [(gone["step"], gone["reason"]) for gone in pruned] == [(10, "not kept by keep_last")]
     assert [info.step for info in catalog.scan(root)] == [20, 30]
-    assert call(monitor, "retain", 2) == call(monitor, "retain") == []
+    assert call(monitor, "prune", 2) == call(monitor, "prune") == []
     assert [event["step"] for event in call(monitor, "drain_events") if event["event"] == "prune"] == [10]
 
 
@@ -462,7 +462,7 @@ def test_a_resumed_run_that_publishes_the_step_it_began_with_leaves_its_checkpoi
     os.kill(call(monitor, "describe")["pid"], signal.SIGKILL)
     again = call(monitor, "wait_committed", 20, 1, LIMIT, kind=STATE_DICT)
     assert again | {"total_s": 0.0} == result | {"total_s": 0.0}
-    with lease_checkpoint(Path(again["path"]).parent, 20, holder="explorer-0", seconds=60) as lease:
+    with lease_checkpoint(Path(again["path"]).parent, 20, reader="explorer-0", seconds=60) as lease:
         assert names(lease.path) == {"weights.pt", "manifest.json"}
 
 

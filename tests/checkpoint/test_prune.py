@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit, refuse, stage, verls
-from trinity_sync.checkpoint import catalog, deletion, holds, recovery, rollback, tombstones, trash, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint, pin, unpin
+from trinity_sync.checkpoint import catalog, deletion, deletion_notes, leases, recovery, rollback, trash, verification
 from trinity_sync.checkpoint.layout import ManifestError, UnreadableError, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin, unpin
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.trackers import tracker_path, write_tracker
+from trinity_sync.checkpoint.tracker_files import tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepBest, KeepFor, KeepLast, Policy
@@ -114,7 +114,7 @@ def test_a_folder_that_is_being_read_stays_until_the_reader_is_done(tmp_path: Pa
     for step in (10, 20):
         commit(tmp_path, step)
     clock = Clock()
-    with lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=clock) as lease:
+    with lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=clock) as lease:
         assert lease.path == step_dir(tmp_path, 10)
         assert run(tmp_path, KeepLast(1), now=clock.now) == []
     assert run(tmp_path, KeepLast(1), now=clock.now) == [10]
@@ -124,7 +124,7 @@ def test_a_reader_that_died_holds_nothing_up_for_long(tmp_path: Path) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
     clock = Clock()
-    lease = lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=clock)
+    lease = lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=clock)
     clock.now += 50
     lease.renew(60)
     assert run(tmp_path, KeepLast(1), now=clock.now + 59) == []
@@ -136,7 +136,7 @@ def test_a_lease_that_was_taken_after_the_plan_is_honoured(tmp_path: Path) -> No
     for step in (10, 20):
         commit(tmp_path, step)
     plan = prune_plan(tmp_path, [KeepLast(1)], now=100.0)
-    lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+    lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=Clock())
     assert prune(tmp_path, plan, now=100.0) == ([], [])
     assert verification.verify(step_dir(tmp_path, 10)).ok
 
@@ -146,20 +146,20 @@ def deleted_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Step 10 is deleted when somebody has seen it and is about to write the file that holds it."""
     for step in (10, 20):
         commit(tmp_path, step)
-    real = holds.write_atomic
+    real = leases.replace_file
 
     def delete(path: Path, text: str, **options: bool) -> None:
-        monkeypatch.setattr(holds, "write_atomic", real)
+        monkeypatch.setattr(leases, "replace_file", real)
         assert run(tmp_path, KeepLast(1)) == [10]
         real(path, text, **options)
 
-    monkeypatch.setattr(holds, "write_atomic", delete)
+    monkeypatch.setattr(leases, "replace_file", delete)
 
 
 @pytest.mark.usefixtures("deleted_first")
 def test_a_lease_on_what_is_deleted_at_the_same_time_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="was deleted while explorer-0"):
-        lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+        lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=Clock())
     assert list((tmp_path / ".leases").iterdir()) == []
 
 
@@ -175,7 +175,7 @@ def test_a_pin_that_comes_too_late_because_its_program_was_stopped_is_refused(
 ) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
-    clock, real = Clock(), holds.write_atomic
+    clock, real = Clock(), leases.replace_file
 
     def stopped(path: Path, text: str, **options: bool) -> None:
         if path.parent.name == ".pins":
@@ -183,7 +183,7 @@ def test_a_pin_that_comes_too_late_because_its_program_was_stopped_is_refused(
             assert run(tmp_path, KeepLast(1), now=clock.now) == [10]
         real(path, text, **options)
 
-    monkeypatch.setattr(holds, "write_atomic", stopped)
+    monkeypatch.setattr(leases, "replace_file", stopped)
     with pytest.raises(RunError, match="step 10 was deleted"):
         pin(tmp_path, 10, clock=clock)
     assert list(tmp_path.glob(".pins/*")) + list(tmp_path.glob(".leases/*")) == []
@@ -193,7 +193,7 @@ def test_a_lease_that_ran_out_is_not_renewed_once_the_checkpoint_is_gone(tmp_pat
     for step in (10, 20):
         commit(tmp_path, step)
     clock = Clock()
-    lease = lease_checkpoint(tmp_path, 10, holder="mirror", seconds=60, clock=clock)
+    lease = lease_checkpoint(tmp_path, 10, reader="mirror", seconds=60, clock=clock)
     clock.now += 61
     lease.renew(60)  # it is still there
     clock.now += 61
@@ -205,7 +205,7 @@ def test_a_lease_that_ran_out_is_not_renewed_once_the_checkpoint_is_gone(tmp_pat
 def test_a_lease_that_cannot_be_read_now_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (10, 20):
         commit(tmp_path, step)
-    lease_checkpoint(tmp_path, 10, holder="explorer-0", seconds=60, clock=Clock())
+    lease_checkpoint(tmp_path, 10, reader="explorer-0", seconds=60, clock=Clock())
     read = Path.read_text
 
     def stale(path: Path, *args: object, **kwargs: object) -> str:
@@ -344,11 +344,11 @@ def test_weights_over_which_verl_saves_stay_before_its_tracker_names_them(tmp_pa
 
 
 def test_what_was_deleted_is_noted_and_the_notes_stay_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstones, "_MOST_NOTES", 2)
+    monkeypatch.setattr(deletion_notes, "_MOST_NOTES", 2)
     for step in (1, 2, 3, 4, 5):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [1, 2, 3, 4]
-    assert tombstones.deleted(tmp_path) == {(3, 0), (4, 0)}
+    assert deletion_notes.noted_deletions(tmp_path) == {(3, 0), (4, 0)}
 
 
 def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_note_that_cannot_be_written_stops_no_deletion(tmp_path: Path) -> None
     for step in (10, 20):
         commit(tmp_path, step)
     assert run(tmp_path, KeepLast(1)) == [10]
-    assert tombstones.deleted(tmp_path) == set()
+    assert deletion_notes.noted_deletions(tmp_path) == set()
     commit(tmp_path, 10)
 
 
@@ -391,7 +391,7 @@ def test_what_died_while_it_wrote_a_pin_or_a_lease_leaves_nothing_for_long(tmp_p
         path.parent.mkdir()
         path.touch()
     written = torn[0].stat().st_mtime
-    holds.leased(tmp_path, now=written + 5.0)
+    leases.leased(tmp_path, now=written + 5.0)
     assert all(path.exists() for path in torn)
-    holds.leased(tmp_path, now=written + 3600.0)
+    leases.leased(tmp_path, now=written + 3600.0)
     assert not any(path.exists() for path in torn)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import WEIGHTS, beside, commit, names, refuse, stage, unreadable
-from trinity_sync.checkpoint import catalog, commits, folders, holds, recovery, replacement, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint, pin, pinned, unpin
+from trinity_sync.checkpoint import catalog, commits, folders, leases, recovery, replacement, verification
 from trinity_sync.checkpoint.layout import (
     Manifest,
     ManifestError,
@@ -19,6 +18,7 @@ from trinity_sync.checkpoint.layout import (
     staging_dir,
     step_dir,
 )
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin, pinned, unpin
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -58,7 +58,7 @@ def test_what_a_commit_took_the_place_of_is_set_aside_after_a_crash_too(
         def die(place: Path, aside: Path, successor: Manifest) -> None:
             raise KeyboardInterrupt
 
-        crash.setattr(replacement, "_retire", die)
+        crash.setattr(replacement, "_trash_or_abandon", die)
         with pytest.raises(KeyboardInterrupt):
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1)
     recovery.recover(tmp_path)
@@ -107,7 +107,7 @@ def test_an_error_after_folders_changed_places_costs_nobody_what_is_pinned(
 
     with monkeypatch.context() as failing:
         failing.setattr(replacement, "check_replaces", lambda *_: None)  # the pin came after that
-        failing.setattr(replacement, "_holders_of", fail)
+        failing.setattr(replacement, "_blockers_of", fail)
         if not exchange:
             failing.setattr(folders, "exchange", lambda first, second: False)
         if not put_back:
@@ -173,7 +173,7 @@ def test_what_somebody_holds_is_not_replaced(tmp_path: Path, exchange: bool, mon
     if not exchange:
         monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     commit(tmp_path, 20)
-    with lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60):
+    with lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60):
         assert "held by explorer-7" in leave(tmp_path, 20, {"actor/model.pt": "other"}, attempt=1)
         assert "held by explorer-7" in leave(tmp_path, 20, {"actor/model.pt": "other"})
     pin(tmp_path, 20)
@@ -188,13 +188,13 @@ def test_what_somebody_holds_is_not_replaced(tmp_path: Path, exchange: bool, mon
 def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
     tmp_path: Path, exchange: bool, attempt: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
+    monkeypatch.setattr(leases, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     commit(tmp_path, 20)
-    real, leases = folders.exchange, []
+    real, taken = folders.exchange, []
 
     def while_a_reader_comes(first: Path, second: Path) -> bool:
-        if not leases:
-            leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
+        if not taken:
+            taken.append(lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60))
         return exchange and real(first, second)
 
     monkeypatch.setattr(folders, "exchange", while_a_reader_comes)
@@ -206,13 +206,13 @@ def test_a_reader_that_comes_while_folders_change_places_keeps_its_own(
 def test_a_reader_of_the_new_one_does_not_bring_the_old_one_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)
+    monkeypatch.setattr(leases, "_CLAIM_S", -1.0)
     commit(tmp_path, 20)
     real = folders.exchange
 
     def then_a_reader_comes(first: Path, second: Path) -> bool:
         done = real(first, second)
-        lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
+        lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60)
         return done
 
     monkeypatch.setattr(folders, "exchange", then_a_reader_comes)
@@ -224,21 +224,21 @@ def test_a_lease_on_what_is_replaced_at_the_same_time_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(tmp_path, 20)
-    real = holds.write_atomic
+    real = leases.replace_file
 
     def replaced_first(path: Path, text: str, **options: bool) -> None:
         commit(tmp_path, 20, {"actor/model.pt": "other"})
         real(path, text, **options)
 
-    monkeypatch.setattr(holds, "write_atomic", replaced_first)
+    monkeypatch.setattr(leases, "replace_file", replaced_first)
     with pytest.raises(RunError, match="was replaced while explorer-7"):
-        lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
+        lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60)
 
 
 def test_the_upgrade_of_weights_under_a_reader_and_a_pin_leaves_both_what_they_hold(tmp_path: Path) -> None:
     commit(tmp_path, 20, {"actor/model.pt": "w"}, kind=STATE_DICT)
     pin(tmp_path, 20)
-    with lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60) as lease:
+    with lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60) as lease:
         before = (lease.path / "actor/model.pt").stat().st_ino
         commit(tmp_path, 20, {"actor/optim.pt": "o"})
         assert (lease.path / "actor/model.pt").stat().st_ino == before
@@ -261,13 +261,13 @@ def test_a_manifest_that_cannot_be_read_is_put_aside_and_not_deleted(tmp_path: P
 def test_a_reader_that_comes_at_a_commit_in_place_keeps_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
+    monkeypatch.setattr(leases, "_CLAIM_S", -1.0)  # the commit was stopped for so long that its claim has run out
     before = commit(tmp_path, 20)
-    real, leases = commits.write_manifest, []
+    real, taken = commits.write_manifest, []
 
     def when_a_reader_has_come(folder: Path, manifest: Manifest, **options: bool) -> None:
-        if not leases:
-            leases.append(lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60))
+        if not taken:
+            taken.append(lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60))
         real(folder, manifest, **options)
 
     monkeypatch.setattr(commits, "write_manifest", when_a_reader_has_come)
@@ -299,7 +299,7 @@ def test_the_first_error_is_told_though_it_cannot_be_taken_back(
 
     with monkeypatch.context() as failing:
         failing.setattr(replacement, "check_replaces", lambda *_: None)  # the pin came after that
-        failing.setattr(replacement, "_holders_of", fail)
+        failing.setattr(replacement, "_blockers_of", fail)
         failing.setattr(folders, "exchange", once)
         with pytest.raises(OSError, match="the leases cannot be read") as told:
             commit(tmp_path, 20, {"model.pt": "other"}, attempt=1, created=2.0)
@@ -324,10 +324,10 @@ def test_a_death_before_the_last_look_at_who_holds_the_old_is_made_good(
 
     commit(tmp_path, 20, created=1.0)
     before = read_manifest(step_dir(tmp_path, 20))
-    lease = lease_checkpoint(tmp_path, 20, holder="explorer-7", seconds=60)
+    lease = lease_checkpoint(tmp_path, 20, reader="explorer-7", seconds=60)
     with monkeypatch.context() as patch:
         patch.setattr(replacement, "check_replaces", lambda *_: None)  # the reader had not come yet
-        patch.setattr(replacement, "_holders_of", die)
+        patch.setattr(replacement, "_blockers_of", die)
         if not exchange:
             patch.setattr(folders, "exchange", lambda first, second: False)
         with pytest.raises(Death):
@@ -353,10 +353,10 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
     commit(tmp_path, 20)
     again(1.0)
     monkeypatch.setattr(folders, "exchange", lambda first, second: False)
-    for seen, created in (("_replaced", 2.0), ("_retire", 3.0)):
+    for seen, created in (("_replaced", 2.0), ("_trash_or_abandon", 3.0)):
         with monkeypatch.context() as crash:
-            if seen == "_retire":
-                crash.setattr(replacement, "_retire", die)
+            if seen == "_trash_or_abandon":
+                crash.setattr(replacement, "_trash_or_abandon", die)
             else:
                 crash.setattr(Path, "rename", dying_after(".replaced-global_step_20"))
             with pytest.raises(KeyboardInterrupt):
@@ -364,7 +364,7 @@ def test_a_replacement_beside_the_step_folders_that_died_half_way_is_finished(
         assert list(tmp_path.glob(".versions/1/.replaced-*"))
         recovery.recover(tmp_path, attempt=1)
         assert not list(tmp_path.glob(".versions/1/.replaced-*"))
-        assert read_manifest(beside(tmp_path, 20, 1)).created == (3.0 if seen == "_retire" else 1.0)
+        assert read_manifest(beside(tmp_path, 20, 1)).created == (3.0 if seen == "_trash_or_abandon" else 1.0)
         assert verification.verify(beside(tmp_path, 20, 1)).ok
 
 

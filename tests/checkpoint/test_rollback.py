@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.checkpoint.helpers import commit, stage
 from trinity_sync.checkpoint import catalog, rollback
 from trinity_sync.checkpoint.layout import staging_dir
-from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 

@@ -16,7 +16,7 @@ from trinity_sync.checkpoint.layout import MANIFEST, Manifest, ManifestError, re
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import make_policies
@@ -169,7 +169,7 @@ def test_the_mirror_keeps_and_names_what_a_newer_version_wrote(tmp_path: Path) -
     commit(here, 30)
     mirror.upload(here, 30)
     trash.delete_folder(here, step_dir(here, 20))
-    assert mirror.retain(make_policies({"keep_last": {"n": 1}}), here, now=0.0) == [10]
+    assert mirror.prune(make_policies({"keep_last": {"n": 1}}), here, now=0.0) == [10]
     assert json.loads((step_dir(there, 20) / MANIFEST).read_text())["format"] == 2
     assert mirror.download(tmp_path / "back", newer_than=None) == 30
 

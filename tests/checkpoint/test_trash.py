@@ -20,7 +20,7 @@ def test_a_trash_folder_that_resists_does_not_stop_the_others(tmp_path: Path, mo
         remove(path, **options)
 
     monkeypatch.setattr(trash.shutil, "rmtree", resist)
-    problems = trash.purge(tmp_path)
+    problems = trash.empty_trash(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [".trash-a"]
     assert len(problems) == 1
     assert "busy" in problems[0]

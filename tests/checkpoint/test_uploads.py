@@ -18,8 +18,8 @@ from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.mirror_places import LIMIT_S, Events, SftpServer, loaded, quick
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.checkpoint import catalog, verification
-from trinity_sync.checkpoint.holds import leased
 from trinity_sync.checkpoint.layout import LEASES, MANIFEST, step_dir
+from trinity_sync.checkpoint.leases import leased
 from trinity_sync.checkpoint.mirror import run
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, call

@@ -57,14 +57,6 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(tm
     assert [("step 30" in text, "step 20" in text) for text in skipped] == [(True, False), (False, True)]
 
 
-def test_weights_can_be_taken_from_either_kind(tmp_path: Path) -> None:
-    commit(tmp_path, 10)
-    commit(tmp_path, 40, kind=STATE_DICT)
-    found = verification.newest_good(tmp_path, kind=STATE_DICT)
-    assert found is not None
-    assert found.step == 40
-
-
 def test_where_nothing_verifies_there_is_nothing_to_resume_from(tmp_path: Path) -> None:
     commit(tmp_path, 10, {})
     assert verification.newest_good(tmp_path) is None

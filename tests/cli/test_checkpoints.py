@@ -18,7 +18,7 @@ from tests.checkpoint.helpers import newer, refuse, unreadable, verls
 from trinity_sync import config
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest, step_dir
-from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.cli import checkpoints
 from trinity_sync.cli import main as cli
 from trinity_sync.report.data import load_run

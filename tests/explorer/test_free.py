@@ -115,7 +115,7 @@ class Runs:
     def start(
         self, members: Pretend, *, overdue_s: float = LIMIT, timeout_s: float = LIMIT, **rules: Any
     ) -> FreeRollout:
-        given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "room": 2 * GROUPS}
+        given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "max_open": 2 * GROUPS}
         rollout = FreeRollout(
             Task(),
             members,
@@ -301,7 +301,7 @@ def test_a_run_that_ends_while_an_explorer_is_started_again_leaves_nothing_runni
 
 def test_what_was_dropped_is_counted_in_samples(runs: Runs) -> None:
     members = Pretend("a")
-    rollout = runs.start(members, wait=False, room=3 * GROUPS)
+    rollout = runs.start(members, wait=False, max_open=3 * GROUPS)
     while rollout.metrics()["samples/ready"] < 3 * GROUPS * SAMPLES:
         pass
     train(rollout, members, 1, 2)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.helpers import commit
-from trinity_sync.checkpoint import holds
-from trinity_sync.checkpoint.holds import leased
+from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.leases import leased
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.actor import _hold
@@ -62,6 +62,6 @@ def test_a_disk_without_room_for_a_longer_hold_does_not_end_the_reading(
         def full(*_: object, **__: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(holds, "write_atomic", full)
+        monkeypatch.setattr(leases, "replace_file", full)
         now[0] += 20.0
         go_on()

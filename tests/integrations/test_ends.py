@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.checkpoint.helpers import commit, unreadable
-from trinity_sync.checkpoint.lock import hold_as_writer, locked
+from trinity_sync.checkpoint.lock import lock_as_writer, locked
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl import run as runs
 from trinity_sync.integrations.verl.run import VerlRun
@@ -75,7 +75,7 @@ def test_a_run_takes_nothing_away_under_a_monitor_that_still_writes(
     run = opened(tmp_path, monkeypatch)
     commit(tmp_path / ".versions/0", 8)
     monkeypatch.setattr(runs, "_END_S", 0.2, raising=False)
-    with hold_as_writer(tmp_path):
+    with lock_as_writer(tmp_path):
         run.close()
     assert (tmp_path / ".versions/0/global_step_8").is_dir()
     opened(tmp_path, monkeypatch).close()

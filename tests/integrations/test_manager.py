@@ -17,7 +17,7 @@ from tests.integrations.ranks import LIMIT, every, merged, outcomes
 from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.layout import read_manifest, step_dir, versions_dir
 from trinity_sync.checkpoint.reading import open_weights
-from trinity_sync.checkpoint.trackers import read_tracker, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.run import VerlRun, open_run
 from trinity_sync.protocol.parts import FULL, STATE_DICT

@@ -18,9 +18,9 @@ from tests.kills.plan import ALL, Blow, Damage, Instant, Life, Plan
 from tests.kills.processes import Member, own_mark
 from tests.kills.running import SMALL, Launch
 from tests.kills.trial import LOST, REFUSED, RESUMED, SURVIVED, Trial
-from trinity_sync.checkpoint import catalog, holds, verification
+from trinity_sync.checkpoint import catalog, leases, verification
 from trinity_sync.checkpoint.layout import MANIFEST, read_manifest, step_dir
-from trinity_sync.checkpoint.trackers import tracker_path
+from trinity_sync.checkpoint.tracker_files import tracker_path
 from trinity_sync.protocol.parts import FULL
 
 STEPS = 160
@@ -352,7 +352,7 @@ class Chain:
         trial.problems += checks.metrics_problems(run)
         if self._setup.pinned and self._ledger.pinned is None and self._ledger.good:
             self._ledger.pinned = self._ledger.good[0]
-            holds.pin(root, self._ledger.pinned, note="campaign")
+            leases.pin(root, self._ledger.pinned, note="campaign")
 
     _attempts_before = 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.checkpoint import catalog, verification
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.tracking import jsonl
 

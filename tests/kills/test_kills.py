@@ -22,7 +22,7 @@ from tests.kills.running import Launch
 from tests.kills.table import render
 from trinity_sync.checkpoint import commits, rollback
 from trinity_sync.checkpoint.layout import Manifest, staging_dir, step_dir
-from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT_S = 30.0

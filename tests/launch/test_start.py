@@ -17,9 +17,9 @@ import pytest
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
 from trinity_sync.checkpoint import catalog, commits, rollback
 from trinity_sync.checkpoint.layout import Manifest
-from trinity_sync.checkpoint.lock import hold_as_writer, holder, locked
+from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.prune import prune, prune_plan
-from trinity_sync.checkpoint.trackers import write_tracker
+from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
@@ -380,8 +380,8 @@ def test_two_runs_do_not_share_a_checkpoint_folder(tmp_path: Path) -> None:
 
 def test_a_run_waits_until_the_monitor_of_a_killed_one_has_ended(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from trinity_sync.checkpoint.lock import hold_as_writer\n"
-        "held = hold_as_writer(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+        "import sys; from pathlib import Path; from trinity_sync.checkpoint.lock import lock_as_writer\n"
+        "held = lock_as_writer(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as monitor:
@@ -407,13 +407,13 @@ def test_a_run_waits_until_the_monitor_of_a_killed_one_has_ended(tmp_path: Path)
 
 def test_a_monitor_that_comes_up_after_another_run_took_over_ends(tmp_path: Path) -> None:
     with locked(tmp_path, Path("first")):
-        first = holder(tmp_path)
-        hold_as_writer(tmp_path, first).close()
+        first = writer_of(tmp_path)
+        lock_as_writer(tmp_path, first).close()
     with locked(tmp_path, Path("first")):
-        assert holder(tmp_path) != first, "another run of the same process in the same folder is another one"
+        assert writer_of(tmp_path) != first, "another run of the same process in the same folder is another one"
         refusal = rf"^{tmp_path} has been taken over by the run in first \(pid \d+ on [^)]*\)$"
         with pytest.raises(RunError, match=refusal):
-            hold_as_writer(tmp_path, first)
+            lock_as_writer(tmp_path, first)
     with locked(tmp_path, Path("third"), timeout_s=0.0):
         pass
 

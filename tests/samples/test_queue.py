@@ -24,7 +24,7 @@ class Clock:
 
 
 def rules(**changes: Any) -> QueueRules:
-    given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "room": 2 * GROUPS, "overdue_s": 60.0}
+    given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "max_open": 2 * GROUPS, "overdue_s": 60.0}
     return QueueRules(**(given | changes))
 
 
@@ -55,7 +55,7 @@ def test_nothing_is_handed_out_before_the_first_version() -> None:
 
 @pytest.mark.parametrize(("bound", "steps"), [(0, [1]), (1, [1, 2]), (2, [1, 2, 3])])
 def test_explorers_run_as_far_ahead_as_the_bound_allows_and_then_wait(bound: int, steps: list[int]) -> None:
-    made = queue(max_staleness=bound, room=10 * GROUPS)
+    made = queue(max_staleness=bound, max_open=10 * GROUPS)
     assert step_of(make(made, 0)) == [step for step in steps for _ in range(GROUPS)]
     assert made.hand_out("a", 1) == []
     assert made.take() is not None
@@ -69,14 +69,14 @@ def test_explorers_run_as_far_ahead_as_the_bound_allows_and_then_wait(bound: int
 
 
 def test_room_bounds_what_is_out_and_ready() -> None:
-    made = queue(max_staleness=5, room=GROUPS + 1)
+    made = queue(max_staleness=5, max_open=GROUPS + 1)
     assert len(made.hand_out("a", 100)) == GROUPS + 1
     with pytest.raises(ValueError, match="room for 2 groups, but an update takes 3"):
-        rules(room=2)
+        rules(max_open=2)
 
 
 def test_dropping_begins_more_than_can_be_used_and_makes_what_turned_over_stale_anew() -> None:
-    made = queue(wait=False, max_staleness=1, room=3 * GROUPS)
+    made = queue(wait=False, max_staleness=1, max_open=3 * GROUPS)
     assert len(make(made, 0)) == 3 * GROUPS
     for update in (1, 2):
         taken = made.take()
@@ -93,7 +93,7 @@ def test_dropping_begins_more_than_can_be_used_and_makes_what_turned_over_stale_
 
 def test_what_arrives_over_stale_is_dropped_though_explorers_wait() -> None:
     """A slow explorer, overtaken by another one."""
-    made = queue(max_staleness=1, room=10 * GROUPS)
+    made = queue(max_staleness=1, max_open=10 * GROUPS)
     (slow,) = made.hand_out("slow", 1)
     for update in (1, 2):
         while made.take() is None:
@@ -105,7 +105,7 @@ def test_what_arrives_over_stale_is_dropped_though_explorers_wait() -> None:
 
 
 def test_the_oldest_versions_are_trained_on_first_and_groups_stay_in_order() -> None:
-    made = queue(max_staleness=3, room=10 * GROUPS)
+    made = queue(max_staleness=3, max_open=10 * GROUPS)
     first = made.hand_out("a", 2 * GROUPS)
     made.publish(0)
     for group in reversed(first):
@@ -119,7 +119,7 @@ def test_what_a_lost_explorer_was_to_make_goes_to_the_others_at_once() -> None:
     made = queue()
     lost = made.hand_out("a", GROUPS)
     made.give_back("a")
-    assert made.holders() == []
+    assert made.explorers_out() == []
     assert made.hand_out("b", GROUPS) == lost
 
 
@@ -172,7 +172,7 @@ class Runs(RuleBasedStateMachine):
         self.clock = Clock()
         self.bound, self.groups = bound, groups
         self.rules = QueueRules(
-            groups_per_step=groups, max_staleness=bound, wait=wait, room=groups + more, overdue_s=10.0
+            groups_per_step=groups, max_staleness=bound, wait=wait, max_open=groups + more, overdue_s=10.0
         )
         self.queue: GroupQueue[GroupId] = GroupQueue(self.rules, 1, self.clock)
         self.trained: Counter[GroupId] = Counter()
@@ -236,7 +236,7 @@ class Runs(RuleBasedStateMachine):
         known = {*self.trained, *(GroupId(*group) for group in position["waiting"])}
         following = GroupId(*position["next"])
         assert len(known) == (following.step - 1) * self.groups + following.prompt
-        assert self.queue.ready <= self.rules.room
+        assert self.queue.ready <= self.rules.max_open
 
     def teardown(self) -> None:
         """Whatever happened, one explorer that works is enough for the next update."""

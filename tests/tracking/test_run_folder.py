@@ -10,7 +10,7 @@ import pytest
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import run_folder
-from trinity_sync.tracking.run_folder import RunFolder, RunFolderInUse, lock_holder
+from trinity_sync.tracking.run_folder import RunFolder, RunFolderInUse, lock_owner
 
 
 def test_a_fresh_run_makes_its_folder(tmp_path: Path) -> None:
@@ -29,20 +29,20 @@ def test_a_held_folder_is_refused_and_its_holder_named(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path, resume=False):
         with pytest.raises(RunFolderInUse, match=f"process {os.getpid()} on {socket.gethostname()}"):
             RunFolder.open(tmp_path, resume=False)
-        holder = lock_holder(tmp_path)
-        assert holder is not None
-        assert holder.pid == os.getpid()
+        owner = lock_owner(tmp_path)
+        assert owner is not None
+        assert owner.pid == os.getpid()
 
 
 def test_leaving_lets_go(tmp_path: Path) -> None:
     with RunFolder.open(tmp_path, resume=False):
         pass
-    assert lock_holder(tmp_path) is None
+    assert lock_owner(tmp_path) is None
     RunFolder.open(tmp_path, resume=False).close()
 
 
 def test_looking_for_a_holder_leaves_no_trace(tmp_path: Path) -> None:
-    assert lock_holder(tmp_path) is None
+    assert lock_owner(tmp_path) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -93,5 +93,5 @@ def test_a_disk_that_takes_no_write_is_a_configuration_error_and_the_folder_is_l
     with pytest.raises(ConfigError, match=f"{tmp_path} does not take writes: {words}"):
         RunFolder.open(tmp_path, resume=False)
     monkeypatch.undo()
-    assert lock_holder(tmp_path) is None
+    assert lock_owner(tmp_path) is None
     assert not list(tmp_path.glob(".probe*"))

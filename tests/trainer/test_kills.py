@@ -25,7 +25,7 @@ from tests import local_ray
 from tests.trainer.test_state_saver import LIMIT, PretendBackend, Saves
 from trinity_sync.checkpoint import catalog, rollback, verification
 from trinity_sync.checkpoint.lock import locked
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 

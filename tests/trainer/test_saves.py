@@ -23,7 +23,7 @@ from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
 from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version

@@ -134,9 +134,9 @@ class MonitorClient(Client):
         what = f"say whether {part} of step {step} is committed"
         return self._call(what, "has_part", step, part, attempt=attempt)
 
-    def retain(self, keep_last: int | None = None) -> Call[list[PrunedStep]]:
+    def prune(self, keep_last: int | None = None) -> Call[list[PrunedStep]]:
         """Run retention now; the answer is what was deleted."""
-        return self._call("delete what is not kept", "retain", keep_last)
+        return self._call("delete what is not kept", "prune", keep_last)
 
     # -- a part
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import verls
+from trinity_sync.checkpoint import verl_folders
 from trinity_sync.checkpoint.layout import (
     ABANDONED_PREFIX,
     MANIFEST,
@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
-from trinity_sync.checkpoint.trackers import TRACKERS, Tracker, newest_finished
+from trinity_sync.checkpoint.tracker_files import TRACKERS, Tracker, newest_finished
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.parts import FULL, Kind
 
@@ -31,8 +31,8 @@ class CheckpointInfo:
     """A step folder.
 
     Args:
-        manifest: None where the folder is not a committed checkpoint.
-        state: what it is. Contents are not looked at: see `verification`.
+        manifest: what its manifest says; None where the folder is not a committed checkpoint.
+        state: what the folder is. Contents are not looked at: see `verification`.
         problems: why it is no committed checkpoint; empty for one.
     """
 
@@ -59,10 +59,13 @@ class CheckpointInfo:
 
 
 def locate(path: Path) -> tuple[Path, int | None]:
-    """(checkpoint folder, step or None) of a path that a user gives: a run, a checkpoints or a step folder.
+    """Find the checkpoint folder that a user's path means: of a run, of its checkpoints, or of one step.
+
+    Returns:
+        The checkpoint folder, and the step where the path is a step folder, else None.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the path is none of these.
     """
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; give a run, a checkpoints or a step folder")
@@ -80,10 +83,11 @@ def locate(path: Path) -> tuple[Path, int | None]:
 
 
 def scan(root: Path, tracker: Tracker | None = None) -> list[CheckpointInfo]:
-    """All step folders, oldest first. Reads manifests only.
+    """List all step folders, oldest first. Reads manifests only.
 
     Args:
-        tracker: of full checkpoints, by who has to decide on what it said before the folders were looked at.
+        tracker: what the tracker of full checkpoints said, by who has to decide on what it said before the folders were
+            looked at; None: it is read now.
 
     Raises:
         UnreadableError: the folder cannot be listed now.
@@ -105,7 +109,7 @@ def scan(root: Path, tracker: Tracker | None = None) -> list[CheckpointInfo]:
 
 
 def look_at(root: Path, step: int) -> CheckpointInfo:
-    """As `scan`, of the folder of one step."""
+    """Describe the folder of one step as `scan` does."""
     return _look(step, step_dir(root, step), newest_finished(root))
 
 
@@ -127,30 +131,31 @@ def _look(step: int, path: Path, finished: int | None) -> CheckpointInfo:
 
 
 def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | None) -> bool:
-    """Whether a folder is a checkpoint that verl itself wrote, where nothing or its weights alone had been committed.
+    """Return whether verl itself saved here, where nothing or weights alone had been committed before.
+
     verl names a step in its tracker once it is whole, so a later one is not; where nobody says, any may be.
     """
     if finished is not None and step > finished:
         return False
     if manifest is None:
-        return verls.wrote(path)
-    return manifest.kind != FULL and verls.wrote_over(path, manifest.paths)
+        return verl_folders.wrote(path)
+    return manifest.kind != FULL and verl_folders.wrote_over(path, manifest.paths)
 
 
 def newest_attempt(root: Path) -> int | None:
-    """The last attempt that committed anything here, abandoned since or not; None: there was none."""
+    """Return the last attempt that committed anything here, abandoned since or not; None: there was none."""
     attempts = [info.attempt for info in scan(root)]
     attempts += [abandoned_attempt(path.name) for path in root.glob(f"{ABANDONED_PREFIX}*")]
     return max((attempt for attempt in attempts if attempt is not None), default=None)
 
 
 def places(root: Path) -> list[Path]:
-    """Folders with step folders in them: the checkpoint folder, and those of the weights beside it."""
+    """List the folders that have step folders in them: the checkpoint folder, and those for weights beside it."""
     return [root, *sorted((root / VERSIONS).glob("*"))]
 
 
 def committed_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a committed checkpoint; None: the folder is none, or cannot be read now."""
+    """Read the manifest of a checkpoint; None where the folder is no committed one, or cannot be read now."""
     try:
         return read_manifest(folder)
     except ManifestError:
@@ -158,7 +163,7 @@ def committed_manifest(folder: Path) -> Manifest | None:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    """Relative paths of all files in a folder but the manifest, listed in it or not."""
+    """Yield the relative paths of all files in a folder but the manifest, whether it lists them or not."""
     for parent, _, names in os.walk(folder):
         for name in names:
             path = (Path(parent) / name).relative_to(folder).as_posix()
@@ -167,10 +172,10 @@ def files_of(folder: Path) -> Iterator[str]:
 
 
 def check_ours(infos: Iterable[CheckpointInfo], others: Collection[str]) -> None:
-    """That step folders may be moved out of the way.
+    """Check that step folders may be moved out of the way.
 
     Args:
-        others: states of those that may not.
+        others: states of those that may not be moved.
 
     Raises:
         RunError: one is in such a state.

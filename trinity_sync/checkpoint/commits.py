@@ -28,6 +28,7 @@ from pathlib import Path
 
 from trinity_sync.checkpoint import folders, replacement
 from trinity_sync.checkpoint.catalog import check_ours, committed_manifest, files_of, look_at
+from trinity_sync.checkpoint.deletion_notes import unlink_note
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
     Manifest,
@@ -40,7 +41,6 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
     write_manifest,
 )
-from trinity_sync.checkpoint.tombstones import forget_deletion
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import sync_folder, sync_tree
 from trinity_sync.protocol.files import FileEntry
@@ -49,7 +49,7 @@ from trinity_sync.protocol.files import FileEntry
 #: a small common file (a config) again must not change the committed one under its readers.
 _COPY_BELOW = 1 << 20
 
-#: What a commit does not take the place of, whoever holds it or not.
+#: What a commit does not take the place of, leased or not.
 _NOT_OURS = ("newer", "verl", "unreadable")
 
 
@@ -90,7 +90,7 @@ def commit_folder(
     target = step_dir(place, draft.step)
     staging = staging_dir(root, draft.step, draft.attempt)
     if not beside:
-        forget_deletion(root, draft.step, draft.attempt)
+        unlink_note(root, draft.step, draft.attempt)
     if not any(files_of(staging)):
         if beside:
             raise RunError(
@@ -113,7 +113,7 @@ def commit_folder(
 
 
 def taken(root: Path, step: int, attempt: int) -> bool:
-    """Whether what is staged of a step finds in its place what nothing of this program takes the place of."""
+    """Return whether staged weights find what this program must not replace in the place of their step."""
     target = step_dir(root, step)
     staged = target.exists() and any(files_of(staging_dir(root, step, attempt)))
     return staged and look_at(root, step).state in _NOT_OURS
@@ -157,7 +157,7 @@ def _commit_in_place(
     with replacement.replacing(target.parent, target, manifest, clock) as replaced:
         try:
             write_manifest(target, manifest, durable=durable)
-            replacement.check_unheld(target.parent, target, replaced, manifest, clock)
+            replacement.check_unblocked(target.parent, target, replaced, manifest, clock)
         except Exception as error:
             take_back(error, lambda: _take_manifest_back(target, replaced, durable))
             raise
@@ -175,7 +175,7 @@ def _take_manifest_back(target: Path, replaced: Manifest | None, durable: bool) 
 
 
 def _link_reported(root: Path, staging: Path, draft: Manifest) -> Path:
-    """A folder of links to the reported files, beside the staging folder."""
+    """Make a folder of links to the reported files, beside the staging folder, and return it."""
     folder = partial_staging_dir(root, draft.step, draft.attempt)
     if folder.exists():
         shutil.rmtree(folder)
@@ -188,7 +188,7 @@ def _link_reported(root: Path, staging: Path, draft: Manifest) -> Path:
 
 
 def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: bool) -> dict[str, FileEntry]:
-    """Link into `source` what an earlier commit of the step holds and the new one does not bring.
+    """Link into `source` what an earlier commit of the step has and the new one does not bring.
 
     Returns the entries of the files that an earlier commit of this attempt had digested; it may lie beside. A folder
     without a manifest was written by parts that use verl's own paths. What others write into one with a manifest is
@@ -217,7 +217,7 @@ def _adopt(root: Path, target: Path, source: Path, draft: Manifest, partial: boo
 def _collect(
     folder: Path, reported: Collection[FileEntry], adopted: Mapping[str, FileEntry], *, everything: bool
 ) -> tuple[FileEntry, ...]:
-    """Entries of all files that go into the commit."""
+    """Return the entries of all files that go into the commit. RunError where one is not there as reported."""
     entries = dict(adopted) | {entry.path: entry for entry in reported}
     for entry in entries.values():
         path = folder / entry.path

@@ -1,8 +1,8 @@
-"""Taking a checkpoint out of its place, such that one that somebody holds after all is put back and never lost.
+"""Taking a checkpoint out of its place, such that one that somebody needs after all is put back and never lost.
 
 Its folder leaves its place under a name that nobody deletes (``.condemned-...``). Only when it is seen to be what was
-meant, and held by nobody, it becomes trash. A program that dies in between leaves the condemned folder and its claim to
-`undo_deletions`; retention decides again about what is back.
+meant, and neither pinned nor leased, it becomes trash. A program that dies in between leaves the condemned folder and
+its claim to `undo_deletions`; retention decides again about what is back.
 """
 
 from __future__ import annotations
@@ -13,25 +13,28 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import holds, verls
+from trinity_sync.checkpoint import leases, verl_folders
 from trinity_sync.checkpoint.catalog import committed_manifest
+from trinity_sync.checkpoint.deletion_notes import note_deletion
 from trinity_sync.checkpoint.layout import CONDEMNED_PREFIX, Manifest, abandoned_dir, step_dir, step_of
-from trinity_sync.checkpoint.tombstones import note_deletion
 from trinity_sync.checkpoint.trash import move_to_trash
 from trinity_sync.errors import take_back
 from trinity_sync.protocol.parts import STATE_DICT
 
 
 def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
-    """Put a checkpoint out of sight, for `trash.purge`. False where somebody holds it, or it is another one by now, or
-    verl's.
+    """Put a checkpoint out of sight; `trash.empty_trash` then frees its bytes.
 
     Args:
-        manifest: what is to go.
+        root: the checkpoint folder, or a folder of weights beside it.
+        manifest: the checkpoint that is to go.
         now: Unix seconds.
+
+    Returns:
+        False where it stays: somebody has pinned or leased it, or another one is in its place by now, or verl's own.
     """
     target = step_dir(root, manifest.step)
-    with holds.claimed(root, manifest, now=now) as free:
+    with leases.claimed(root, manifest, now=now) as free:
         if not free:
             return False
         condemned = root / f"{CONDEMNED_PREFIX}{secrets.token_hex(4)}-{target.name}"
@@ -40,8 +43,8 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
         except FileNotFoundError:
             return False
         try:
-            # Held after all: our claim had run out, because this program was stopped for a while.
-            if holds.holders(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
+            # Needed after all: our claim had run out, because this program was stopped for a while.
+            if leases.blockers(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
                 _put_back(root, condemned)
                 return False
             note_deletion(root, manifest)
@@ -55,8 +58,8 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
 
 
 def of_verl(folder: Path, manifest: Manifest) -> bool:
-    """Whether verl has saved in full, or has begun to, where these weights had been committed alone."""
-    return manifest.kind == STATE_DICT and verls.wrote_over(folder, manifest.paths)
+    """Return whether verl has saved in full, or has begun to, where these weights had been committed alone."""
+    return manifest.kind == STATE_DICT and verl_folders.wrote_over(folder, manifest.paths)
 
 
 def _put_back(root: Path, condemned: Path) -> None:
@@ -77,7 +80,7 @@ def _put_back(root: Path, condemned: Path) -> None:
 
 def undo_deletions(root: Path, *, now: float) -> None:
     """Put back what programs that died had condemned. One that lives finds it put back, or looks again."""
-    holds.clean_claims(root, now=now)
+    leases.clean_claims(root, now=now)
     for path in root.glob(f"{CONDEMNED_PREFIX}*"):
         _put_back(root, path)
 

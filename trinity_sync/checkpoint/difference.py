@@ -19,15 +19,16 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """How one tensor of B differs from that of A.
+    """How one tensor of the weights B differs from that of the weights A.
 
     Attributes:
-        a, b: dtypes and shapes; None: the tensor is in the other only.
-        elements: in the tensor; 0 where shapes differ or one is missing.
-        changed: elements whose bits differ; of different dtypes, those whose values differ.
-        max_abs, mean_abs: of b - a over all elements, without those that are not finite in either.
-        relative: sum of abs(b - a) over the sum of abs(a); None where all of a is 0.
-        not_finite: changed elements that are infinite or no number in either.
+        name: the tensor's Hugging Face name.
+        a, b: dtype and shape in A and in B; None: the tensor is in the other only.
+        elements: how many the tensor has; 0 where shapes differ or it is in one only.
+        changed: how many elements differ in their bits; where dtypes differ, in their values.
+        max_abs, mean_abs: the largest and the mean abs(b - a) of all elements; where that is not finite it counts as 0.
+        relative: the sum of abs(b - a) over the sum of abs(a); None where all of a is 0 and b is not.
+        not_finite: how many elements changed to or from an infinity or NaN.
     """
 
     name: str
@@ -49,11 +50,15 @@ class TensorDifference:
 def compare(
     a: Weights, b: Weights, *, dtype: str | None = None, progress: Callable[[int, int], None] | None = None
 ) -> list[TensorDifference]:
-    """The tensors of both, by name; those that do not differ too.
+    """Compare two sets of weights.
 
     Args:
-        dtype: safetensors name: cast floating tensors of both first; None: as they are.
+        a, b: the weights.
+        dtype: safetensors name of the dtype that floating tensors of both are cast to first; None: as they are.
         progress: called with (tensors done, tensors in all).
+
+    Returns:
+        One entry for each tensor of either, by name, also where it does not differ.
 
     Raises:
         WeightsError: a file is damaged.

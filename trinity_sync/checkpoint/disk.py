@@ -13,6 +13,7 @@ from typing import IO
 
 from trinity_sync.actors.monitor import Committed
 from trinity_sync.checkpoint import catalog, commits, recovery, trash
+from trinity_sync.checkpoint.deletion_notes import read_deletion, unlink_notes
 from trinity_sync.checkpoint.layout import (
     STAGING,
     Manifest,
@@ -22,12 +23,10 @@ from trinity_sync.checkpoint.layout import (
     staging_dir,
     step_dir,
     versions_dir,
-    write_atomic,
 )
-from trinity_sync.checkpoint.lock import hold_as_writer
+from trinity_sync.checkpoint.lock import lock_as_writer
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.tombstones import deletion, forget_deletions
-from trinity_sync.checkpoint.trackers import (
+from trinity_sync.checkpoint.tracker_files import (
     Tracker,
     read_committed,
     read_tracker,
@@ -36,6 +35,7 @@ from trinity_sync.checkpoint.trackers import (
     write_tracker,
 )
 from trinity_sync.errors import RunError
+from trinity_sync.host.durable import replace_file
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Commit, Decision
 from trinity_sync.protocol.files import FileEntry
@@ -54,7 +54,7 @@ class CheckpointDisk:
         policies, keep_state_dicts: see `trinity_sync.protocol.retention.decide`.
         fsync: whether commits are durable.
         clock: Unix seconds.
-        holder: the holder of the folder, see `lock.hold_as_writer`.
+        writer: the run that may write in the folder, see `lock.lock_as_writer`; None: any.
     """
 
     root: Path | None
@@ -63,7 +63,7 @@ class CheckpointDisk:
     keep_state_dicts: int
     fsync: bool
     clock: Callable[[], float]
-    holder: str | None = None
+    writer: str | None = None
 
     # ---- commits
 
@@ -78,8 +78,9 @@ class CheckpointDisk:
         return commits.prepare_staging(self.root, step, self.attempt)
 
     def placed(self, commit: Commit) -> Commit:
-        """The commit, `beside` where its weights find something in their place that the book knows nothing of: what
-        verl or a newer version wrote, or what cannot be read now.
+        """Return the commit, `beside` where its weights find something in their place that the book knows nothing of.
+
+        That is what verl or a newer version of this program wrote, or what cannot be read now.
         """
         if self.root is None or commit.kind != STATE_DICT or not commits.taken(self.root, commit.step, self.attempt):
             return commit
@@ -152,7 +153,7 @@ class CheckpointDisk:
         Args:
             kind: the kind that was asked for.
         """
-        noted = deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
+        noted = read_deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
             return None
         manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest)
@@ -180,8 +181,8 @@ class CheckpointDisk:
 
     # ---- afterwards
 
-    def retain(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
-        """Put out of sight what the policies give up; returns that, and warnings. `purge` then frees the bytes.
+    def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
+        """Put out of sight what the policies give up; returns that, and warnings. `empty_trash` then frees the bytes.
 
         Args:
             saving: steps of which something is being saved.
@@ -197,7 +198,7 @@ class CheckpointDisk:
         warnings = [*problems, *(warning for row in plan for warning in row.warnings)]
 
         def wanted(step: int) -> bool:
-            """As many of the newest weights as are visible ones, and those that a full commit will take in."""
+            """Keep as many of the newest as of the visible weights, and those that a full commit will take in."""
             newer = sum(row.step > step for row in plan)
             return step in saving or newer < max(1, self.keep_state_dicts)
 
@@ -207,9 +208,9 @@ class CheckpointDisk:
             warnings.append(f"weights beside the step folders could not be removed: {error}")
         return pruned, warnings
 
-    def purge(self) -> list[str]:
+    def empty_trash(self) -> list[str]:
         """Free the bytes of what was put out of sight; returns what went wrong."""
-        return trash.purge(self.root) if self.root is not None else []
+        return trash.empty_trash(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:
         """List the steps of the full checkpoints that are committed."""
@@ -229,13 +230,13 @@ class CheckpointDisk:
             path.unlink(missing_ok=True)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(dumped), durable=False)
+        replace_file(path, json.dumps(dumped), durable=False)
 
     def write_failed(self, failures: Mapping[int, str]) -> None:
         """Note the steps that failed, which nothing may bring back."""
         if self.root is not None:
             self._failed_path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(
+            replace_file(
                 self._failed_path, json.dumps({str(step): error for step, error in failures.items()}), durable=False
             )
 
@@ -247,18 +248,18 @@ class CheckpointDisk:
             restarted: take up the open steps again; else what is staged is of an earlier run and goes.
 
         Raises:
-            RunError: another run holds the folder by now.
+            RunError: another run writes in the folder by now.
         """
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
-        held = hold_as_writer(self.root, self.holder)
+        lock = lock_as_writer(self.root, self.writer)
         journals, problems = self._read_journals() if restarted else ([], [])
         failures = self._read_failed() if restarted else {}
         journals = [dumped for dumped in journals if dumped["step"] not in failures]
         kept = [(dumped["step"], self.attempt) for dumped in journals]
         recovery.recover(self.root, keep=kept, attempt=self.attempt if restarted else None, clock=self.clock)
         if not restarted:
-            forget_deletions(self.root, self.attempt)
+            unlink_notes(self.root, self.attempt)
         trackers = {kind: read_tracker(self.root, kind) for kind in KINDS}
         infos = catalog.scan(self.root, trackers[FULL])
         manifests = {info.step: info.manifest for info in infos if info.manifest is not None}
@@ -287,14 +288,14 @@ class CheckpointDisk:
             if book.dump(step) is None:
                 # All of it was committed before the death: what is staged is what the commit replaced.
                 self.clean(step)
-        return Rebuilt(book, decisions, problems, held)
+        return Rebuilt(book, decisions, problems, lock)
 
     @property
     def _beside(self) -> Path | None:
         return versions_dir(self.root, self.attempt) if self.root is not None else None
 
     def _steps_beside(self) -> dict[int, Manifest]:
-        """Manifests of the weights that this attempt has committed beside the step folders, by step."""
+        """Return the manifests of the weights that this attempt has committed beside the step folders, by step."""
         assert self._beside is not None
         return {info.step: info.manifest for info in catalog.scan(self._beside) if info.manifest is not None}
 
@@ -331,8 +332,12 @@ class CheckpointDisk:
         """Let the trackers name what is committed: a crash may have come between a commit and its tracker.
 
         Args:
-            trackers: as they were before the folders were looked at.
-            others: steps of folders that are there, and not known to be no checkpoints.
+            trackers: what the trackers said before the folders were looked at.
+            others: steps of folders that are no committed checkpoints of this program, and may be checkpoints all the
+                same.
+
+        Returns:
+            What is wrong with the trackers.
         """
         assert self.root is not None
         problems = []
@@ -359,12 +364,13 @@ class Rebuilt:
     """What `CheckpointDisk.rebuild` found.
 
     Args:
-        decisions: to carry out now.
+        book: the book, with what is committed and what was open.
+        decisions: what is to be carried out now.
         problems: sentences for the log; none of them is fatal.
-        held: to be kept for as long as there is writing in the folder; see `lock.hold_as_writer`.
+        lock: to be kept open for as long as there is writing in the folder, see `lock.lock_as_writer`; None: no folder.
     """
 
     book: CommitBook
     decisions: list[Decision]
     problems: list[str]
-    held: IO[bytes] | None
+    lock: IO[bytes] | None

@@ -12,8 +12,10 @@ _MOST = 10_000
 
 
 class EventLog:
-    """Events ``mirror``, ``fault``, and ``prune`` of what was deleted late, oldest first; of very many the oldest are
-    forgotten. What became of a step is not among them: `wait_committed` answers with it.
+    """Keeps events that nobody waits for, oldest first, until they are asked for; of very many the oldest are dropped.
+
+    They are ``mirror``, ``fault``, and ``prune`` of what was deleted late. What became of a step is not among them:
+    `wait_committed` answers with it.
 
     Args:
         attempt: the run's attempt.

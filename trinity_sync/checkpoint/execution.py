@@ -31,8 +31,8 @@ class Execution:
 
     Args:
         disk: the checkpoint folder.
-        book: decides.
-        events: takes what happens.
+        book: makes the decisions, and is told how they went.
+        events: is told what happens beyond the saves themselves.
         changes: announced when something was done.
         clock: Unix seconds.
     """
@@ -89,7 +89,7 @@ class Execution:
 
     @property
     def idle(self) -> bool:
-        """Nothing is being carried out, deleted or copied."""
+        """Whether nothing is being carried out, deleted or copied."""
         busy = self._working or self._background or (self._uploads is not None and self._uploads.busy)
         return self._queue.empty() and not busy
 
@@ -116,13 +116,13 @@ class Execution:
             except OSError as error:
                 self._events.fault(f"journal of step {step}", error)
 
-    async def retain(self, extra: Sequence[Policy] = ()) -> list[Pruned]:
+    async def prune(self, extra: Sequence[Policy] = ()) -> list[Pruned]:
         """Run retention, with policies for this once beside the configured ones. It is never a reason for a commit to
         fail.
         """
         try:
             async with self._retention_lock:
-                pruned, warnings = await asyncio.to_thread(self._disk.retain, self._book.open_steps(), extra)
+                pruned, warnings = await asyncio.to_thread(self._disk.prune, self._book.open_steps(), extra)
         except Exception as error:
             self._events.fault("retention", error)
             return []
@@ -133,7 +133,7 @@ class Execution:
         for gone in pruned:
             self._book.forget(gone.step)
         if pruned:
-            self._in_background(self._purge())
+            self._in_background(self._empty_trash())
         return pruned
 
     async def wait_mirrored(self, timeout_s: float) -> dict[int, str]:
@@ -215,7 +215,7 @@ class Execution:
                 except RunError as error:
                     self._events.fault("checkpoint trackers", error)
             await self.note(commit.step)
-            pruned = await self.retain()
+            pruned = await self.prune()
             total_s = max(0.0, self._clock() - commit.opened)
             self._record(commit, self._disk.describe(manifest, total_s, pruned, beside=commit.beside))
             if commit.kind == FULL and self._uploads is not None:
@@ -236,8 +236,8 @@ class Execution:
         task.add_done_callback(self._background.discard)
         task.add_done_callback(lambda _: self._changes.announce())
 
-    async def _purge(self) -> None:
-        for problem in await asyncio.to_thread(self._disk.purge):
+    async def _empty_trash(self) -> None:
+        for problem in await asyncio.to_thread(self._disk.empty_trash):
             self._events.fault("retention", problem)
 
     def _mirrored(self, event: str, fields: dict[str, object]) -> None:
@@ -251,8 +251,8 @@ class Execution:
 
     def _unmirrored(self) -> None:
         """Run retention again: a lease of the mirror's has ended, which may have kept a checkpoint that was to go."""
-        self._in_background(self._retain_late())
+        self._in_background(self._prune_late())
 
-    async def _retain_late(self) -> None:
-        for gone in await self.retain():
+    async def _prune_late(self) -> None:
+        for gone in await self.prune():
             self._events.add("prune", step=gone.step, reason=gone.reason, freed_bytes=gone.freed_bytes)

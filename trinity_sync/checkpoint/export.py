@@ -77,8 +77,8 @@ def export_checkpoint(
     Args:
         folder: a step folder, its ``actor`` folder, or a Hugging Face folder (see `open_weights`).
         output: the folder to write; must not be there, or be empty.
-        dtype: of floating tensors: ``bf16``, ``fp16``, ``fp32`` or ``as-saved``.
-        max_shard_bytes: tensors are divided among files of at most this size.
+        dtype: what floating tensors are cast to: ``bf16``, ``fp16``, ``fp32`` or ``as-saved``.
+        max_shard_bytes: the largest size of a file; tensors are divided among files of at most so many bytes.
         config: folder with the model's config and tokenizer, where the checkpoint has none.
         progress: called with (bytes written, bytes in all) after each tensor.
 
@@ -165,7 +165,9 @@ def _write_weights(
 
 
 def _check_digest(weights: Weights, wire_digest: str) -> str | None:
-    """That the weights are those that were committed: in one of the wire dtypes they have the manifest's digest."""
+    """Check that the weights have the manifest's digest, in one of the wire dtypes; return it, None where there is
+    none.
+    """
     expected = weights.manifest.digest if weights.manifest is not None else None
     if expected is None or expected == wire_digest:
         return expected
@@ -180,7 +182,7 @@ def _check_digest(weights: Weights, wire_digest: str) -> str | None:
 
 
 def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
-    """The dtype of most floating elements."""
+    """Return the dtype of most floating elements."""
     elements: Counter[str] = Counter()
     for info in infos.values():
         if is_floating(info.dtype):
@@ -189,12 +191,14 @@ def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _check_links(config: Path, opened: Path) -> None:
-    """That what a checkpoint has beside its weights lies in it: who made it may not choose what is copied from here.
+    """Check that what lies beside the weights is in the checkpoint: who made it may not choose what is copied from
+    here.
 
     A Hugging Face folder that the user named may be made of links, as its cache is.
 
     Args:
-        opened: what the user named.
+        config: the folder whose files are to be copied.
+        opened: the folder that the user named.
     """
     step = next((place for place in (config, *config.parents) if step_of(place.name) is not None), None)
     if step is None and config == opened:

@@ -40,7 +40,7 @@ def link(source: Path, target: Path) -> bool:
 
 
 def link_or_copy(source: Path, target: Path, *, copy: bool = False) -> None:
-    """As `link`, and where that cannot be done a copy; `copy`: in any case one."""
+    """Hard-link a file as `link` does; copy it where that cannot be done, or where `copy` says so."""
     if copy or not link(source, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, target)

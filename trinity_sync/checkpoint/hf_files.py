@@ -17,6 +17,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from trinity_sync.checkpoint.reading.hugging_face import INDEX
 from trinity_sync.checkpoint.reading.pieces import TensorInfo
+from trinity_sync.host.durable import write_all
 from trinity_sync.weights import dtypes
 from trinity_sync.weights.tensors import to_torch
 
@@ -25,7 +26,7 @@ _ALIGNMENT = 8
 
 
 def nbytes(info: TensorInfo) -> int:
-    """Size of a tensor."""
+    """Return the size of a tensor, in bytes."""
     return info.numel * dtypes.itemsize(info.dtype)
 
 
@@ -46,20 +47,19 @@ def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, lis
 
 
 def write_file(folder: Path, file: str, infos: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> None:
-    """Write one file, durably.
+    """Write one safetensors file, durably.
 
     Args:
-        file: its name.
-        infos: of its tensors as they are to be written, in the order of their bytes.
-        read: gives a tensor by name; floating ones are cast to the dtype of `infos`.
+        infos: dtype and shape of each of its tensors as they are to be written, in the order of their bytes.
+        read: gives a tensor by name; a floating one is cast to the dtype in `infos`.
     """
     with (folder / file).open("wb", buffering=0) as opened:
-        _write(opened.fileno(), _header(infos))
+        write_all(opened.fileno(), _header(infos))
         for name, info in infos.items():
             dtype = to_torch(info.dtype)
             # small chunks, so that what is cast stays in the cache
             for chunk in read(name).reshape(-1).split(_CHUNK_BYTES // dtype.itemsize):
-                _write(opened.fileno(), chunk.to(dtype).contiguous().view(torch.uint8).numpy().data)
+                write_all(opened.fileno(), chunk.to(dtype).contiguous().view(torch.uint8).numpy().data)
         os.fsync(opened.fileno())
 
 
@@ -84,10 +84,3 @@ def _header(infos: Mapping[str, TensorInfo]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write(descriptor: int, data: bytes | memoryview) -> None:
-    """One call of the system may take only part of it."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]

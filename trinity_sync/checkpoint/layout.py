@@ -3,12 +3,12 @@
 ::
 
     checkpoints/
-      latest_checkpointed_iteration.txt, latest_state_dict_iteration.txt     see `trackers`
-      .committed                                                             what no one but us writes, see `trackers`
+      latest_checkpointed_iteration.txt, latest_state_dict_iteration.txt     see `tracker_files`
+      .committed                                                             what no one but us writes, see there
       global_step_20/manifest.json, global_step_20/actor/...                 a committed checkpoint
       .staging/20-0/..., .staging/20-0.json                                  what is being written, and its journal
-      .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `holds`
-      .pruned/10-0, .pruned/12-0.weights                                     what was deleted, see `tombstones`
+      .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `leases`
+      .pruned/10-0, .pruned/12-0.weights                                     what was deleted, see `deletion_notes`
       .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
       .condemned-..., .trash-..., .replaced-...                              on their way out, see `deletion`, `trash`
@@ -67,40 +67,38 @@ class ManifestError(RunError):
 
 
 class NoManifestError(ManifestError):
-    """There is none."""
+    """A folder has no manifest."""
 
     state: State = "no_manifest"
 
 
 class UnreadableError(ManifestError):
-    """It cannot be read now, which says nothing about what it holds: the disk, the network or a permission is at
-    fault.
-    """
+    """A manifest cannot be read now, which says nothing about it: disk, network or a permission is at fault."""
 
     state: State = "unreadable"
 
 
 class NewerFormatError(ManifestError):
-    """A later version of this program wrote it."""
+    """A later version of this program wrote the manifest."""
 
     state: State = "newer"
 
 
 def read_error(path: Path, error: OSError) -> ManifestError:
-    """Of a path that could not be read: that it is damaged, or cannot be read now."""
+    """Describe why a path could not be read: it is damaged, or it cannot be read now."""
     if error.errno in _WRONG:
         return ManifestError(f"{path} cannot be read: {error.strerror}")
     return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
 
 
-def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
-    """The entry of a file that was just written; see `digest_file`.
+def file_entry(folder: Path, path: str) -> FileEntry:
+    """Digest a file that was just written; see `digest_file`.
 
     Args:
         folder: the checkpoint or staging folder.
         path: the file, relative to it.
     """
-    return FileEntry(path, *digest_file(folder / path, durable=durable))
+    return FileEntry(path, *digest_file(folder / path))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,15 +133,16 @@ class Manifest:
         return {entry.path for entry in self.files}
 
     def extends(self, earlier: Manifest) -> bool:
-        """Whether this one adds to an earlier one and takes nothing away, so that it may take its place under readers
-        and pins: of the same step and attempt, which is what they hold, of no lesser kind, and with all of its files as
-        they are.
+        """Return whether this adds to an earlier one and takes nothing away, so that readers and pins do not mind.
+
+        It has to be of the same step and attempt, to which leases and pins belong, of no lesser kind, and to have all
+        of the earlier one's files as they are.
         """
         same = (self.step, self.attempt) == (earlier.step, earlier.attempt)
         return same and covers(self.kind, earlier.kind) and set(earlier.files) <= set(self.files)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that the file holds, with its digest of itself."""
+        """Return the object that the file holds, with its digest of itself."""
         metrics = {
             name: None if value is None or not math.isfinite(value) else value for name, value in self.metrics.items()
         }
@@ -165,7 +164,7 @@ class Manifest:
         return body | {"self": canonical_digest(body)}
 
     def to_text(self) -> str:
-        """What the file holds."""
+        """Return the text of the file."""
         return json.dumps(self.to_json(), indent=1, ensure_ascii=False) + "\n"
 
     @property
@@ -175,7 +174,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Manifest:
-        """The inverse of `to_json`.
+        """Make a manifest from what `to_json` returned.
 
         Raises:
             ValueError, KeyError, TypeError: it is damaged, or was changed after it was written.
@@ -202,16 +201,18 @@ class Manifest:
 
 
 def canonical_digest(value: object) -> str:
-    """xxh3_128 hex of the canonical JSON of a value: sorted keys, no spaces, UTF-8."""
+    """Return the xxh3_128 digest, as hex, of the canonical JSON of a value: sorted keys, no spaces, UTF-8."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return xxhash.xxh3_128(text.encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder.
+    """Read the manifest of a checkpoint folder.
 
     Raises:
-        NoManifestError, UnreadableError, NewerFormatError: see there.
+        NoManifestError: the folder has none.
+        UnreadableError: it cannot be read now.
+        NewerFormatError: a later version of this program wrote it.
         ManifestError: it is not valid.
     """
     path = folder / MANIFEST
@@ -228,10 +229,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _look_into(folder: Path) -> None:
-    """That a folder in which something was not found can be looked into, if it is there.
+    """Check that a folder in which something was not found can be looked into, if it is there.
 
     Raises:
-        UnreadableError: not now.
+        UnreadableError: it cannot be looked into now.
     """
     try:
         with os.scandir(folder):
@@ -243,11 +244,12 @@ def _look_into(folder: Path) -> None:
 
 
 def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
-    """The manifest that a file holds.
+    """Parse the text of a manifest.
 
     Args:
-        name: of the file, for errors.
-        step: that it has to be of; None: any.
+        text: what the file holds.
+        name: the file's name, for errors.
+        step: the step that it has to name; None: any.
 
     Raises:
         NewerFormatError: it is of a later format, whatever else stands in it.
@@ -275,20 +277,18 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) -> None:
     """Put the manifest in its place in one step."""
-    write_atomic(folder / MANIFEST, manifest.to_text(), durable=durable)
-
-
-def write_atomic(path: Path, text: str, *, durable: bool = True) -> None:
-    """Replace a small file: readers see the old contents or the new; `durable`: so it is after a power cut, too."""
-    replace_file(path, text.encode(), durable=durable)
+    replace_file(folder / MANIFEST, manifest.to_text(), durable=durable)
 
 
 def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """(bytes, xxh3_128 hex) of a file. Best right after writing, from the page cache.
+    """Digest a file. Best right after writing, from the page cache.
 
     Args:
         durable: fsync it as well.
         progress: called with the bytes read so far.
+
+    Returns:
+        Its size in bytes, and its xxh3_128 digest as hex.
     """
     hasher = xxhash.xxh3_128()
     size = 0
@@ -306,18 +306,24 @@ def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], 
 
 
 def step_dir(root: Path, step: int) -> Path:
-    """Where the committed checkpoint of a step is."""
+    """Return the folder of a step's committed checkpoint."""
     return root / f"{STEP_PREFIX}{step}"
 
 
 def step_of(name: str) -> int | None:
-    """The step in the name of a step folder; None for any other name."""
+    """Return the step in the name of a step folder; None for any other name."""
     match = _STEP_NAME.fullmatch(name)
     return int(match.group(1)) if match else None
 
 
+def key_of(name: str) -> tuple[int, int] | None:
+    """Return step and attempt of a name such as ``20-0``; None for any other name."""
+    step, _, attempt = name.partition("-")
+    return (int(step), int(attempt)) if step.isdecimal() and attempt.isdecimal() else None
+
+
 def versions_dir(root: Path, attempt: int) -> Path:
-    """The checkpoint folder for weights of an attempt that must not take the place of what is visible as their step.
+    """Return the checkpoint folder for an attempt's weights that find the place of their step taken.
 
     It is laid out as `root` is, with leases of its own, and lasts no longer than its run.
     """
@@ -325,22 +331,26 @@ def versions_dir(root: Path, attempt: int) -> Path:
 
 
 def staging_dir(root: Path, step: int, attempt: int) -> Path:
-    """Where the parts of a step are written before its commit."""
+    """Return the folder into which the parts of a step are written before its commit."""
     return root / STAGING / f"{step}-{attempt}"
 
 
 def partial_staging_dir(root: Path, step: int, attempt: int) -> Path:
-    """Where links to staged weights are, which are committed while other parts of the step are being written."""
+    """Return the folder of links to staged weights, committed while other parts of the step are being written."""
     return root / STAGING / f"{step}-{attempt}.weights"
 
 
 def journal_path(root: Path, step: int, attempt: int) -> Path:
-    """Where the monitor notes what it knows of a step that is being saved."""
+    """Return the file in which the monitor notes what it knows of a step that is being saved."""
     return root / STAGING / f"{step}-{attempt}.json"
 
 
 def abandoned_dir(root: Path, step: int, attempt: int | None) -> Path:
-    """A free name for a step folder that a resume leaves behind; `attempt`: the one that made it, None if unknown."""
+    """Return a free name for a step folder that a resume leaves behind.
+
+    Args:
+        attempt: the attempt that made it, None if that is not known.
+    """
     name = f"{ABANDONED_PREFIX}{STEP_PREFIX}{step}" + ("" if attempt is None else f"-attempt_{attempt}")
     candidate, count = root / name, 1
     while candidate.exists():
@@ -350,6 +360,6 @@ def abandoned_dir(root: Path, step: int, attempt: int | None) -> Path:
 
 
 def abandoned_attempt(name: str) -> int | None:
-    """The attempt in the name of an abandoned folder; None where there is none."""
+    """Return the attempt in the name of an abandoned folder; None where there is none."""
     match = _ABANDONED_NAME.fullmatch(name)
     return int(match[1]) if match else None

@@ -1,12 +1,12 @@
 """Who writes a checkpoint folder: one run at a time.
 
-An flock on ``.lock``, which the kernel drops with the process, as for the run's own folder. The file names its holder,
-for the one who is refused.
+An flock on ``.lock``, which the kernel drops with the process, as for the run's own folder. The file names the
+run that writes, for the one who is refused.
 
-The monitor is a process of its own, which a killed driver leaves behind for a moment. So it holds a second lock for as
+The monitor is a process of its own, which a killed driver leaves behind for a moment. So it has a second lock for as
 long as it lives, and a run that takes the folder over waits for it: else the monitor of the run before could commit a
 step, and let a tracker name it, while the resume puts the folder in order. A monitor that comes up only after that sees
-that the folder has another holder, and ends.
+that another run writes in the folder, and ends.
 """
 
 from __future__ import annotations
@@ -19,32 +19,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from trinity_sync.checkpoint.holds import make_leases_folder
+from trinity_sync.checkpoint.leases import make_leases_folder
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.durable import make_folder
 from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 
 _LOCK = ".lock"
 _MONITOR = ".monitor.lock"
-_HELD_S = 60.0
+_LOCK_S = 60.0
 
 
 @contextlib.contextmanager
 def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
-    """Hold the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
+    """Lock the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
 
     Args:
-        root: `checkpoint.dir`.
         run: the run's folder, for the message to others.
-        timeout_s: how long to wait for the monitor of a run that was killed.
+        timeout_s: how long to wait for the monitor of a run that was killed, seconds.
 
     Raises:
-        ConfigError: it is no folder, cannot be written, or another run that lives holds it, or the monitor of a killed
-            one does not end.
+        ConfigError: it is no folder, cannot be written, or another run that lives writes in it, or the monitor of a
+            killed one does not end.
     """
     try:
         make_folder(root)
-        descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who holds the folder
+        descriptor = open_lock(root / _LOCK, mode=0o644)  # for all to read who writes here
     except FileExistsError:
         raise ConfigError(f"checkpoint.dir={root} is a file; name a folder") from None
     except NotADirectoryError:
@@ -71,8 +70,8 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
         os.close(descriptor)
 
 
-def holder(root: Path) -> str | None:
-    """Tells the run that holds the folder, or the last one that did, from all others; None: there was none."""
+def writer_of(root: Path) -> str | None:
+    """Return what tells the run that writes in the folder, or did last, from all others; None: none did."""
     return _read(root / _LOCK) or None
 
 
@@ -101,32 +100,32 @@ def _wait_for_monitor(root: Path, timeout_s: float) -> None:
         raise ConfigError(f"{root / _MONITOR} cannot be locked: {error.strerror}") from error
 
 
-def hold_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
+def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
     """Tell runs to come that this process writes in the folder. For the monitor.
 
     Args:
-        expected: the `holder` for which it is to write; None: any.
+        expected: what `writer_of` has to return, None: anything.
 
     Returns:
-        What the process keeps as long as it writes.
+        A file to be kept open for as long as the process writes.
 
     Raises:
-        RunError: another run holds the folder by now.
+        RunError: another run writes in the folder by now.
         WaitTimeout: somebody keeps the lock to themselves.
     """
     make_folder(root)
     file = os.fdopen(open_lock(root / _MONITOR), "r+b", buffering=0)
     # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.
     try:
-        wait_for_lock(file.fileno(), root / _MONITOR, _HELD_S, shared=True)
+        wait_for_lock(file.fileno(), root / _MONITOR, _LOCK_S, shared=True)
     except WaitTimeout:
         file.close()
         raise
     except OSError:
         pass  # a file system without flock, which `locked` refuses
-    if expected is not None and holder(root) != expected:
+    if expected is not None and writer_of(root) != expected:
         file.close()
-        raise RunError(f"{root} has been taken over by {_first_line(holder(root) or 'another run')}")
+        raise RunError(f"{root} has been taken over by {_first_line(writer_of(root) or 'another run')}")
     _open_to_readers(root)
     with contextlib.suppress(OSError):  # a full disk: it is for a message only
         file.truncate(0)

@@ -34,7 +34,7 @@ from trinity_sync.actors.monitor import Committed, Event, Facts, PrunedStep, Ste
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
-from trinity_sync.checkpoint.lock import holder
+from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.writers import Writers
 from trinity_sync.errors import ConfigError, RunError
@@ -73,7 +73,8 @@ class MonitorConfig:
         log_dir: folder of the actor's log; None: Ray's own logs.
         roles: places in a step's folder without which no full checkpoint is committed, for savers that are several
             engines (``actor``, ``critic``); those announce themselves. Empty: what is announced is all that there is.
-        holder: the holder of the checkpoint folder, filled in by `get_actor`; the actor does nothing for another one.
+        writer: the run that may write in the checkpoint folder, filled in by `get_actor`: the actor fails where
+            that is another one by now.
     """
 
     attempt: int = 0
@@ -83,7 +84,7 @@ class MonitorConfig:
     fsync: bool = True
     mirror: MirrorSettings = field(default_factory=MirrorSettings)
     log_dir: str | None = None
-    holder: str | None = None
+    writer: str | None = None
     roles: Sequence[str] = ()
 
 
@@ -142,7 +143,7 @@ class CheckpointMonitor(Writers):
         }
         folder = str(default_local_dir) if default_local_dir is not None else None
         if folder is not None:
-            config = replace(config, holder=holder(Path(folder)))
+            config = replace(config, writer=writer_of(Path(folder)))
         remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
 
         body = small_actor(cls, strategy, folder, remote, config, **(own or {}))
@@ -168,12 +169,12 @@ class CheckpointMonitor(Writers):
             keep_state_dicts=config.keep_state_dicts,
             fsync=config.fsync,
             clock=clock,
-            holder=config.holder,
+            writer=config.writer,
         )
         self._events = EventLog(config.attempt, clock)
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
-        self._held = rebuilt.held
+        self._writer_lock = rebuilt.lock
         for problem in rebuilt.problems:
             self._events.fault("checkpoint folder", problem)
         changes = Changes()
@@ -283,7 +284,7 @@ class CheckpointMonitor(Writers):
             self._timeout_s if timeout_s is None else timeout_s,
         )
 
-    async def retain(self, keep_last: int | None = None) -> list[PrunedStep]:
+    async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
         """Run retention now.
 
         Args:
@@ -296,7 +297,7 @@ class CheckpointMonitor(Writers):
         extra = () if keep_last is None else (KeepLast(keep_last),)
         pruned: list[PrunedStep] = [
             {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
-            for gone in await self._execution.retain(extra)
+            for gone in await self._execution.prune(extra)
         ]
         for gone in pruned:
             self._events.add("prune", **gone)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def monitor_option(cfg: DictConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
-    """Return the class of the monitor, and what its constructor gets beside what all have.
+    """Return the class of the monitor, and what its constructor gets beside what all monitors get.
 
     Raises:
         ConfigError: the class cannot be used.
@@ -26,12 +26,12 @@ def monitor_option(cfg: DictConfig) -> tuple[type[CheckpointMonitor], Mapping[st
 
 
 def coordinator_option(cfg: DictConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
-    """Return what makes the coordinator of a rank or a node agent, there, of `node_id` and `job_id`.
+    """Return what makes the coordinator in a rank or a node agent, given its `node_id` and `job_id` there.
 
     Args:
-        cfg: the run's.
+        cfg: the run's configuration.
         monitor: handle of the checkpoint monitor.
-        attempt: the run's.
+        attempt: the run's attempt.
 
     Raises:
         ConfigError: the class cannot be used.

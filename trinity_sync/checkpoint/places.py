@@ -11,15 +11,15 @@ _CONFIG = "config.json"
 
 
 def weights_folder(folder: Path) -> Path:
-    """The folder that holds the files of weights: ``actor`` of a step folder, else the folder itself."""
+    """Return the folder that has the files of weights: ``actor`` of a step folder, else the folder itself."""
     return folder / "actor" if (folder / "actor").is_dir() else folder
 
 
 def find_config(folder: Path) -> Path | None:
-    """The folder with the model's config and tokenizer; None where there is none.
+    """Find the folder with the model's config and tokenizer; None where there is none.
 
-    Weights-only checkpoints have none of their own: then that of another step, the nearest, or the model that the run
-    made and started from.
+    Weights-only checkpoints have none of their own: then it is that of the nearest other step, or the model that the
+    run made and started from.
     """
     place = weights_folder(folder).absolute()
     step = place.parent if place.name == "actor" else place

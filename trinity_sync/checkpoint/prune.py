@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import CheckpointInfo, scan
 from trinity_sync.checkpoint.deletion import of_verl, trash_checkpoint
 from trinity_sync.checkpoint.layout import STAGING, Manifest, UnreadableError
-from trinity_sync.checkpoint.trackers import Tracker, read_tracker
-from trinity_sync.checkpoint.trash import purge
+from trinity_sync.checkpoint.tracker_files import Tracker, read_tracker
+from trinity_sync.checkpoint.trash import empty_trash
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, KINDS, Kind
 from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
@@ -23,7 +23,8 @@ class PruneRow:
     """One line of a plan: a committed checkpoint, whether it stays, and why.
 
     Args:
-        warnings: for the user, with the newest checkpoint only.
+        reasons: the policies, or what else keeps it; for one that goes, why it does.
+        warnings: sentences for the user; they come with the newest checkpoint only.
     """
 
     manifest: Manifest
@@ -65,11 +66,16 @@ def prune_plan(
     keep_state_dicts: int = 2,
     saving: Iterable[int] = (),
 ) -> list[PruneRow]:
-    """What the policies decide for the checkpoints in a folder, oldest first. Deletes nothing.
+    """Decide what the policies keep of the checkpoints in a folder. Deletes nothing.
 
     Args:
+        policies: the retention policies.
         now: Unix seconds.
+        keep_state_dicts: how many of the newest weights-only checkpoints stay.
         saving: steps that are being saved; those with a staging folder count too.
+
+    Returns:
+        One row per checkpoint, oldest first.
 
     Raises:
         UnreadableError: the folder or a tracker cannot be read now, or the tracker that verl writes, too, holds no step
@@ -82,18 +88,32 @@ def prune_plan(
     trackers = [*before.values(), *_trackers(root).values()]
     if full.problem is not None and any(info.state == "verl" for info in found):
         raise UnreadableError(f"{full.problem}, so nobody knows which of verl's checkpoints are finished")
-    infos = {info.step: info for info in found if _is_ours(info)}
-    pins, leases = holds.pinned(root), holds.leased(root, now=now)
+    infos = {info.step: (info.path, info.manifest) for info in found if info.manifest is not None and _is_ours(info)}
+    pins, leased = leases.pinned(root), leases.leased(root, now=now)
     busy = set(saving) | _staged(root)
     # A tracker stays behind a commit for a moment, or for longer where the disk refuses to take it.
     named = {tracker.step for tracker in trackers}
-    facts = [_facts(info, pins, leases, busy, named) for info in infos.values()]
-    rows = []
-    for decision in decide(facts, policies, now, keep_state_dicts=keep_state_dicts):
-        info = infos[decision.step]
-        assert info.manifest is not None
-        rows.append(PruneRow(info.manifest, info.path, decision.keep, decision.reasons, decision.warnings))
-    return rows
+    facts = [
+        facts_of(manifest, pins, leased=(step, manifest.attempt) in leased, saving=step in busy, named=step in named)
+        for step, (_, manifest) in infos.items()
+    ]
+    return [
+        PruneRow(infos[of.step][1], infos[of.step][0], of.keep, of.reasons, of.warnings)
+        for of in decide(facts, policies, now, keep_state_dicts=keep_state_dicts)
+    ]
+
+
+def facts_of(manifest: Manifest, pins: Collection[tuple[int, int]], **states: bool) -> CheckpointFacts:
+    """Return what the policies need to know of a checkpoint; `states`: it is leased, being saved or named."""
+    return CheckpointFacts(
+        step=manifest.step,
+        kind=manifest.kind,
+        created=manifest.created,
+        bytes=manifest.bytes,
+        metrics=manifest.metrics,
+        pinned=(manifest.step, manifest.attempt) in pins,
+        **states,
+    )
 
 
 def _trackers(root: Path) -> dict[Kind, Tracker]:
@@ -108,7 +128,9 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
     """Delete what a plan gives up; what was leased or pinned since stays. One that resists does not stop the others.
 
     Args:
-        defer: only put them out of sight; the caller removes the bytes with `trash.purge`.
+        plan: what `prune_plan` returned.
+        now: Unix seconds.
+        defer: only put them out of sight; the caller frees the bytes with `trash.empty_trash`.
 
     Returns:
         What was deleted, and what went wrong.
@@ -125,38 +147,16 @@ def prune(root: Path, plan: Iterable[PruneRow], *, now: float, defer: bool = Fal
             reason = error.strerror if isinstance(error, OSError) else None
             problems.append(f"step {row.step} could not be deleted: {reason or error}")
     if not defer:
-        problems += purge(root)
+        problems += empty_trash(root)
     return pruned, problems
 
 
 def _is_ours(info: CheckpointInfo) -> bool:
-    """Whether retention is to decide on it: not on what verl has begun to save over, or may have."""
+    """Return whether retention is to decide on a folder: not on what verl has begun to save over, or may have."""
     try:
         return info.manifest is not None and not of_verl(info.path, info.manifest)
     except OSError:
         return False
-
-
-def _facts(
-    info: CheckpointInfo,
-    pins: Collection[tuple[int, int]],
-    leases: Collection[tuple[int, int]],
-    busy: Collection[int],
-    named: Collection[int | None],
-) -> CheckpointFacts:
-    assert info.manifest is not None
-    key = (info.step, info.manifest.attempt)
-    return CheckpointFacts(
-        step=info.step,
-        kind=info.manifest.kind,
-        created=info.manifest.created,
-        bytes=info.manifest.bytes,
-        metrics=info.manifest.metrics,
-        pinned=key in pins,
-        leased=key in leases,
-        saving=info.step in busy,
-        named=info.step in named,
-    )
 
 
 def _staged(root: Path) -> set[int]:

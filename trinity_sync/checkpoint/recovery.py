@@ -23,8 +23,8 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
 )
 from trinity_sync.checkpoint.replacement import finish_exchange, finish_renames
-from trinity_sync.checkpoint.trackers import COMMITTED, TRACKERS
-from trinity_sync.checkpoint.trash import delete_folder, purge
+from trinity_sync.checkpoint.tracker_files import COMMITTED, TRACKERS
+from trinity_sync.checkpoint.trash import delete_folder, empty_trash
 
 
 def recover(
@@ -59,12 +59,12 @@ def recover(
     for name in (*TRACKERS.values(), COMMITTED):
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
-    purge(root)
+    empty_trash(root)
 
 
 def finish_replacements(root: Path) -> None:
     """Bring back what a crash left out of its place: while a fuller one was to take it, or it was about to be deleted.
-    Nothing goes by that. The caller holds the folder.
+    Nothing goes by that. The caller has locked the folder.
     """
     undo_deletions(root, now=time.time())
     for path in root.glob(f"{REPLACED_PREFIX}*"):
@@ -100,7 +100,7 @@ def clean_versions(
                 delete_folder(place, info.path)
             elif place != running or not keep(info.step):
                 trash_checkpoint(place, info.manifest, now=now)
-        purge(place)
+        empty_trash(place)
         if place != running and not scan(place):
             delete_folder(root, place)
     with suppress(OSError):  # not empty, or not there

@@ -1,11 +1,11 @@
 """What may take the place of a checkpoint, and how it does: all of the old or all of the new is there at any time.
 
-What may, whoever made it: one that extends it (`Manifest.extends`), always; another one where nobody holds it; weights
-alone never that of a full one.
+What may, whoever made it: one that extends it (`Manifest.extends`), always; another one where nobody has pinned or
+leased it; weights alone never that of a full one.
 
-The two folders change places in one call, or by two renames where the file system cannot. What was there is *retired*
-then: it goes into the trash, or is set aside as ``abandoned-*`` where it holds more than the new one does. After a
-crash in between `recovery` has it finished here, or taken back.
+The two folders change places in one call, or by two renames where the file system cannot. What was there goes then: it
+is trashed, or set aside as ``abandoned-*`` where it has more than the new one does. After a crash in between `recovery`
+has it finished here, or taken back.
 
 Files that no manifest lists belong to others (verl writes ``data.pt`` into the step folder when it comes to it). They
 stay with the step: what was written since the new folder was made is linked into it before the old one goes.
@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import folders, holds
+from trinity_sync.checkpoint import folders, leases
 from trinity_sync.checkpoint.catalog import committed_manifest, files_of, places
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
@@ -33,22 +33,24 @@ from trinity_sync.checkpoint.layout import (
     step_dir,
     step_of,
 )
-from trinity_sync.checkpoint.trash import delete_folder, move_to_trash, purge_one
+from trinity_sync.checkpoint.trash import delete_folder, delete_trashed, move_to_trash
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import sync_folder
 from trinity_sync.protocol.parts import FULL, covers
 
 
 def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
-    """Make `source` visible as `target`. What is there goes, unless somebody holds it.
+    """Make `source` visible as `target`. What is there goes, unless somebody has pinned or leased it.
 
     Args:
         place: the checkpoint folder, or the one for weights beside it.
-        manifest: of `source`.
+        source: the folder to be made visible.
+        target: the step folder.
+        manifest: what the manifest in `source` says.
         clock: Unix seconds.
 
     Raises:
-        RunError: as `check_replaces`; or somebody has come to hold what was there. It is in its place again.
+        RunError: as `check_replaces`; or somebody has come to pin or lease what was there. It is in its place again.
         OSError: the disk refused; likewise.
     """
     if (target / MANIFEST).exists() and committed_manifest(target) is None:
@@ -61,34 +63,35 @@ def publish(place: Path, source: Path, target: Path, manifest: Manifest, clock: 
             if aside is None:
                 sync_folder(place)
             else:
-                check_unheld(place, target, _replaced(aside), manifest, clock)
-                trash = _retire(place, aside, manifest)
+                check_unblocked(place, target, _replaced(aside), manifest, clock)
+                trash = _trash_or_abandon(place, aside, manifest)
         except Exception as error:
             take_back(error, partial(_put_back, source, target, aside, manifest))
             raise
-    purge_one(trash)
+    delete_trashed(trash)
 
 
 def check_replaces(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> None:
-    """Whether a commit may take the place of what is visible at `target`.
+    """Check that a commit may take the place of what is visible at `target`.
 
     Raises:
-        RunError: not of this, or not now.
+        RunError: it may not take the place of this, or not now.
     """
     visible = committed_manifest(target)
     if visible is None or manifest.extends(visible):
         return
     if not covers(manifest.kind, visible.kind):
         raise _refused(target, visible, manifest, "which weights alone do not replace")
-    if names := holds.holders(place, visible, now=clock()):
+    if names := leases.blockers(place, visible, now=clock()):
         raise _refused(target, visible, manifest, f"held by {', '.join(names)}")
 
 
 @contextmanager
 def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[], float]) -> Iterator[Manifest | None]:
-    """What a commit takes the place of; None: nothing that was a checkpoint. Within the block nobody comes to hold
-    that, nor the new one, which may have to go again. Where that cannot be ensured, only what takes nothing from
-    anybody goes on.
+    """Yield what a commit takes the place of; None: nothing that was a checkpoint.
+
+    Within the block nobody comes to pin or lease that, nor the new one, which may have to go again. Where that cannot
+    be ensured, only what takes nothing from anybody goes on.
 
     Raises:
         RunError: as `check_replaces`.
@@ -101,7 +104,7 @@ def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[],
     with ExitStack() as claims:
         for claimed in {of.attempt: of for of in (visible, manifest) if of is not None}.values():
             try:
-                claims.enter_context(holds.claim(place, claimed, now=now))
+                claims.enter_context(leases.claim(place, claimed, now=now))
             except OSError:
                 if takes:
                     raise
@@ -109,32 +112,34 @@ def replacing(place: Path, target: Path, manifest: Manifest, clock: Callable[[],
         yield visible
 
 
-def check_unheld(
+def check_unblocked(
     place: Path, target: Path, replaced: Manifest | None, manifest: Manifest, clock: Callable[[], float]
 ) -> None:
-    """That nobody holds what a commit has taken the place of: our claim may have run out, because this program was
-    stopped for a while.
+    """Check that nobody has pinned or leased what a commit has taken the place of.
+
+    Our claim may have run out, because this program was stopped for a while.
 
     Raises:
-        RunError: somebody does.
+        RunError: somebody has.
     """
-    if replaced is not None and (names := _holders_of(place, replaced, manifest, clock)):
+    if replaced is not None and (names := _blockers_of(place, replaced, manifest, clock)):
         raise _refused(target, replaced, manifest, f"held by {', '.join(names)} since just now")
 
 
 def finish_renames(root: Path, aside: Path, clock: Callable[[], float]) -> None:
-    """End a replacement by two renames, or take it back: where the second had not happened, or somebody holds what was
-    to go.
+    """End a replacement by two renames.
+
+    It is taken back where the second had not happened, or where what was to go is leased or pinned.
     """
     target = root / aside.name.removeprefix(REPLACED_PREFIX)
     replaced, manifest = committed_manifest(aside), committed_manifest(target)
-    if replaced is not None and manifest is not None and _holders_of(root, replaced, manifest, clock):
+    if replaced is not None and manifest is not None and _blockers_of(root, replaced, manifest, clock):
         _bring_others(target, manifest.paths, aside)
         delete_folder(root, target)
     if not target.exists():
         aside.rename(target)
     elif manifest is not None:
-        purge_one(_retire(root, aside, manifest))
+        delete_trashed(_trash_or_abandon(root, aside, manifest))
     else:  # nobody knows what it is worth
         step = step_of(target.name)
         assert step is not None, aside
@@ -142,8 +147,10 @@ def finish_renames(root: Path, aside: Path, clock: Callable[[], float]) -> None:
 
 
 def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> None:
-    """Do what a crash right after an exchange has left undone: take it back where somebody holds what was to go, else
-    retire that. What cannot be read now may be that, too, and is set aside.
+    """Do what a crash right after an exchange has left undone.
+
+    The exchange is taken back where what was to go is leased or pinned; else that goes. What cannot be read now may be
+    that, too, and is set aside.
     """
     try:
         staged = read_manifest(staging)
@@ -163,11 +170,11 @@ def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> No
             continue
         if (staged.attempt, staged.created) >= (visible.attempt, visible.created):
             continue
-        if _holders_of(place, staged, visible, clock):
+        if _blockers_of(place, staged, visible, clock):
             folders.exchange(staging, target)
             _bring_others(staging, visible.paths, target)
         else:
-            purge_one(_retire(place, staging, visible))
+            delete_trashed(_trash_or_abandon(place, staging, visible))
         return
 
 
@@ -189,7 +196,7 @@ def _change_places(place: Path, source: Path, target: Path) -> Path | None:
 
 
 def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest) -> None:
-    """The inverse of `_change_places`. What others wrote stays with the step."""
+    """Undo `_change_places`. What others wrote stays with the step."""
     if aside == source:
         folders.exchange(source, target)
     else:
@@ -200,13 +207,13 @@ def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest
     sync_folder(target.parent)
 
 
-def _retire(place: Path, aside: Path, successor: Manifest) -> Path | None:
+def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | None:
     """End what a commit has taken the place of; returns what of it is in the trash now, to be purged. Files of others
     stay with the step; a full checkpoint that has files which the new one lacks, and what cannot be read: these
     are set aside as ``abandoned-*``.
     """
     # Before the old one goes, else a power cut could bring back its name without its files. A commit does this within
-    # its claim, though it may be slow: while it can fail the new one may have to go again, so nobody is to hold that
+    # its claim, though it may be slow: while it can fail the new one may have to go again, so nobody is to lease that
     # yet. Should it last longer than the claim, readers get the new one, and lose it only if the disk then fails, too.
     sync_folder(place)
     replaced = committed_manifest(aside)
@@ -234,10 +241,10 @@ def _bring_others(source: Path, listed: Collection[str], target: Path) -> None:
 
 
 def _replaced(aside: Path) -> Manifest | None:
-    """What a commit has taken the place of; None: nothing that was a checkpoint.
+    """Read the manifest of what a commit has taken the place of; None: it was no checkpoint.
 
     Raises:
-        UnreadableError: it cannot be read now, so nobody knows who holds it.
+        UnreadableError: it cannot be read now, so nobody knows whose leases and pins it has.
     """
     try:
         return read_manifest(aside)
@@ -247,10 +254,10 @@ def _replaced(aside: Path) -> Manifest | None:
         return None
 
 
-def _holders_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
-    """Who holds a checkpoint whose place another one has taken, and loses by it."""
+def _blockers_of(place: Path, replaced: Manifest, manifest: Manifest, clock: Callable[[], float]) -> list[str]:
+    """Name those who have pinned or leased a checkpoint whose place another one has taken, and lose by it."""
     extended = manifest.extends(replaced)
-    return [] if extended else holds.holders(place, replaced, now=clock(), successor=manifest)
+    return [] if extended else leases.blockers(place, replaced, now=clock(), successor=manifest)
 
 
 def _refused(target: Path, visible: Manifest, manifest: Manifest, reason: str) -> RunError:

@@ -1,8 +1,8 @@
 """From which checkpoint a run goes on: from no older one than was committed, unless the user says so.
 
-What was committed is known from the run's own record and from the checkpoint folder's (`trackers`). A checkpoint that
-is damaged is passed over, since looking again would find the same; one that cannot be read now, or is not where it was,
-may be there tomorrow.
+What was committed is known from the run's own record and from the checkpoint folder's (`tracker_files`). A checkpoint
+that is damaged is passed over, since looking again would find the same; one that cannot be read now, or is not where it
+was, may be there tomorrow.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import catalog, recovery, rollback, verls
+from trinity_sync.checkpoint import catalog, recovery, rollback, verl_folders
 from trinity_sync.checkpoint.catalog import CheckpointInfo
 from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, UnreadableError, step_dir
-from trinity_sync.checkpoint.trackers import newest_finished, read_committed, read_tracker, tracker_path
+from trinity_sync.checkpoint.tracker_files import newest_finished, read_committed, read_tracker, tracker_path
 from trinity_sync.checkpoint.verification import newest_good
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
@@ -50,13 +50,13 @@ def find(
     roles: Collection[str] = (),
     say: Callable[[str], None] = lambda text: None,
 ) -> CheckpointInfo | None:
-    """The newest full checkpoint that verifies; None: there is none.
+    """Find the newest full checkpoint that verifies; None: there is none.
 
     Args:
         root: the checkpoint folder; nobody writes in it meanwhile.
         skip_unreadable: go on from an older one where a newer one cannot be read now.
         of_verl: take one that verl itself wrote, too.
-        roles: those that one of verl's has to hold.
+        roles: places, such as ``actor``, that one of verl's needs to have.
         say: gets a sentence for each one that is passed over.
 
     Raises:
@@ -70,7 +70,7 @@ def find(
 
 
 def look(root: Path) -> None:
-    """As `find`, but of manifests alone and without a word: fit for a first look, before anything is written.
+    """Check as `find` does, but by manifests alone and in silence: for a first look, before anything is written.
 
     Raises:
         UnseenError, NewerFormatError: as `find`.
@@ -171,7 +171,7 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
 
 
 def _absent(manifest: Manifest, roles: Collection[str]) -> str | None:
-    """The first of the roles that a full checkpoint holds no file of."""
+    """Return the first of the roles that a full checkpoint has no file of; None: it has all."""
     return next((role for role in roles if not any(path.startswith(f"{role}/") for path in manifest.paths)), None)
 
 
@@ -179,7 +179,7 @@ def _named(root: Path, step: int, roles: Collection[str]) -> CheckpointInfo | No
     if step == 0:
         return None
     info = next((info for info in catalog.scan(root) if info.step == step), None)
-    absent = verls.missing(info.path, roles) if info is not None and info.state == "verl" else None
+    absent = verl_folders.missing(info.path, roles) if info is not None and info.state == "verl" else None
     if absent is not None:
         raise RunError(f"{step_dir(root, step)} was written by verl, but its {absent} is missing: it is not whole")
     if info is None or (info.kind != FULL and info.state != "verl"):

@@ -6,22 +6,22 @@ import time
 from pathlib import Path
 
 from trinity_sync.checkpoint.catalog import check_ours, scan
+from trinity_sync.checkpoint.deletion_notes import unlink_notes
 from trinity_sync.checkpoint.layout import abandoned_dir
 from trinity_sync.checkpoint.recovery import recover
-from trinity_sync.checkpoint.tombstones import forget_deletions
-from trinity_sync.checkpoint.trackers import write_committed, write_tracker
+from trinity_sync.checkpoint.tracker_files import write_committed, write_tracker
 from trinity_sync.host.durable import sync_folder
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 
 def check_start(root: Path, step: int, *, of_verl: bool = False) -> None:
-    """That a resume may go on after a step: of later ones it sets aside what is this program's own, and nothing else.
+    """Check that a resume may go on after a step: all later ones, which it sets aside, are this program's own.
 
     Args:
         of_verl: verl itself may have written here. Else what looks as if it had is ours, without its manifest.
 
     Raises:
-        RunError: a later one was written by a newer version of it, or by verl.
+        RunError: a later one was written by a newer version of this program, or by verl.
     """
     check_ours([info for info in scan(root) if info.step > step], ("newer", "verl") if of_verl else ("newer",))
 
@@ -42,7 +42,7 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     """
     check_start(root, step, of_verl=of_verl)
     recover(root, clock=time.time)
-    forget_deletions(root, attempt)
+    unlink_notes(root, attempt)
     infos = scan(root)
     # What the resume starts from may be verl's own.
     full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]

@@ -1,7 +1,9 @@
 """Deleting folders: with one rename out of sight (``.trash-...``), and piece by piece after that.
 
-One word each: what is *trashed* is out of sight and keeps its bytes, to *purge* is to free them, and to *delete* is
-both. A checkpoint that somebody may hold is deleted by `deletion`, which trashes it once nobody does.
+One word for each: to *prune* is to delete what no retention policy keeps (`prune`); to *trash* is to put out of sight,
+and the trash is *emptied* to free the bytes; to *delete* is both; to *clean* is to delete what is left over of
+something unfinished or over (`recovery`); to *unlink* is to remove a file. A checkpoint that somebody may read or have
+pinned is trashed by `deletion`, once nobody does.
 """
 
 from __future__ import annotations
@@ -16,27 +18,28 @@ from trinity_sync.host.durable import sync_folder
 
 def delete_folder(root: Path, path: Path) -> None:
     """Delete a folder that nobody else uses."""
-    purge_one(move_to_trash(root, path))
+    delete_trashed(move_to_trash(root, path))
 
 
 def move_to_trash(root: Path, path: Path, *, name: str | None = None) -> Path:
-    """Put a folder out of sight; returns where it is now.
+    """Put a folder out of sight; return where it is now.
 
     Args:
-        name: of what is in it, for people; None: the folder's own.
+        path: the folder.
+        name: the name of what is in it, for people; None: the folder's own.
     """
     trash = root / f"{TRASH_PREFIX}{name or path.name}-{secrets.token_hex(4)}"
     path.rename(trash)
     return trash
 
 
-def purge_one(trash: Path | None) -> None:
-    """Free the bytes of one folder that is out of sight, where there is one; what resists is left to `purge`."""
+def delete_trashed(trash: Path | None) -> None:
+    """Free the bytes of one folder that is out of sight, where there is one; what resists is left to `empty_trash`."""
     if trash is not None:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def purge(root: Path) -> list[str]:
+def empty_trash(root: Path) -> list[str]:
     """Free the bytes of all that is out of sight; a folder that resists does not stop the others.
 
     Returns:

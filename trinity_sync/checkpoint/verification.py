@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from trinity_sync.checkpoint import verls
+from trinity_sync.checkpoint import verl_folders
 from trinity_sync.checkpoint.catalog import CheckpointInfo, files_of, scan
 from trinity_sync.checkpoint.layout import (
     ManifestError,
@@ -19,7 +19,7 @@ from trinity_sync.checkpoint.layout import (
     read_manifest,
 )
 from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, Kind
+from trinity_sync.protocol.parts import FULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +77,18 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
 def newest_good(
     root: Path,
     *,
-    kind: Kind = FULL,
     on_skip: Callable[[str], None] | None = None,
     skip_unreadable: bool = False,
     of_verl: bool = False,
     roles: Collection[str] = (),
 ) -> CheckpointInfo | None:
-    """The newest checkpoint that verifies, to resume from (``full``) or to load weights from (``state_dict``: either).
-
-    A damaged one is passed over, and so is a folder that is no checkpoint.
+    """Find the newest full checkpoint that verifies. Damaged ones are passed over, and folders that are no checkpoints.
 
     Args:
         on_skip: called with a sentence for each newer one that was passed over.
         skip_unreadable: pass over what cannot be read now, too.
         of_verl: take one that verl itself wrote, which cannot be verified, where it has the files of all ranks.
-        roles: those that one of verl's has to hold, too.
+        roles: places, such as ``actor``, that one of verl's needs to have, too.
 
     Raises:
         UnreadableError: a newer one cannot be read now.
@@ -100,7 +97,7 @@ def newest_good(
     for info in reversed(scan(root)):
         state, problems = info.state, info.problems
         if info.manifest is not None:
-            if kind == FULL and info.kind != FULL:
+            if info.kind != FULL:
                 continue
             if info.manifest.files:
                 report = verify(info.path)
@@ -108,7 +105,7 @@ def newest_good(
             else:
                 state, problems = "damaged", (f"{info.path} lists no files",)
         elif of_verl and state == "verl":
-            absent = verls.missing(info.path, roles)
+            absent = verl_folders.missing(info.path, roles)
             state, problems = ("committed", ()) if absent is None else (state, (f"{info.path / absent} is missing",))
         if state == "committed":
             return info

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.checkpoint.verification import verify
 from trinity_sync.cli.policies import given_policies, saved_policies
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
@@ -63,16 +63,14 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
     return commands
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Commands
-# --------------------------------------------------------------------------------------------------------------------
+# ---- commands
 
 
 def _list(options: argparse.Namespace) -> int:
     root, step = _find(options)
     infos = of_step(root, scan(root), step)
-    pins, leases = holds.pinned(root), holds.leased(root, now=time.time())
-    rows = [_row(info, pins, leases) for info in infos]
+    pins, leased = leases.pinned(root), leases.leased(root, now=time.time())
+    rows = [_row(info, pins, leased) for info in infos]
     if options.json:
         return print_json(rows)
     if not rows:
@@ -99,7 +97,7 @@ def _inspect(options: argparse.Namespace) -> int:
     info = newest(root) if step is None else of_step(root, scan(root), step)[0]
     if info.manifest is None:
         raise RunError(info.problems[0])
-    row = _row(info, holds.pinned(root), holds.leased(root, now=time.time()))
+    row = _row(info, leases.pinned(root), leases.leased(root, now=time.time()))
     manifest = info.manifest.to_json()
     if options.json:
         return print_json(manifest | {name: row[name] for name in ("path", "bytes", "pinned", "leased")})
@@ -228,13 +226,13 @@ def _tell_run(path: Path, root: Path, deleted: Sequence[Pruned]) -> None:
 
 def _pin(options: argparse.Namespace) -> int:
     root, step = _find_one(options)
-    holds.pin(root, step)
+    leases.pin(root, step)
     return _report_pin(options, step, "pinned", True)
 
 
 def _unpin(options: argparse.Namespace) -> int:
     root, step = _find_one(options)
-    changed = holds.unpin(root, step)
+    changed = leases.unpin(root, step)
     return _report_pin(options, step, "not pinned any more" if changed else "was not pinned", False)
 
 
@@ -245,9 +243,7 @@ def _report_pin(options: argparse.Namespace, step: int, text: str, pinned: bool)
     return 0
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Finding things
-# --------------------------------------------------------------------------------------------------------------------
+# ---- finding things
 
 
 def find(path: Path, step: int | None) -> tuple[Path, int | None]:
@@ -275,7 +271,7 @@ def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
 
 
 def newest(root: Path) -> CheckpointInfo:
-    """The newest checkpoint, for a command that was given no step. It is never an older one in silence.
+    """Find the newest checkpoint, for a command that was given no step. It is never an older one in silence.
 
     Raises:
         ConfigError: there is none.
@@ -346,12 +342,10 @@ def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
     )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Printing
-# --------------------------------------------------------------------------------------------------------------------
+# ---- printing
 
 
-def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leases: set[tuple[int, int]]) -> dict[str, Any]:
+def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int, int]]) -> dict[str, Any]:
     manifest = info.manifest
     key = (info.step, info.attempt or 0)
     return {
@@ -365,7 +359,7 @@ def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leases: set[tuple[int
         "metrics": dict(manifest.metrics) if manifest else {},
         "path": str(info.path),
         "pinned": manifest is not None and key in pins,
-        "leased": manifest is not None and key in leases,
+        "leased": manifest is not None and key in leased,
         "problems": list(info.problems),
     }
 

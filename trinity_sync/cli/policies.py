@@ -11,7 +11,7 @@ from trinity_sync.protocol.retention import Policy
 
 
 def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
-    """The policies of ``--keep``, whose values are ``POLICY`` or ``POLICY.FIELD=VALUE``.
+    """Make the policies that ``--keep`` names, as ``POLICY`` or ``POLICY.FIELD=VALUE``.
 
     Raises:
         ConfigError: one is unknown or wrong.
@@ -32,13 +32,14 @@ def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
 
 
 def saved_policies(nodes: Mapping[str, Any], allowed: Sequence[str], run: Path) -> tuple[Policy, ...]:
-    """The policies that a run's saved settings name. Somebody else may have made that folder, so of what they name only
-    what is ours or allowed is imported.
+    """Make the policies that a run's saved settings name.
+
+    Somebody else may have made that folder, so of what they name only what is ours or allowed is imported.
 
     Args:
         nodes: policy name to fields, resolved.
         allowed: packages or dotted names that may be run, too.
-        run: its folder, for errors.
+        run: the run's folder, for errors.
 
     Raises:
         ConfigError: one is not allowed, unknown or wrong.

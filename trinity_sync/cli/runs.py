@@ -83,7 +83,7 @@ def _resume(options: argparse.Namespace) -> int:
     from trinity_sync.launch import app
     from trinity_sync.launch.resume import Resume, committed_steps
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
-    from trinity_sync.tracking.run_folder import RunFolderInUse, lock_holder
+    from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
 
     folder = options.run.absolute()
     overrides, config_name, config_dir = _read_invocation(folder)
@@ -109,8 +109,8 @@ def _resume(options: argparse.Namespace) -> int:
         raise ConfigError(app.explain(error)) from error
     config.check(cfg)
     config.check_inputs(cfg)
-    if holder := lock_holder(folder):
-        raise RunFolderInUse(f"{folder} is in use by {holder}; stop that run before it is resumed")
+    if owner := lock_owner(folder):
+        raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
     resume = Resume(from_scratch=options.from_scratch, skip_unreadable=options.skip_unreadable)
     checkpoints = checkpoint_folder(cfg, folder)
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
@@ -126,7 +126,7 @@ def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
     """Read how a run was started: its overrides, the primary config, and the folder of further options.
 
     Raises:
-        ConfigError: the folder holds no run.
+        ConfigError: there is no run in the folder.
     """
     from omegaconf import OmegaConf
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_sync.checkpoint import holds
+from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import scan
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
@@ -77,9 +76,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     diff.set_defaults(command=_diff)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Commands
-# --------------------------------------------------------------------------------------------------------------------
+# ---- commands
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -87,7 +84,7 @@ def _export(options: argparse.Namespace) -> int:
     check_free(options.output)
     from trinity_sync.checkpoint.export import export_checkpoint
 
-    with _held(folder) as keep, progress_bar("exporting", shown=not options.json) as progress:
+    with _leased(folder) as keep, progress_bar("exporting", shown=not options.json) as progress:
 
         def report(done: int, total: int) -> None:
             keep()
@@ -137,8 +134,8 @@ def _diff(options: argparse.Namespace) -> int:
     from trinity_sync.checkpoint.reading import open_weights
 
     with (
-        _held(folders[0]) as keep_a,
-        _held(folders[1]) as keep_b,
+        _leased(folders[0]) as keep_a,
+        _leased(folders[1]) as keep_b,
         progress_bar("comparing", shown=not options.json, in_bytes=False) as progress,
     ):
 
@@ -167,13 +164,11 @@ def _diff(options: argparse.Namespace) -> int:
     return 1 if differing else 0
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Finding things
-# --------------------------------------------------------------------------------------------------------------------
+# ---- finding things
 
 
 def _weights_of(path: Path, step: int | None) -> Path:
-    """The folder to read weights from: a step folder, or the path itself where it holds the files."""
+    """Find the folder to read weights from: a step folder, or the path itself where it has the files."""
     if step is None and path.is_dir() and step_of(path.resolve().name) is None and _has_weights(path):
         return path
     root, step = find(path, step)
@@ -188,8 +183,8 @@ def _has_weights(path: Path) -> bool:
 
 
 @contextmanager
-def _held(folder: Path) -> Iterator[Callable[[], None]]:
-    """Keep retention away from a checkpoint that is being read; yields what to call now and then meanwhile.
+def _leased(folder: Path) -> Iterator[Callable[[], None]]:
+    """Keep retention away from a checkpoint that is being read; yield what to call now and then meanwhile.
 
     A folder of another program, or one that may not be written to, is read without.
     """
@@ -198,14 +193,11 @@ def _held(folder: Path) -> Iterator[Callable[[], None]]:
     lease = None
     if step is not None and (folder / "manifest.json").is_file():
         with suppress(OSError):
-            lease = holds.lease_checkpoint(folder.parent, step, holder="trinity-sync ckpt", seconds=_LEASE_S)
-    renewed = time.monotonic()
+            lease = leases.lease_checkpoint(folder.parent, step, reader="trinity-sync ckpt", seconds=_LEASE_S)
 
     def keep() -> None:
-        nonlocal renewed
-        if lease is not None and time.monotonic() - renewed > _RENEW_S:
-            lease.renew(_LEASE_S)
-            renewed = time.monotonic()
+        if lease is not None:
+            lease.keep(_LEASE_S, renew_s=_RENEW_S)
 
     try:
         yield keep
@@ -222,9 +214,7 @@ def _size(text: str) -> int:
     return size
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Printing
-# --------------------------------------------------------------------------------------------------------------------
+# ---- printing
 
 
 def _as_json(found: TensorDifference) -> dict[str, object]:

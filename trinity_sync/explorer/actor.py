@@ -146,7 +146,7 @@ def _hold(
     """Keep a version's folder while it is read; without this a newer version's commit may delete it. The hold ends
     `sync.timeout_s` after the last bytes that were read.
     """
-    from trinity_sync.checkpoint.holds import lease_checkpoint
+    from trinity_sync.checkpoint.leases import lease_checkpoint
 
     seconds, renewed = spec.timeout_s, clock()
 
@@ -158,5 +158,5 @@ def _hold(
         with suppress(OSError):  # a full disk is no reason to stop reading: what is gone is found out by who reads it
             lease.renew(seconds)
 
-    with lease_checkpoint(folder.parent, version.step, holder=spec.name, seconds=seconds, clock=clock) as lease:
+    with lease_checkpoint(folder.parent, version.step, reader=spec.name, seconds=seconds, clock=clock) as lease:
         yield go_on

@@ -157,7 +157,7 @@ class FreeRollout:
                     break
                 left = max(self._progress, began) + self._timeout_s - time.monotonic()
                 if left <= 0:
-                    who = ", ".join(self._queue.holders()) or "the explorers"
+                    who = ", ".join(self._queue.explorers_out()) or "the explorers"
                     raise WaitTimeout(who, f"make the samples of step {step}", self._timeout_s)
                 self._changed.wait(left)
         return _assemble([ready.samples for ready in taken])

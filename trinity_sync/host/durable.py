@@ -10,11 +10,12 @@ from pathlib import Path
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
 
-def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
+def replace_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
     """Replace a small file: a reader, or a crash at any moment, sees the old bytes or the new ones.
 
     Args:
-        durable: the new ones are there after a power cut, too.
+        data: the new contents; a text is written in UTF-8.
+        durable: the new contents are there after a power cut, too.
 
     Raises:
         OSError: the disk refuses; where it did so before the end, the old file is still there.
@@ -22,7 +23,7 @@ def replace_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(draft, "wb") as file:
-            file.write(data)
+            file.write(data.encode() if isinstance(data, str) else data)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

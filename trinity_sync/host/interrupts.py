@@ -14,8 +14,9 @@ _stop: threading.Event | None = None
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM ends what runs inside as Ctrl-C does. Signal handlers exist in the main thread only; elsewhere nothing
-    changes.
+    """Let SIGTERM end what runs inside as Ctrl-C does.
+
+    Signal handlers exist in the main thread only; in others nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -39,8 +40,10 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def finishing_steps(stop: threading.Event | None) -> Iterator[None]:
-    """Inside, the first SIGTERM only sets `stop`: the step under way is to be finished and saved. For the loops, around
-    their steps: before the first one there is nothing to save, and a preempted run has no time for it.
+    """Let the first SIGTERM inside only set `stop`: the step under way is to be finished and saved.
+
+    For the loops, around their steps: before the first one there is nothing to save, and a preempted run has no time
+    for it.
     """
     global _stop
     before, _stop = _stop, stop

@@ -23,13 +23,13 @@ class NotOursError(OSError):
 
 
 def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: int = 0o600) -> int:
-    """Open a lock file; the descriptor. It is not locked yet.
+    """Open a lock file, which is not locked yet; return its descriptor.
 
     Args:
-        path: of the file.
+        path: the lock file.
         create: make it where it is not there.
-        writable: for what is written into it; else to look at it.
-        mode: of a file that is made.
+        writable: open it to write into it; else only to look at it.
+        mode: permissions of a file that is made.
 
     Raises:
         NotOursError: it is no regular file.
@@ -49,7 +49,10 @@ def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: i
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock what is open if nobody else holds it.
+    """Lock an open file if nobody else has locked it; return whether it is locked.
+
+    Args:
+        shared: let others lock it too, if they share it as well.
 
     Raises:
         OSError: the file system has no flock.
@@ -62,25 +65,27 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool = False) -> None:
-    """Lock what is open, when its holder lets go of it.
+    """Lock an open file, once nobody else has locked it.
 
     Args:
-        path: for the message.
+        descriptor: the open file.
+        path: its path, for the message.
         timeout_s: limit, seconds.
+        shared: let others lock it too, if they share it as well.
 
     Raises:
-        WaitTimeout: it is still held; names who holds it, as far as the kernel tells.
+        WaitTimeout: it is still locked; names who has locked it, as far as the kernel tells.
         OSError: the file system has no flock.
     """
     deadline = time.monotonic() + timeout_s
     while not try_lock(descriptor, shared=shared):
         if time.monotonic() > deadline:
-            raise WaitTimeout(_holder(descriptor), f"let go of its lock on {path}", timeout_s)
+            raise WaitTimeout(_owner(descriptor), f"let go of its lock on {path}", timeout_s)
         time.sleep(_POLL_S)
 
 
-def _holder(descriptor: int) -> str:
-    """Who holds an flock on what is open."""
+def _owner(descriptor: int) -> str:
+    """Name the process that has locked an open file."""
     found = os.fstat(descriptor)
     device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
     try:
@@ -94,12 +99,12 @@ def _holder(descriptor: int) -> str:
 
 
 def own_name(name: str) -> str:
-    """The name for this user's own, where each user has one."""
+    """Return a name of this user's own, where each user has one."""
     return f"{name}-{os.geteuid()}"
 
 
 def is_own_folder(path: Path) -> bool:
-    """Whether this user made a folder: what is there is no link, and belongs to them."""
+    """Return whether this user made a folder: what is there is no link, and belongs to them."""
     try:
         found = path.lstat()
     except OSError:
@@ -108,10 +113,10 @@ def is_own_folder(path: Path) -> bool:
 
 
 def open_own_folder(path: Path, *, create: bool) -> int:
-    """Open a folder that nobody but this user may look into; the descriptor.
+    """Open a folder that nobody but this user may look into; return its descriptor.
 
     Args:
-        path: where others can write too, it belongs to whoever was first.
+        path: the folder; where others can write too, it belongs to whoever was first.
         create: make it where it is not there.
 
     Raises:

@@ -7,7 +7,7 @@ import sys
 
 
 def peak_rss() -> int:
-    """The largest resident set this process has had, in bytes."""
+    """Return the largest resident set this process has had, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes (getrusage(2) of each).
     return peak if sys.platform == "darwin" else peak * 1024

@@ -13,8 +13,7 @@ from typing import Any
 
 
 def own_log(folder: str | Path | None, name: str) -> None:
-    """Send this process's output, native libraries' included, to ``<folder>/<name>.log``. A folder of None leaves it
-    alone.
+    """Send this process's output, native libraries' included, to ``<folder>/<name>.log``; nothing for a folder of None.
 
     Where the folder cannot be written (a node without the shared file system) the process keeps the output it has.
     """
@@ -39,7 +38,7 @@ def own_log(folder: str | Path | None, name: str) -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """No runs of the garbage collector: it finds nothing while modules are loaded, and takes a tenth of the time."""
+    """Keep the garbage collector off: while modules are loaded it finds nothing, and takes a tenth of the time."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -50,11 +49,11 @@ def without_collections() -> Iterator[None]:
 
 
 def small_actor(cls: type, *args: Any, **kwargs: Any) -> type:
-    """A class without constructor arguments that makes a `cls(*args, **kwargs)`, for actors whose process stays small.
+    """Return a class that makes a `cls(*args, **kwargs)` without arguments, for actors whose process is to stay small.
 
-    Ray imports pyarrow, where it is installed, into every worker that takes an argument or returns a value, to
-    prepare for Ray Data: 46 MB in a process of 80 MB. A process in which pyarrow cannot be imported is spared that;
-    the arguments travel with the class, because taking them would already trigger the import.
+    Ray imports pyarrow, where it is installed, into every worker that takes an argument or returns a value, to prepare
+    for Ray Data: 46 MB in a process of 80 MB. A process in which pyarrow cannot be imported is spared that; the
+    arguments travel with the class, because taking them would already trigger the import.
     """
 
     class Small(cls):

@@ -17,7 +17,7 @@ _SECRET_OPTION = re.compile(r"pass|secret|token|key", re.IGNORECASE)
 
 
 def place_problem(place: str) -> str | None:
-    """What is wrong with the name of a place, for the user; None: nothing that can be seen without going there.
+    """Say what is wrong with the name of a place, for the user; None: nothing that can be seen without going there.
 
     Args:
         place: a path, or a URL.
@@ -52,12 +52,12 @@ def place_problem(place: str) -> str | None:
 
 
 def absolute(place: str) -> str:
-    """A path as seen from everywhere on the machine; a URL as it is."""
+    """Return a path as seen from everywhere on the machine; a URL as it is."""
     return place if "://" in place else str(Path(place).absolute())
 
 
 def local_folder(place: str) -> Path | None:
-    """The folder that a place is on this machine; None where it is elsewhere."""
+    """Return the folder that a place is on this machine; None where it is elsewhere."""
     protocol, separator, rest = place.partition("://")
     if not separator:
         return Path(place)
@@ -65,12 +65,12 @@ def local_folder(place: str) -> Path | None:
 
 
 def shown(place: str) -> str:
-    """A place as it may be written into logs: without the password."""
+    """Return a place as it may be written into logs: without the password."""
     return re.sub(r"://([^/@:]*):[^/@]*@", r"://\1:***@", place)
 
 
 def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
-    """A text, such as a store's error, without what the place and its options keep secret."""
+    """Return a text, such as a store's error, without what the place and its options keep secret."""
     found = re.search(r"://[^/@:]*:([^/@]+)@", place)
     secrets = {found.group(1), unquote(found.group(1))} if found else set()
     secrets |= set(_secrets(options))
@@ -80,10 +80,10 @@ def without_secrets(text: str, place: str, options: Mapping[str, Any]) -> str:
 
 
 def _secrets(value: Any, *, secret: bool = False) -> Iterator[str]:
-    """All texts in options, however deep, that stand under a name of a secret.
+    """Yield all texts in options, however deep, that stand under the name of a secret.
 
     Args:
-        secret: `value` stands under one.
+        secret: `value` stands under such a name.
     """
     if isinstance(value, str):
         if secret:

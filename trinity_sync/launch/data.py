@@ -85,7 +85,7 @@ def free_data(cfg: DictConfig, start: Start, pool: ExplorerPool, recorder: Recor
             groups_per_step=groups,
             max_staleness=cfg.sync.max_staleness,
             wait=cfg.samples.over_stale == "wait",
-            room=groups * cfg.samples.buffer,
+            max_open=groups * cfg.samples.buffer,
             overdue_s=cfg.explorer.timeout_s,
         ),
         samples_per_prompt=cfg.algorithm.samples_per_prompt,

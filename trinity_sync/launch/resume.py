@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint.tombstones import deleted
+from trinity_sync.checkpoint.deletion_notes import noted_deletions
 from trinity_sync.tracking import jsonl
 
 
@@ -32,7 +32,7 @@ def committed_steps(events: Path, checkpoints: Path) -> list[int]:
         RunError: the events cannot be read.
     """
     steps: set[int] = set()
-    gone = deleted(checkpoints)
+    gone = noted_deletions(checkpoints)
     for event in jsonl.read(events):
         step = jsonl.event_step(event)
         if step is None:

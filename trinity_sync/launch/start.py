@@ -11,11 +11,11 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from trinity_sync.backends.option import backend_option
-from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, verification, verls
+from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, verification, verl_folders
 from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.trackers import read_tracker
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.config import plain
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute
@@ -251,7 +251,7 @@ def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
     report = verification.verify(folder)
     if report.state == "no_manifest":
         with _as_config_error(key):
-            backend, world_size = verls.recognise(folder)
+            backend, world_size = verl_folders.recognise(folder)
     elif not report.ok:
         raise ConfigError(f"{key}: {report.problems[0]}")
     else:

@@ -65,7 +65,7 @@ class CommitBook:
         return self._committed.trackers
 
     def status(self, step: int, kind: Kind | None = None) -> StepStatus:
-        """Where the step stands in this attempt; with a kind: where its commit as that kind does."""
+        """Return where the step stands in this attempt; with a kind: where its commit as that kind does."""
         entry = self._steps.get(step)
         visible = self._committed.kind(step)
         if entry is not None:
@@ -74,14 +74,14 @@ class CommitBook:
         return StepStatus("committed" if done else "unknown", visible)
 
     def has(self, step: int, part: str) -> bool:
-        """Whether a commit of this attempt holds the part, so that there is nothing to write for it."""
+        """Return whether a commit of this attempt holds the part, so that there is nothing to write for it."""
         entry = self._steps.get(step)
         if entry is None or entry.failed is not None or entry.deleted:
             return False
         return part in entry.committed_keys
 
     def turn(self, ticket: str) -> bool | None:
-        """Whether this ticket has its turn. None: it is not known (any more); its step failed or its writer is lost."""
+        """Return whether this ticket has its turn. None: not known; its step failed or its writer is lost."""
         turn = self._turns.get(ticket)
         return None if turn is None else turn.granted
 
@@ -91,11 +91,11 @@ class CommitBook:
         return {entry.step: entry.failed for entry in self._steps if entry.failed is not None}
 
     def open_steps(self) -> list[int]:
-        """Steps of which something is being saved or committed now."""
+        """List the steps of which something is being saved or committed now."""
         return sorted(entry.step for entry in self._steps if self._steps.is_open(entry))
 
     def writers(self) -> set[tuple[str, str, str]]:
-        """(node_id, job_id, life) of those that write or wait for their turn."""
+        """Return (node_id, job_id, life) of each process that writes or waits for its turn."""
         return {turn.writer for turn in self._turns.select(lambda turn: True)}
 
     # ---- parts and marks
@@ -126,7 +126,7 @@ class CommitBook:
         if entry.failed is not None:
             raise RunError(f"step {step} has failed and is not saved again in attempt {self.attempt}: {entry.failed}")
         parts = list(parts)
-        if entry.holds(kind) and set(parts) <= entry.committed_keys:
+        if entry.is_committed(kind) and set(parts) <= entry.committed_keys:
             raise RunError(f"step {step} is already committed as {entry.committed}; saving it again would add nothing")
         entry.ask(kind, parts, weights_parts, meta or CommitMeta(), durable)
         return self._evaluate(entry)
@@ -142,7 +142,7 @@ class CommitBook:
         return self._evaluate(entry)
 
     def mark(self, step: int, kind: Kind, *, attempt: int | None = None) -> list[Decision]:
-        """The step is to be committed as `kind` as soon as its parts are in."""
+        """Note that the step is to be committed as `kind` as soon as its parts are in."""
         entry = self._announced(step, attempt)
         entry.marks.add(kind)
         return self._evaluate(entry)
@@ -162,12 +162,13 @@ class CommitBook:
         anonymous: bool = False,
         attempt: int | None = None,
     ) -> list[Decision]:
-        """A writer asks for its turn. The `Grant` may be among the decisions or come later.
+        """Note that a writer asks for its turn. The `Grant` may be among the decisions or come later.
 
         Args:
             ticket: the caller's name for this turn; asking again with the same one is the same turn.
+            node_id, job_id: name the writing process.
             life: tells the process from an earlier one with the same node_id and job_id.
-            collective: the save holds barriers with its peers, so it does not queue.
+            collective: the save has barriers with its peers, so it does not queue.
             anonymous: the writer will report its end without the ticket.
 
         Raises:
@@ -199,7 +200,7 @@ class CommitBook:
         return self._grants()
 
     def cancel(self, ticket: str) -> list[Decision]:
-        """The writer no longer wants its turn, or has ended without a report."""
+        """Note that a writer no longer wants its turn, or has ended without a report."""
         self._turns.release(ticket)
         return self._grants()
 
@@ -215,7 +216,7 @@ class CommitBook:
         ticket: str | None = None,
         attempt: int | None = None,
     ) -> list[Decision]:
-        """A part is written.
+        """Note that a part is written.
 
         Args:
             part: its name; a second report of the name counts for nothing, but for another save of what is committed
@@ -223,6 +224,7 @@ class CommitBook:
             report: for a part without a name, an id of this report, so that a doubled one is recognised.
             files: what was written for it; None: not told.
             digest: the version digest of the weights; two different ones fail the step.
+            ticket: the turn that ends with this; None: there was none.
         """
         if part == DIGEST_PART and digest is None:
             raise ValueError(f"the part {DIGEST_PART!r} of step {step} was reported without a digest")
@@ -238,7 +240,7 @@ class CommitBook:
     def failed(
         self, step: int, part: str | None, error: str, *, ticket: str | None = None, attempt: int | None = None
     ) -> list[Decision]:
-        """A part could not be written: the step fails. A part that was reported finished cannot fail any more."""
+        """Note that a part could not be written: the step fails. A part that was reported finished cannot fail."""
         entry = self._open(step, attempt)
         entry.ended |= {ticket} if ticket is not None else set()
         decisions: list[Decision] = []
@@ -249,7 +251,7 @@ class CommitBook:
     def writer_lost(
         self, node_id: str, job_id: str | None = None, life: str | None = None, *, error: str = "its process died"
     ) -> list[Decision]:
-        """A writer process (with no `job_id`: all of a node) is gone: what it was writing fails."""
+        """Note that a writer process (with no `job_id`: all of a node) is gone: what it was writing fails."""
         named = (node_id, job_id, life)
         lost = self._turns.select(
             lambda turn: all(name in (None, own) for name, own in zip(named, turn.writer, strict=True))
@@ -272,7 +274,12 @@ class CommitBook:
     # ---- answers of the one who carries out the decisions
 
     def commit_done(self, step: int, kind: Kind, *, beside: bool = False) -> list[Decision]:
-        """The step is visible as `kind` now; `beside`: it lies beside its place, as decided or for what was there."""
+        """Note that a commit was carried out.
+
+        Args:
+            kind: what the step was committed as.
+            beside: it lies beside its place, as decided or for what was there.
+        """
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
         decisions: list[Decision] = []
@@ -284,15 +291,16 @@ class CommitBook:
         return [*decisions, *([Clean(step, self.attempt)] if entry.failed is not None else self._evaluate(entry))]
 
     def commit_failed(self, step: int, kind: Kind, error: str) -> list[Decision]:
-        """The commit could not be carried out; the step fails."""
+        """Note that the commit could not be carried out; the step fails."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
         entry.committing = None
         return self._fail(entry, f"the commit as {kind} failed: {error}")
 
     def forget(self, step: int) -> None:
-        """The checkpoint of this step was deleted from the disk. Those who ask late still hear that it was committed;
-        one who announces it again begins it anew.
+        """Note that the checkpoint of this step was deleted from the disk.
+
+        Those who ask late still hear that it was committed; one who announces it again begins it anew.
         """
         self._committed.forget(step)
         entry = self._steps.get(step)
@@ -300,7 +308,7 @@ class CommitBook:
             entry.deleted = True
 
     def tick(self) -> list[Decision]:
-        """Fail the steps of which nothing was heard for `step_timeout_s`, and take back turns held for so long."""
+        """Fail the steps of which nothing was heard for `step_timeout_s`, and take back turns as old as that."""
         decisions: list[Decision] = []
         now = self._clock()
         for entry in self._steps:
@@ -342,11 +350,11 @@ class CommitBook:
         return self._evaluate(entry)
 
     def restore_beside(self, step: int) -> None:
-        """In an earlier life of this attempt, weights of the step were committed beside what is visible."""
+        """Note that in an earlier life of this attempt weights of the step were committed beside what is visible."""
         self._committed.add_beside(step)
 
     def restore_failure(self, step: int, error: str) -> None:
-        """The step failed in an earlier life: it stays failed, and is not reported again."""
+        """Note that the step failed in an earlier life: it stays failed, and is not reported again."""
         entry = self._open(step, None)
         entry.failed = error
         self._steps.note_settled(entry)

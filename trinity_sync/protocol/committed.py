@@ -12,7 +12,7 @@ class CommittedSteps:
     """What is on the disk, as one attempt has to know it.
 
     Args:
-        attempt: the attempt.
+        attempt: the run's attempt.
         found: what is there at first, as (step, attempt, kind).
     """
 
@@ -31,25 +31,26 @@ class CommittedSteps:
         return dict(self._trackers)
 
     def kind(self, step: int) -> Kind | None:
-        """What there is of a step: of this attempt, else of an earlier one."""
+        """Return as what a step is committed: by this attempt, else by an earlier one; None: it is not."""
         return self.own(step) or (self._visible[step][1] if step in self._visible else None)
 
     def own(self, step: int) -> Kind | None:
-        """What this attempt has committed of a step: visible, or beside what must stay."""
+        """Return as what this attempt has committed a step, visible or beside what must stay; None: it has not."""
         by, kind = self._visible.get(step, (None, None))
         if by == self._attempt:
             return kind
         return STATE_DICT if step in self._beside else None
 
     def is_taken(self, step: int, kind: Kind) -> bool:
-        """Whether what is visible is in the way of a commit of this kind. It is never replaced by less, nor by weights
-        that its own readers and pins do not know of.
+        """Return whether what is visible is in the way of a commit of this kind.
+
+        It is never replaced by less, nor by weights that its own readers and pins do not know of.
         """
         by, visible = self._visible.get(step, (None, None))
         return kind == STATE_DICT and visible is not None and (by != self._attempt or visible == FULL)
 
     def add(self, step: int, kind: Kind) -> list[MoveTracker]:
-        """This attempt's commit is visible; returns which trackers follow."""
+        """Note that this attempt's commit is visible; return which trackers follow."""
         self._visible[step] = (self._attempt, kind)
         decisions = []
         for tracked in KINDS if kind == FULL else (STATE_DICT,):
@@ -60,9 +61,9 @@ class CommittedSteps:
         return decisions
 
     def add_beside(self, step: int) -> None:
-        """This attempt has committed weights beside what is visible."""
+        """Note that this attempt has committed weights beside what is visible."""
         self._beside.add(step)
 
     def forget(self, step: int) -> None:
-        """What was visible is deleted."""
+        """Note that what was visible is deleted."""
         self._visible.pop(step, None)

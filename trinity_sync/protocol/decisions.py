@@ -27,7 +27,7 @@ class CommitMeta(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The writer that holds this ticket may write now."""
+    """The writer with this ticket may write now."""
 
     ticket: str
 

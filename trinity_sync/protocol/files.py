@@ -32,5 +32,5 @@ class FileEntry:
             )
 
     def as_tuple(self) -> FileTuple:
-        """As the protocol carries it."""
+        """Return the entry as the protocol carries it."""
         return (self.path, self.bytes, self.xxh3_128)

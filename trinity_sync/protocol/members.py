@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class Member(NamedTuple):
-    """A process.
+    """A process that others hear of.
 
     Attributes:
         name: what it is called, such as ``"explorer-0"``; no two have it at the same time.
@@ -26,7 +26,7 @@ class Member(NamedTuple):
 
     @classmethod
     def new(cls, name: str) -> Member:
-        """A process that begins now."""
+        """Name a process that begins now."""
         return cls(name, secrets.token_hex(8))
 
     def __str__(self) -> str:
@@ -34,8 +34,9 @@ class Member(NamedTuple):
 
 
 class Roll:
-    """Which process bears each name now: of those that spoke and are not dead the one that was heard of last. After
-    that, messages may come late, doubled and in any order.
+    """Knows which process bears each name now: of those that spoke and are not dead the one that was heard of last.
+
+    After that, messages may come late, doubled and in any order.
     """
 
     def __init__(self) -> None:
@@ -44,11 +45,14 @@ class Roll:
         self._dead: set[Member] = set()
 
     def hear(self, member: Member) -> None:
-        """There is a member. The first time counts."""
+        """Note that there is a member. The first time counts."""
         self._order.setdefault(member, len(self._order))
 
     def present(self, member: Member) -> bool:
-        """A member says something. False: it is dead, or a later one of its name has spoken, so what it says is old."""
+        """Return whether a member that says something is to be heard.
+
+        False: it is dead, or a later one of its name has spoken, so what it says is old.
+        """
         if member in self._dead:
             return False
         self.hear(member)
@@ -56,14 +60,14 @@ class Roll:
         return not self._later(member)
 
     def gone(self, member: Member) -> bool:
-        """A member is dead. False: there is a later one of its name, whom that does not concern."""
+        """Note that a member is dead. False: there is a later one of its name, whom that does not concern."""
         self.hear(member)
         self._dead.add(member)
         self._alive.get(member.name, set()).discard(member)
         return not self._later(member)
 
     def is_dead(self, member: Member) -> bool:
-        """Whether it is known that it is."""
+        """Return whether a member is known to be dead."""
         return member in self._dead
 
     def _later(self, member: Member) -> bool:

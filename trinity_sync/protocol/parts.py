@@ -23,20 +23,18 @@ FileTuple: TypeAlias = tuple[str, int, str]
 
 
 def covers(committed: Kind, wanted: Kind) -> bool:
-    """Whether a commit of the first kind holds all that one of the second would."""
+    """Return whether a commit of the first kind has all that one of the second would."""
     return committed == FULL or wanted == STATE_DICT
 
 
 def describe_part(name: str | None) -> str:
-    """The part in a sentence; parts that are only counted have keys that begin with ``#``."""
+    """Name a part in a sentence; parts that are only counted have keys that begin with ``#``."""
     return f"part {name!r}" if name is not None and not name.startswith("#") else "a part without a name"
 
 
 @dataclass(slots=True)
 class DonePart:
-    """A part that is in, with the files it said it wrote (None: it said nothing of files), and the ticket of the save
-    that wrote them.
-    """
+    """A part that is in: the files it wrote, as far as it said (None: it did not), and the ticket of the save."""
 
     weights: bool
     files: tuple[FileTuple, ...] | None
@@ -108,7 +106,7 @@ class StepParts:
             self.again[self.done[key].weights].add(ticket)
 
     def clash(self, key: str, files: Sequence[FileTuple]) -> str | None:
-        """A sentence if another part wrote one of these files with other contents."""
+        """Return a sentence if another part wrote one of these files with other contents, else None."""
         known = {file[0]: (other, file) for other, done in self.done.items() for file in done.files or ()}
         for file in files:
             if file[0] in known and known[file[0]][1] != file:
@@ -117,21 +115,22 @@ class StepParts:
         return None
 
     def keys(self, kind: Kind) -> frozenset[str]:
-        """The parts that are in and belong to a commit of this kind."""
+        """Return the keys of the parts that are in and belong to a commit of this kind."""
         return frozenset(key for key, done in self.done.items() if kind == FULL or done.weights)
 
     def files(self, keys: Iterable[str]) -> tuple[FileTuple, ...]:
-        """What these parts wrote, sorted by path."""
+        """Return what these parts wrote, sorted by path."""
         return tuple(sorted({file for key in keys for file in self.done[key].files or ()}))
 
     def untold(self, keys: Iterable[str]) -> bool:
-        """Whether one of these parts said nothing of its files. Parts that are only counted never do: their writers use
-        the step's own folder.
+        """Return whether one of these parts said nothing of its files.
+
+        Parts that are only counted never do: their writers use the step's own folder.
         """
         return any(self.done[key].files is None for key in keys if key != DIGEST_PART and not key.startswith("#"))
 
     def missing(self, kind: Kind) -> list[str]:
-        """What a commit of this kind still waits for, one phrase each; empty: nothing."""
+        """Say what a commit of this kind still waits for, one phrase each; empty: nothing."""
         classes = (True, False) if kind == FULL else (True,)
         wanted = {name: weights for name, weights in self.expected.items() if weights in classes}
         missing = [f"part {name!r}" for name in wanted if name not in self.done]
@@ -165,10 +164,10 @@ class StepParts:
 
     @classmethod
     def load(cls, dumped: PartsDump) -> StepParts:
-        """The inverse of `dump`.
+        """Make the parts from what `dump` returned.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not what `dump` gives.
+            ValueError, KeyError, TypeError: it is not what `dump` returns.
         """
         parts = cls(
             expected={str(name): bool(weights) for name, weights in dumped["expected"].items()},

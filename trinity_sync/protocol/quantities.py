@@ -25,7 +25,7 @@ class Quantity:
     whole: bool = False
 
     def parse(self, text: str) -> float:
-        """The number that a text means.
+        """Return the number that a text means.
 
         Raises:
             ValueError: it means none; the message is `right`.

@@ -31,7 +31,8 @@ class CheckpointFacts:
         created: when it was committed, Unix seconds.
         bytes: size of its files.
         metrics: name to value, as its manifest has them.
-        pinned, leased: by a user; by a reader that is at it now.
+        pinned: a user has pinned it.
+        leased: somebody reads it now.
         saving: more of it is being saved (weights on the way to a full checkpoint).
         named: a tracker names it.
     """
@@ -69,7 +70,7 @@ class Policy(ABC):
     whose text begins with the field, after `name` and a dot where it has a name.
 
     Attributes:
-        name: as users know it; empty: the name of the class.
+        name: what users call it; empty: the name of the class.
         keeps_weights: state-dict folders stay as well, all of them.
     """
 
@@ -79,7 +80,7 @@ class Policy(ABC):
 
     @abstractmethod
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """The steps that this policy keeps, with the reason.
+        """Return the steps that this policy keeps, with the reason.
 
         Args:
             checkpoints: the full ones, oldest first.
@@ -92,7 +93,7 @@ class Policy(ABC):
         return None
 
     def warnings(self, checkpoints: Sequence[CheckpointFacts]) -> Sequence[str]:
-        """What the user should know; `checkpoints` as for `kept`."""
+        """Say what the user should know; `checkpoints` as for `kept`."""
         return ()
 
 
@@ -104,7 +105,6 @@ class KeepAll(Policy):
     keeps_weights: ClassVar[bool] = True
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """All of them."""
         return {checkpoint.step: "keep_all" for checkpoint in checkpoints}
 
 
@@ -116,10 +116,9 @@ class KeepLast(Policy):
     n: int
 
     def __post_init__(self) -> None:
-        _at_least("keep_last.n", self.n, 1)
+        _at_least_one("keep_last.n", self.n)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """The last `n` by step."""
         return {checkpoint.step: f"keep_last {self.n}" for checkpoint in checkpoints[-self.n :]}
 
 
@@ -131,10 +130,9 @@ class KeepEvery(Policy):
     steps: int
 
     def __post_init__(self) -> None:
-        _at_least("keep_every.steps", self.steps, 1)
+        _at_least_one("keep_every.steps", self.steps)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Every `steps`-th step."""
         return {c.step: f"keep_every {self.steps} steps" for c in checkpoints if c.step % self.steps == 0}
 
 
@@ -154,12 +152,11 @@ class KeepBest(Policy):
     mode: str = "max"
 
     def __post_init__(self) -> None:
-        _at_least("keep_best.n", self.n, 1)
+        _at_least_one("keep_best.n", self.n)
         if self.mode not in ("max", "min"):
             raise ConfigError(f"keep_best.mode is {self.mode!r}; it has to be max or min")
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """The `n` best of those that have the metric, and those that do not have it."""
         sign = 1.0 if self.mode == "max" else -1.0
         rated = [(sign * value, c.step) for c in checkpoints if (value := self._rating(c)) is not None]
         best = sorted(rated, reverse=True)[: self.n]
@@ -167,7 +164,7 @@ class KeepBest(Policy):
         return reasons | {c.step: f"keep_best: without {self.metric}" for c in self._unrated(checkpoints)}
 
     def warnings(self, checkpoints: Sequence[CheckpointFacts]) -> list[str]:
-        """What the user should know: checkpoints that have no such metric, and what they have."""
+        """Tell of checkpoints that have no such metric, and what they have."""
         unrated = self._unrated(checkpoints)
         if not unrated:
             return []
@@ -197,7 +194,6 @@ class KeepFor(Policy):
         _more_than_nothing("keep_for.seconds", self.seconds)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Those that are not older."""
         return {c.step: f"keep_for {self.seconds:g} s" for c in checkpoints if now - c.created <= self.seconds}
 
 
@@ -212,12 +208,11 @@ class KeepWithinBudget(Policy):
         _more_than_nothing("keep_within_budget.bytes", self.bytes)
 
     def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
-        """Nothing: a budget only takes away."""
         return {}
 
     @property
     def budget(self) -> int:
-        """The limit."""
+        """The limit, in bytes."""
         return self.bytes
 
 
@@ -237,7 +232,7 @@ def make_policies(config: Mapping[str, Mapping[str, object] | None]) -> tuple[Po
 
 
 def policy_named(name: str) -> type[Policy]:
-    """The class of one of our policies.
+    """Return the class of one of our policies.
 
     Raises:
         ConfigError: there is none of that name.
@@ -251,12 +246,12 @@ def policy_named(name: str) -> type[Policy]:
 
 
 def make_policy(name: str, policy: type[Policy], fields: Mapping[str, object]) -> Policy:
-    """One policy.
+    """Make one policy.
 
     Args:
-        name: under which the configuration has it, `retention.policies.NAME`.
+        name: what the configuration calls it, `retention.policies.NAME`.
         policy: its class.
-        fields: of that, durations and sizes as numbers or as text (``12h``, ``100GB``).
+        fields: values of the class's fields; durations and sizes as numbers or as text (``12h``, ``100GB``).
 
     Raises:
         ConfigError: an unknown field, or a value out of range; the message names the key.
@@ -285,14 +280,14 @@ def decide(
     *,
     keep_state_dicts: int = 2,
 ) -> list[Decision]:
-    """Which of these committed checkpoints stay.
+    """Decide which of these committed checkpoints stay.
 
     Args:
         checkpoints: all that are committed, in any order.
         policies: none, or only a budget, means that everything is kept (within the budget).
         clock_now: Unix seconds.
-        keep_state_dicts: how many of the newest state-dict folders stay; they are not counted by the policies, and
-            all of them stay under a policy that keeps weights, as `KeepAll` does.
+        keep_state_dicts: how many of the newest state-dict folders stay; they are not counted by the policies, and all
+            of them stay under a policy that keeps weights, as `KeepAll` does.
 
     Returns:
         One decision per checkpoint, oldest first.
@@ -339,7 +334,7 @@ def decide(
 
 
 def _protected(ordered: Sequence[CheckpointFacts]) -> dict[int, list[str]]:
-    """Why no policy and no budget can remove it; an empty list: nothing protects it."""
+    """Return by step why no policy and no budget can remove it; an empty list: nothing protects it."""
     reasons: dict[int, list[str]] = {checkpoint.step: [] for checkpoint in ordered}
     full = [checkpoint for checkpoint in ordered if checkpoint.kind == FULL]
     if full:
@@ -348,7 +343,7 @@ def _protected(ordered: Sequence[CheckpointFacts]) -> dict[int, list[str]]:
         reasons[ordered[-1].step].append("newest weights")
     for checkpoint in ordered:
         flags = {"pinned": checkpoint.pinned, "leased": checkpoint.leased, "being saved": checkpoint.saving}
-        reasons[checkpoint.step] += [reason for reason, holds in flags.items() if holds]
+        reasons[checkpoint.step] += [reason for reason, applies in flags.items() if applies]
         if checkpoint.named and not reasons[checkpoint.step]:  # what is newest, as a rule
             reasons[checkpoint.step].append("named by a tracker")
     return reasons
@@ -375,9 +370,9 @@ def _against(checkpoint: CheckpointFacts, rules: Collection[Policy], keep_state_
     return f"not kept by {', '.join(rule.name or type(rule).__name__ for rule in rules)}"
 
 
-def _at_least(key: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{key} is {value!r}; it has to be a whole number of at least {least}")
+def _at_least_one(key: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{key} is {value!r}; it has to be a whole number of at least 1")
 
 
 def _more_than_nothing(key: str, value: float) -> None:

@@ -30,10 +30,10 @@ class PartInfo:
 
 
 def part_name(rank: int) -> str:
-    """The name of what a trainer rank stages."""
+    """Name the part that a trainer rank stages."""
     return f"rank-{rank:05d}"
 
 
 def shard_file(part: str) -> str:
-    """Where a part stands in a checkpoint folder."""
+    """Return where a part stands in a checkpoint folder."""
     return f"actor/weights_{part}.safetensors"

@@ -66,15 +66,16 @@ class Step:
     """One step that is being saved, or was.
 
     Args:
+        step: its number.
         opened, touched: when it was first and last heard of, in seconds of the book's clock.
-        parts: expected, in, missing.
+        parts: the parts that are expected, are in, and are missing.
         marks: the kinds of commit that were asked for.
         digest: the version digest of its weights.
-        meta: for the manifest.
+        meta: fields of the manifest that whoever began the step has given.
         durable: whether the commit as a kind has to survive a power cut, where that was said.
         committing: the kind of the commit that is being carried out, with the parts `pending_keys`; `pending_beside`:
             beside its place.
-        committed: what this attempt has committed, with the parts `committed_keys`.
+        committed: as what this attempt has committed it, with the parts `committed_keys`.
         failed: why it failed.
         ended: tickets of saves that have ended.
         deleted: its checkpoint was deleted since.
@@ -104,26 +105,26 @@ class Step:
             return FULL
         return STATE_DICT if STATE_DICT in self.marks else None
 
-    def holds(self, kind: Kind) -> bool:
-        """A commit of at least this kind is visible, with every part of that kind, and none is out."""
+    def is_committed(self, kind: Kind) -> bool:
+        """Return whether a commit of at least this kind is visible, with every part of that kind, and none is out."""
         if self.committed is None or not covers(self.committed, kind):
             return False
         return self.parts.keys(kind) <= self.committed_keys and not self.parts.missing(kind)
 
     @property
     def settled(self) -> bool:
-        """All that was asked for is visible."""
+        """Whether all that was asked for is visible."""
         wanted = FULL if self.parts.more_than_weights else self.wanted or STATE_DICT
-        return self.committing is None and self.holds(wanted)
+        return self.committing is None and self.is_committed(wanted)
 
     def status(self, visible: Kind | None, kind: Kind | None = None) -> StepStatus:
-        """Where it stands.
+        """Return where the step stands.
 
         Args:
-            visible: what there is of it on the disk, of any attempt.
+            visible: as what it is committed on the disk, by any attempt.
             kind: the kind of commit that is asked about; None: all that was asked for.
         """
-        if kind is not None and self.holds(kind):
+        if kind is not None and self.is_committed(kind):
             return StepStatus("committed", visible, self.wanted)
         if self.failed is not None:
             return StepStatus("failed", visible, self.wanted, self.failed)
@@ -148,7 +149,7 @@ class Step:
         meta: CommitMeta,
         durable: bool | None,
     ) -> None:
-        """A commit as this kind, with these parts, is asked for; see `CommitBook.begin`."""
+        """Note that a commit as this kind, with these parts, is asked for; see `CommitBook.begin`."""
         for name in parts:
             self.parts.expect(name, kind == STATE_DICT or name in weights_parts or name == DIGEST_PART)
         self.meta.update(meta)
@@ -159,7 +160,7 @@ class Step:
     def add(
         self, key: str, weights: bool, files: Iterable[FileTuple] | None, digest: str | None, ticket: str | None
     ) -> str | None:
-        """A part is in; see `CommitBook.finished`. Returns a sentence where it contradicts what was in before."""
+        """Note that a part is in, see `CommitBook.finished`; say where it contradicts what was in before."""
         if digest is not None and self.digest not in (None, digest):
             return f"two digests were reported for the weights of step {self.step}: {self.digest} and {digest}"
         self.digest = digest or self.digest
@@ -176,7 +177,7 @@ class Step:
     # ---- its commit
 
     def due(self) -> Kind | None:
-        """The kind as which it is to be committed now; None: nothing is to be done, or parts are missing."""
+        """Return the kind as which it is to be committed now; None: nothing is to be done, or parts are missing."""
         if self.failed is not None or self.committing is not None:
             return None
         kind = next((of for of in (FULL, STATE_DICT) if of in self.marks and not self.parts.missing(of)), None)
@@ -190,7 +191,7 @@ class Step:
         return kind
 
     def begin_commit(self, attempt: int, kind: Kind, *, beside: bool) -> Commit:
-        """What is to be committed, with all parts of this kind that are in now."""
+        """Begin a commit of all parts of this kind that are in now, and return it."""
         self.committing, self.pending_keys, self.pending_beside = kind, self.parts.keys(kind), beside
         durable = self.durable.get(kind)
         if kind == FULL and self.durable.get(STATE_DICT):
@@ -209,7 +210,7 @@ class Step:
         )
 
     def end_commit(self, committed: Kind | None) -> None:
-        """The commit is done; `committed`: what this attempt has committed of the step by now."""
+        """Note that the commit is done; `committed`: as what this attempt has committed the step by now."""
         kind, self.committing, self.deleted = self.committing, None, False
         self.committed, self.committed_keys = committed, self.committed_keys | self.pending_keys
         if kind == FULL and self.failed is None:
@@ -218,7 +219,7 @@ class Step:
                 self.parts.done[key].files = ()
 
     def _is_partial(self, kind: Kind) -> bool:
-        """Whether a commit of this kind leaves other parts to be written."""
+        """Return whether a commit of this kind leaves other parts to be written."""
         return kind == STATE_DICT and (FULL in self.marks or self.parts.more_than_weights)
 
     # ---- a life after the actor's death
@@ -239,15 +240,16 @@ class Step:
 
     @classmethod
     def load(cls, dumped: StepDump, now: float, committed: Kind | None, committed_paths: Collection[str]) -> Step:
-        """The inverse of `dump`.
+        """Make a step from what `dump` returned.
 
         Args:
+            dumped: what `dump` returned.
             now: seconds of the book's clock.
-            committed: what this attempt has committed of it, as the disk says; it may be newer than the dump.
+            committed: as what this attempt has committed it, as the disk says; it may be newer than the dump.
             committed_paths: the files that this commit lists.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not what `dump` gives.
+            ValueError, KeyError, TypeError: it is not what `dump` returns.
         """
         entry = cls(int(dumped["step"]), float(dumped["opened"]), now, StepParts.load(dumped["parts"]))
         entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}

@@ -40,11 +40,11 @@ class StepTable:
         return iter(list(self._steps.values()))
 
     def get(self, step: int) -> Step | None:
-        """What is known of the step; None: nothing, or nothing any more."""
+        """Return what is known of the step; None: nothing, or nothing any more."""
         return self._steps.get(step)
 
     def is_open(self, entry: Step) -> bool:
-        """Whether something of the step is being saved or committed now."""
+        """Return whether something of the step is being saved or committed now."""
         if entry.committing is not None:
             return True
         if entry.failed is not None:
@@ -52,7 +52,7 @@ class StepTable:
         return (entry.parts.any and not entry.settled) or bool(self._turns.of_step(entry.step))
 
     def touch(self, step: int) -> Step:
-        """The step, of which something was heard just now; it begins where it is not known."""
+        """Return the step, of which something was heard just now; it begins where it is not known."""
         now = self._clock()
         entry = self._steps.get(step)
         if entry is None:
@@ -61,7 +61,7 @@ class StepTable:
         return entry
 
     def announce(self, step: int) -> Step:
-        """As `touch`; what is known of an earlier checkpoint of the step goes with that, once it was deleted."""
+        """Return the step as `touch` does, without what is known of an earlier checkpoint of it that was deleted."""
         entry = self.touch(step)
         if not entry.deleted or entry.failed is not None or self.is_open(entry):
             return entry
@@ -75,7 +75,7 @@ class StepTable:
         self._steps[entry.step] = entry
 
     def note_settled(self, entry: Step) -> None:
-        """Where the step is settled by now, or has failed: remember it as the latest, and forget the oldest."""
+        """Remember the step as the latest where it is settled by now, or has failed, and forget the oldest."""
         if self.is_open(entry) or not (entry.parts.any or entry.failed) or entry.step in self._settled:
             return
         self._settled.append(entry.step)

@@ -1,7 +1,7 @@
 """Who may write now: the queue behind the save strategies, used by `trinity_sync.protocol.commit`.
 
 A turn belongs to one save of one writer process. Turns are given strictly in the order of asking, so nobody is
-overtaken for ever. Collective saves never queue: a rank that waited here would hold up a peer in their barrier.
+overtaken for ever. Collective saves never queue: a rank that waited here would keep a peer waiting in their barrier.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Turn:
         node_id, job_id: the writer: its node, and its process on it.
         life: tells a process from an earlier one of the same name.
         step, part: what it writes; None where the writer did not say.
-        collective: it holds barriers with its peers; it is granted at once and stands in nobody's way.
+        collective: it has barriers with its peers; it is granted at once and stands in nobody's way.
         anonymous: its writer will report the end without the ticket.
         since: when it was asked for or, once granted, when that was, in seconds of the caller's clock.
     """
@@ -63,15 +63,15 @@ class TurnQueue:
         self._turns: dict[str, Turn] = {}
 
     def get(self, ticket: str) -> Turn | None:
-        """The turn of this name, if it has not ended."""
+        """Return the turn of this name, if it has not ended."""
         return self._turns.get(ticket)
 
     def select(self, which: Callable[[Turn], bool]) -> list[Turn]:
-        """The turns that `which` is true of, oldest first."""
+        """Return the turns that `which` is true of, oldest first."""
         return [turn for turn in self._turns.values() if which(turn)]
 
     def of_step(self, step: int) -> list[Turn]:
-        """The turns of one step."""
+        """Return the turns of one step."""
         return self.select(lambda turn: turn.step == step)
 
     def ask(self, turn: Turn) -> None:
@@ -121,11 +121,11 @@ class TurnQueue:
             )
 
     def _may_join(self, turn: Turn) -> bool:
-        holders = self.select(lambda held: held.granted and not held.collective)
-        if self._strategy == "unrestricted" or not holders:
+        others = self.select(lambda other: other.granted and not other.collective)
+        if self._strategy == "unrestricted" or not others:
             return True
         if self._strategy == "single_node":
-            return all(held.node_id == turn.node_id for held in holders)
+            return all(other.node_id == turn.node_id for other in others)
         if self._strategy == "single_process":
-            return all(held.writer == turn.writer for held in holders)
+            return all(other.writer == turn.writer for other in others)
         return False

@@ -38,13 +38,13 @@ def write_report(path: str | os.PathLike[str]) -> Path:
 
 
 def render_table(path: str | os.PathLike[str], width: int | None = None) -> str:
-    """The main figures of a run, or one row per run of a sweep, as plain text.
+    """Render the main figures of a run, or one row per run of a sweep, as plain text.
 
     Args:
-        path: the folder.
+        path: the folder of the run or sweep.
         width: columns; those of the terminal by default.
 
     Raises:
-        ConfigError: the folder holds neither a run nor a sweep.
+        ConfigError: the folder has neither a run nor a sweep.
     """
     return terminal.render(load(Path(path)), width)

@@ -33,10 +33,10 @@ class Series:
     """One curve.
 
     Attributes:
-        name: in the legend.
+        name: what the legend calls it.
         points: (x, y) by x; a None breaks the line.
         colour: 0 to `COLOURS` - 1.
-        style: ``line``, ``faint`` (behind another), ``steps`` (holds until the next point) or ``dots``.
+        style: ``line``, ``faint`` (behind another), ``steps`` (level until the next point) or ``dots``.
         dash: index of a dash pattern, 0 for a full line.
     """
 
@@ -127,14 +127,14 @@ def line_chart(
     marks: Mapping[float, str] | None = None,
     empty: str = "Nothing recorded yet.",
 ) -> Markup:
-    """Curves over one axis of numbers.
+    """Draw curves over one axis of numbers.
 
     Args:
         series: the curves; those without a value are left out.
         label: what the chart shows, for those who do not see it.
         x_label: what runs to the right.
         y_format: gives the text of a value.
-        width, height: in pixels before scaling.
+        width, height: size in pixels, before scaling.
         y_bounds: values that the axis shall reach at least, where not None.
         log: whether the vertical axis counts in powers of ten; values of zero or less are left out then.
         marks: vertical lines by x, with their text.
@@ -170,7 +170,7 @@ def bar_chart(
     y_format: Format,
     empty: str = "Nothing recorded yet.",
 ) -> Markup:
-    """Stacked bars by step: one bar per step, or per few of them (their means) in a long run.
+    """Draw stacked bars by step: one bar per step, or per few of them (their means) in a long run.
 
     Args:
         xs: the steps, rising.
@@ -234,7 +234,7 @@ def ticks(low: float, high: float, count: int = 5) -> tuple[list[float], tuple[f
 
 
 def log_ticks(low: float, high: float) -> tuple[list[float], tuple[float, float]]:
-    """Powers of ten that hold [low, high], at most seven of them, and the range from the first to the last."""
+    """Return powers of ten around [low, high], at most seven of them, and the range from the first to the last."""
     first, last = math.floor(math.log10(low) + 1e-9), math.ceil(math.log10(high) - 1e-9)
     last = max(last, first + 1)
     every = math.ceil((last - first) / 6)
@@ -255,7 +255,7 @@ def _drawable(points: Points, log: bool) -> Points:
 
 
 def _thin(points: Points, worst: bool) -> Points:
-    """At most `_MOST_POINTS` points, each the mean or the highest of its share; an empty share stays a gap."""
+    """Return at most `_MOST_POINTS` points, each the mean or the highest of its share; an empty share stays a gap."""
     if len(points) <= _MOST_POINTS:
         return points
     share = math.ceil(len(points) / _MOST_POINTS)

@@ -15,7 +15,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.jsonl import Record
 from trinity_sync.tracking.record import RunJson, read_record
-from trinity_sync.tracking.run_folder import lock_holder
+from trinity_sync.tracking.run_folder import lock_owner
 from trinity_sync.tracking.summary import Summary, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
 
@@ -30,13 +30,13 @@ class Run:
     """One run.
 
     Attributes:
-        path: its folder.
+        path: the run's folder.
         checkpoints: its checkpoint folder, None where that is not known.
-        record: run.json, empty if missing.
+        record: the content of run.json, empty if missing.
         metrics, events: their lines, oldest first.
-        summary: as in summary.json, but made from the lines as they are now.
-        status: as in run.json, but ``interrupted`` for a run that says running and nobody holds, ``not started``
-            without a record.
+        summary: the content of summary.json, but made from the lines as they are now.
+        status: the status in run.json, but ``interrupted`` for a run that says running and whose folder nobody has
+            locked, ``not started`` without a record.
         config_text: the config as YAML, None if missing.
         config: the same as a mapping.
         overrides: the command-line overrides.
@@ -74,16 +74,16 @@ class Run:
         return value
 
     def of(self, event: str) -> list[Record]:
-        """The events of one kind, oldest first."""
+        """Return the events of one kind, oldest first."""
         return [record for record in self.events if record.get("event") == event]
 
     def measured(self, event: str, name: str) -> list[tuple[float, float | None]]:
-        """A figure of one kind of event by the version or step that it is about, rising."""
+        """Return a figure of one kind of event by the version or step that it is about, rising."""
         points = [(jsonl.event_step(record), finite(record.get(name))) for record in self.of(event)]
         return sorted(((float(at), value) for at, value in points if at is not None), key=lambda point: point[0])
 
     def series(self, name: str) -> list[tuple[float, float | None]]:
-        """One metric by step; None where a step has no finite value of it. Empty if no step has one."""
+        """Return one metric by step; None where a step has no finite value of it. Empty if no step has one."""
         points = [
             (step, finite(line.get(name))) for line in self.metrics if (step := finite(line.get("step"))) is not None
         ]
@@ -103,7 +103,7 @@ class Sweep:
         return [text for text in self.runs[0].overrides if all(text in run.overrides for run in self.runs)]
 
     def distinct(self, run: Run) -> list[str]:
-        """Overrides of a run that not all runs share; all of them if there is but one run."""
+        """List the overrides of a run that not all runs share; all of them if there is but one run."""
         return [text for text in run.overrides if len(self.runs) == 1 or text not in self.common]
 
 
@@ -133,7 +133,7 @@ def load_run(path: Path) -> Run:
     if (path / "run.json").exists():
         run.record = _read(run, "run.json", read_record, RunJson())
         run.status = str(run.record.get("status", "unknown"))
-        if run.status == "running" and lock_holder(path) is None:
+        if run.status == "running" and lock_owner(path) is None:
             run.status = "interrupted"
             run.notes.append("The run ended without saying so: run.json says running, but no process holds the folder.")
     else:
@@ -156,7 +156,7 @@ def load_run(path: Path) -> Run:
 def smooth(
     points: Sequence[tuple[float, float | None]], window: int = _SMOOTH_STEPS
 ) -> list[tuple[float, float | None]]:
-    """The mean of the values of the last `window` points at each; shorter at the beginning."""
+    """Return at each point the mean of the values of the last `window` points; of fewer at the beginning."""
     result: list[tuple[float, float | None]] = []
     recent: list[float] = []
     for x, value in points:
@@ -198,13 +198,13 @@ def _read_metrics(path: Path) -> list[Record]:
 
 
 def _read_events(path: Path) -> list[Record]:
-    """The events that say what they are about; others (of a later format, or edited by hand) tell a report nothing."""
+    """Read the events that say what they are about; a report has no use for others."""
     lines = jsonl.read(path)
     return [line for line in lines if line.get("event") == "fault" or isinstance(jsonl.event_step(line), int)]
 
 
 def _read_peaks(path: Path) -> dict[str, int] | None:
-    """The peak memory by role, in bytes, that a summary.json has."""
+    """Read the peak memory by role, in bytes, that a summary.json has."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -217,12 +217,12 @@ def _read_list(path: Path) -> list[str]:
 
 
 def _read_started_in(path: Path) -> str:
-    """The directory that a run was started in."""
+    """Read the directory that a run was started in."""
     return str(OmegaConf.load(path).hydra.runtime.cwd)
 
 
 def _read_config(path: Path) -> tuple[str | None, Mapping[str, object]]:
-    """The config resolved; as it was written where it refers to what only Hydra knows."""
+    """Read the config, resolved; as it was written where it refers to what only Hydra knows."""
     config = OmegaConf.load(path)
     try:
         value = OmegaConf.to_container(config, resolve=True)

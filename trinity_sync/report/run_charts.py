@@ -14,7 +14,7 @@ _WHOLE_STEP = ("timing/step", "timing/total")
 
 
 def reward(run: Run) -> Markup:
-    """Reward of each step, and its mean over ten."""
+    """Draw the reward of each step, and its mean over ten."""
     points = run.series("reward/mean")
     return charts.line_chart(
         [
@@ -31,7 +31,7 @@ def reward(run: Run) -> Markup:
 
 
 def loss(run: Run) -> Markup:
-    """Loss of each step."""
+    """Draw the loss of each step."""
     return charts.line_chart(
         [Series(name="loss", points=run.series("loss"), colour=3)],
         label="Loss by step",
@@ -42,7 +42,7 @@ def loss(run: Run) -> Markup:
 
 
 def timing(run: Run) -> Markup:
-    """What the seconds of a step go to."""
+    """Draw what the seconds of a step go to."""
     xs, parts = step_parts(run)
     return charts.bar_chart(
         xs, parts, label="Seconds of each part of a step", y_format=units.seconds, empty="No step has recorded timings."
@@ -50,7 +50,7 @@ def timing(run: Run) -> Markup:
 
 
 def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
-    """Steps, and seconds by part of a step; the largest parts, the others as one. Totals of a step are not parts."""
+    """Return the steps, and the seconds by part of a step: the largest parts, the others as one, and no totals."""
     names = sorted(
         {name for line in run.metrics for name in line if name.startswith("timing/") and name not in _WHOLE_STEP}
     )
@@ -68,7 +68,7 @@ def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
 
 
 def staleness(run: Run) -> Markup:
-    """Mean staleness of the samples of each step."""
+    """Draw the mean staleness of the samples of each step."""
     return charts.line_chart(
         [Series(name="staleness", points=run.series("staleness/mean"), colour=1)],
         label="Mean staleness of the samples by step",
@@ -79,7 +79,7 @@ def staleness(run: Run) -> Markup:
 
 
 def latencies(run: Run) -> Markup:
-    """Times of each publish and load."""
+    """Draw the times of each publish and load."""
     return charts.line_chart(
         [
             Series(
@@ -99,15 +99,10 @@ def latencies(run: Run) -> Markup:
 
 
 def moved(run: Run) -> Markup:
-    """Bytes of each version, whole and as carried."""
+    """Draw the bytes of each version, whole and as carried."""
     return charts.line_chart(
         [
-            Series(
-                name=text,
-                points=run.measured("publish", name),
-                colour=colour,
-                dash=dash,
-            )
+            Series(name=text, points=run.measured("publish", name), colour=colour, dash=dash)
             for name, text, colour, dash in (("bytes_full", "whole version", 6, 1), ("bytes_moved", "moved", 0, 0))
         ],
         label="Bytes of each version",
@@ -119,7 +114,7 @@ def moved(run: Run) -> Markup:
 
 
 def saves(run: Run) -> Markup:
-    """Times of each checkpoint."""
+    """Draw the times of each checkpoint."""
     return charts.line_chart(
         [
             Series(name="trainer blocked", points=run.measured("commit", "blocked_s"), colour=0, style="dots"),
@@ -134,7 +129,7 @@ def saves(run: Run) -> Markup:
 
 
 def metric_text(value: float) -> str:
-    """The text of a tick or point of a metric."""
+    """Format the tick or point of a metric."""
     return f"{value:.4g}"
 
 

@@ -12,7 +12,7 @@ from trinity_sync.tracking.summary import Spread, SyncFigures, kept_checkpoints,
 
 
 def render(run: Run, now: float) -> str:
-    """The page as HTML.
+    """Render the page as HTML.
 
     Args:
         run: what was read.
@@ -49,7 +49,7 @@ def render(run: Run, now: float) -> str:
 
 
 def facts(run: Run) -> list[tuple[str, str]]:
-    """What the run is: name and value, those that are known."""
+    """Tell what the run is: name and value, those that are known."""
     sync = run.summary["sync"]
     backend = run.setting("backend", "strategy") or _chosen(run, "backend")
     ranks = run.setting("backend", "ranks")
@@ -65,13 +65,13 @@ def facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _chosen(run: Run, group: str) -> str | None:
-    """The option that the command line chose for a config group."""
+    """Return the option that the command line chose for a config group."""
     chosen = [text.split("=", 1)[1] for text in run.overrides if text.lstrip("+").startswith(f"{group}=")]
     return chosen[-1] if chosen else None
 
 
 def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
-    """Key figures: label, value, and a line of detail."""
+    """Return the key figures: label, value, and a line of detail."""
     summary, sync, saved = run.summary, run.summary["sync"], run.summary["checkpoint"]
     total = run.total_steps
     reached = steps_to(run)
@@ -113,7 +113,7 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
 
 
 def _environment(run: Run) -> list[tuple[str, str]]:
-    """What the run was made with: name and value; nothing where it has no record."""
+    """Tell what the run was made with: name and value; nothing where it has no record."""
     record, git = run.record, run.record.get("git")
     if not record:
         return []
@@ -128,7 +128,7 @@ def _environment(run: Run) -> list[tuple[str, str]]:
 
 
 def _gaps(run: Run) -> list[float]:
-    """Seconds between the ends of neighbouring steps of one attempt."""
+    """Return the seconds between the ends of neighbouring steps of one attempt."""
     pairs = zip(run.metrics, run.metrics[1:], strict=False)
     return [
         end - begin

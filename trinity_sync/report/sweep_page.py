@@ -28,7 +28,7 @@ HEAD = (
 
 
 def render(sweep: Sweep, now: float) -> str:
-    """The page as HTML.
+    """Render the page as HTML.
 
     Args:
         sweep: what was read.
@@ -54,7 +54,7 @@ def render(sweep: Sweep, now: float) -> str:
 
 
 def cells(sweep: Sweep, run: Run) -> list[str]:
-    """One row of the comparison, in the order of `HEAD`."""
+    """Return one row of the comparison, in the order of `HEAD`."""
     summary, sync = run.summary, run.summary["sync"]
     reached = steps_to(run)
     blocked, load = sync["publish"]["blocked_s"], sync["load"]["total_s"]

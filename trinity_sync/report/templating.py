@@ -19,7 +19,7 @@ _ENVIRONMENT = Environment(
 _ENVIRONMENT.filters |= {
     "moment": units.moment,
     "px": "{:.1f}".format,
-    "quoted": lambda text: Markup(html.escape(text)),  # names quotes, where markupsafe numbers them
+    "quoted": lambda text: Markup(html.escape(str(text))),  # names quotes, where markupsafe numbers them
     "seconds": units.seconds,
     "size": units.size,
 }

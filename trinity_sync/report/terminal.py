@@ -17,7 +17,7 @@ _LEAST_FIRST = (10, 8, 12, 9, 11, 7, 6)
 
 
 def render(found: Run | Sweep, width: int | None = None) -> str:
-    """Plain text without colours or control characters.
+    """Render a run or sweep as plain text without colours or control characters.
 
     Args:
         found: what was read.
@@ -46,7 +46,7 @@ def _run(run: Run, width: int) -> list[str]:
 
 
 def _sweep(sweep: Sweep, width: int) -> list[str]:
-    """A table whose least important columns go where the width does not hold them; overrides stand one per line."""
+    """Lay out a table whose least important columns go where the width is too small; overrides stand one per line."""
     rows = [cells(sweep, run) for run in sweep.runs]
     stacks = [sweep.distinct(run) or ["none"] for run in sweep.runs]
     widths = [max(len(title), *(len(row[index]) for row in rows)) for index, title in enumerate(HEAD)]

@@ -7,9 +7,12 @@ from numpy.typing import NDArray
 
 from trinity_sync.samples.batch import SampleBatch
 
+#: Added to the standard deviation, which may be almost nothing.
+_EPSILON = 1e-4
 
-def group_advantages(batch: SampleBatch, normalise: bool = True, eps: float = 1e-4) -> NDArray[np.float64]:
-    """Advantages of GRPO (Shao et al., "DeepSeekMath", 2024): ``(r - mean) / (std + eps)`` within each group.
+
+def group_advantages(batch: SampleBatch, normalise: bool = True) -> NDArray[np.float64]:
+    """Compute GRPO's advantages (Shao et al., "DeepSeekMath", 2024): ``(r - mean) / (std + 1e-4)`` within each group.
 
     A group is what has step and prompt in common, in whatever order the batch has it. The standard deviation is the
     unbiased one, as `torch.std` and verl have it. A group whose rewards are all equal gets exactly 0, and so does a
@@ -18,7 +21,6 @@ def group_advantages(batch: SampleBatch, normalise: bool = True, eps: float = 1e
     Args:
         batch: samples with finite rewards.
         normalise: divide by the standard deviation; False gives ``r - mean`` (Liu et al., "Dr. GRPO", 2025).
-        eps: added to the standard deviation.
 
     Returns:
         float64 of shape (samples,), in the order of the batch.
@@ -33,5 +35,5 @@ def group_advantages(batch: SampleBatch, normalise: bool = True, eps: float = 1e
     if not normalise:
         return deviation
     variance = np.bincount(group, deviation**2) / np.maximum(size - 1, 1)
-    scaled: NDArray[np.float64] = deviation / (np.sqrt(variance) + eps)[group]
+    scaled: NDArray[np.float64] = deviation / (np.sqrt(variance) + _EPSILON)[group]
     return scaled

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 
 def assign(n_prompts: int, replicas: int) -> list[range]:
-    """Contiguous blocks of prompt numbers, one per replica; sizes differ by at most one, larger ones first.
+    """Divide prompt numbers into contiguous blocks, one per replica; sizes differ by at most one, larger ones first.
 
     Args:
         n_prompts: prompts of a step; fewer than replicas leave some without any.
-        replicas: at least 1.
+        replicas: how many replicas there are, at least 1.
 
     Raises:
         ValueError: a negative number of prompts, or no replica.

@@ -51,22 +51,22 @@ class TokenRows:
         return np.diff(self.offsets)
 
     def row(self, index: int) -> NDArray[np.int64]:
-        """A copy of one row."""
+        """Return a copy of one row."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]].astype(np.int64)
 
     def positions(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
-        """Where the tokens of these rows stand in `ids`, row after row."""
+        """Return where the tokens of these rows stand in `ids`, row after row."""
         starts, lengths = self.offsets[rows], self.lengths[rows]
         shifts = starts - (np.cumsum(lengths) - lengths)
         return np.repeat(shifts, lengths) + np.arange(lengths.sum())
 
     def take(self, rows: NDArray[np.integer]) -> TokenRows:
-        """These rows, in this order."""
+        """Return these rows, in this order."""
         return TokenRows.joined(self.ids[self.positions(rows)], self.lengths[rows])
 
     @staticmethod
     def concatenate(parts: Sequence[TokenRows]) -> TokenRows:
-        """The rows of all parts, one part after the other."""
+        """Return the rows of all parts, one part after the other."""
         return TokenRows.joined(
             np.concatenate([part.ids for part in parts]), np.concatenate([part.lengths for part in parts])
         )
@@ -129,7 +129,7 @@ class SampleBatch:
 
     @classmethod
     def concatenate(cls, parts: Sequence[SampleBatch]) -> SampleBatch:
-        """The samples of all parts, one part after the other. Without parts: a batch without samples."""
+        """Return the samples of all parts, one part after the other. Without parts: a batch without samples."""
         if not parts:
             return cls.of([])
         firsts = np.cumsum([0, *(len(part.prompt_rows) for part in parts)])
@@ -151,11 +151,11 @@ class SampleBatch:
         )
 
     def sorted(self) -> SampleBatch:
-        """The same samples by step, then prompt, then sample: the order in which they are trained on."""
+        """Return the same samples by step, then prompt, then sample: the order in which they are trained on."""
         return self.take(np.lexsort((self.samples, self.prompts, self.steps)))
 
     def take(self, rows: NDArray[np.integer]) -> SampleBatch:
-        """These samples, in this order, with the prompts that they need."""
+        """Return these samples, in this order, with the prompts that they need."""
         kept, prompt_of = np.unique(self.prompt_of[rows], return_inverse=True)
         return SampleBatch(
             steps=self.steps[rows],
@@ -206,15 +206,15 @@ class SampleBatch:
         return len(self.responses.ids)
 
     def prompt_ids(self, index: int) -> NDArray[np.int64]:
-        """A copy of the prompt's tokens."""
+        """Return a copy of the prompt's tokens."""
         return self.prompt_rows.row(int(self.prompt_of[index]))
 
     def response_ids(self, index: int) -> NDArray[np.int64]:
-        """A copy of the response's tokens."""
+        """Return a copy of the response's tokens."""
         return self.responses.row(index)
 
     def log_probs_of(self, index: int) -> NDArray[np.float32]:
-        """A copy of the log-probabilities of the response's tokens."""
+        """Return a copy of the log-probabilities of the response's tokens."""
         start, stop = self.responses.offsets[index : index + 2]
         return self.log_probs[start:stop].copy()
 
@@ -250,9 +250,9 @@ class PairBatch:
         return len(self.responses.ids)
 
     def prompt_ids(self, index: int) -> NDArray[np.int64]:
-        """A copy of the prompt's tokens."""
+        """Return a copy of the prompt's tokens."""
         return self.prompt_rows.row(index)
 
     def response_ids(self, index: int) -> NDArray[np.int64]:
-        """A copy of the response's tokens."""
+        """Return a copy of the response's tokens."""
         return self.responses.row(index)

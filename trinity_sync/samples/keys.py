@@ -35,7 +35,7 @@ class Purpose(enum.IntEnum):
 
 
 def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
-    """Children of keys in the tree.
+    """Compute children of keys in the tree.
 
     Args:
         key: unsigned 64-bit keys.
@@ -53,7 +53,7 @@ def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:
 
 
 def path(seed: int, purpose: Purpose, *numbers: ArrayLike) -> NDArray[np.uint64]:
-    """Keys at the ends of paths through the tree, from a root that the seed gives.
+    """Compute the keys at the ends of paths through the tree, from a root that the seed gives.
 
     Args:
         seed: any integer; taken modulo 2**64.

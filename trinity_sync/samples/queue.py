@@ -46,19 +46,19 @@ class QueueRules:
         max_staleness: the largest staleness at which a group is trained on.
         wait: admit a group only if it will be within the bound at its place in the line; else as soon as it would be
             if it were the next, and drop it when it is not.
-        room: groups that may be out or ready at a time, at least `groups_per_step`.
+        max_open: groups that may be out or ready at a time, at least `groups_per_step`.
         overdue_s: how long a group that is out may keep the trainer waiting before another explorer makes it too.
     """
 
     groups_per_step: int
     max_staleness: int
     wait: bool
-    room: int
+    max_open: int
     overdue_s: float
 
     def __post_init__(self) -> None:
-        if self.room < self.groups_per_step:
-            raise ValueError(f"room for {self.room} groups, but an update takes {self.groups_per_step}")
+        if self.max_open < self.groups_per_step:
+            raise ValueError(f"room for {self.max_open} groups, but an update takes {self.groups_per_step}")
 
 
 @dataclass(frozen=True)
@@ -106,12 +106,12 @@ class GroupQueue(Generic[T]):
         return len(self._ready)
 
     def publish(self, version_step: int) -> None:
-        """A version is there for explorers to load."""
+        """Note that a version is there for explorers to load."""
         if self.newest is None or version_step > self.newest:
             self.newest = version_step
 
     def hand_out(self, explorer: str, most: int) -> list[GroupId]:
-        """Groups for an idle explorer to make with the newest version; none: it has to wait for a change."""
+        """Give an idle explorer at most so many groups to make with the newest version; none: it has to wait."""
         self._reclaim()
         handed: list[GroupId] = []
         while len(handed) < most and self._admits():
@@ -121,9 +121,7 @@ class GroupQueue(Generic[T]):
         return handed
 
     def deliver(self, group: GroupId, version_step: int, samples: T) -> bool:
-        """A group is made. Whether it was needed: not where another explorer was faster, nor where it is over-stale by
-        now.
-        """
+        """Take a group that is made. False where it is not needed: another explorer was faster, or it is over-stale."""
         if self._out.pop(group, None) is None:
             if group not in self._waiting:
                 return False
@@ -136,13 +134,13 @@ class GroupQueue(Generic[T]):
         return True
 
     def give_back(self, explorer: str) -> None:
-        """The explorer will not make what it was handed."""
+        """Note that the explorer will not make what it was handed."""
         for group in [group for group, out in self._out.items() if out.explorer == explorer]:
             del self._out[group]
             heapq.heappush(self._waiting, group)
 
     def take(self) -> list[Ready[T]] | None:
-        """The groups of the next update, the oldest versions first; None while there are too few within the bound."""
+        """Take the groups of the next update, the oldest versions first; None while too few are within the bound."""
         for group, ready in list(self._ready.items()):
             if self._over_stale(ready.version_step):
                 del self._ready[group]
@@ -159,12 +157,12 @@ class GroupQueue(Generic[T]):
         self.step += 1
         return taken
 
-    def holders(self) -> list[str]:
-        """The explorers that have groups out."""
+    def explorers_out(self) -> list[str]:
+        """Return the explorers that have groups out."""
         return sorted({out.explorer for out in self._out.values()})
 
     def overdue_in(self) -> float | None:
-        """Seconds until a group that is out becomes overdue; None while the trainer does not wait for one."""
+        """Return the seconds until a group that is out becomes overdue; None while the trainer waits for none."""
         if self._starved_since is None or not self._out:
             return None
         first = min(max(out.since, self._starved_since) for out in self._out.values())
@@ -180,7 +178,7 @@ class GroupQueue(Generic[T]):
 
     def _admits(self) -> bool:
         ahead = len(self._ready) + len(self._out)
-        if self.newest is None or ahead >= self._rules.room:
+        if self.newest is None or ahead >= self._rules.max_open:
             return False
         place = ahead // self._rules.groups_per_step if self._rules.wait else 0
         return staleness(self.newest, self.step + place) <= self._rules.max_staleness

@@ -32,7 +32,7 @@ class Task(Protocol):
     """
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of a trainer step (from 1), numbered from 0 by `Prompt.index`."""
+        """Return the prompts of a trainer step (from 1), numbered from 0 by `Prompt.index`."""
         ...
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
@@ -47,7 +47,7 @@ class Task(Protocol):
 
 
 def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -> RewardResult:
-    """The task's judgement of a response, as two plain floats (or one and None).
+    """Have a task judge a response, as two plain floats (or one and None).
 
     Raises:
         RunError: the task raised, or gave something other than a `RewardResult` of finite numbers. The message names

@@ -37,14 +37,12 @@ class CopyDigits:
         self.seed = seed
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of a step."""
         keys = path(self.seed, Purpose.PROMPTS, step, np.arange(count))
         digits = child(keys[:, None], np.arange(self.digits)) % np.uint64(10)
         numbers = ["".join(map(str, row)) for row in digits.tolist()]
         return [Prompt(index=index, text=f"{number}=", answer=number) for index, number in enumerate(numbers)]
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """The share of correct positions, and whether all of them are."""
         assert isinstance(prompt.answer, str), "of this task's own prompts"
         right = sum(map(str.__eq__, text, prompt.answer))
         right += finished and len(text) == self.digits

@@ -51,11 +51,10 @@ class JsonlTask:
             self._prompt(0, row)
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """The prompts of a step."""
         return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """What the reward function gives for the response, whether or not it was finished."""
+        """Return what the reward function gives for the response, whether or not it was finished."""
         return RewardResult(self._judge(prompt, text))
 
     def _prompt(self, index: int, row: Row) -> Prompt:

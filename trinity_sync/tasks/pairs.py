@@ -50,5 +50,5 @@ class PairsTask:
             self._pairs[row.number] = Pair(prompt if isinstance(prompt, str) else list(prompt), response, where)
 
     def pairs(self, step: int, count: int) -> list[Pair]:
-        """The pairs of a trainer step (from 1)."""
+        """Return the pairs of a trainer step (from 1)."""
         return [self._pairs[row.number] for row in self._file.of_step(step, count)]

@@ -23,7 +23,7 @@ _EXACT = Context(prec=1000)
 
 
 def exact_match(prompt: Prompt, response: str, *, ignore_case: bool = False) -> float:
-    """Whether the response is the answer, blanks at both ends aside.
+    """Return 1 where the response is the answer, blanks at both ends aside, else 0.
 
     Raises:
         TypeError: the answer is neither a text nor a number.
@@ -33,7 +33,8 @@ def exact_match(prompt: Prompt, response: str, *, ignore_case: bool = False) -> 
 
 
 def contains_answer(prompt: Prompt, response: str, *, ignore_case: bool = False) -> float:
-    """Whether the answer stands somewhere in the response as words of its own: ``7`` is in ``it is 7.``, not in ``17``.
+    """Return 1 where the answer stands in the response as words of its own: ``7`` in ``it is 7.``, not in ``17``; else
+    0.
 
     Raises:
         TypeError: the answer is neither a text nor a number.
@@ -48,13 +49,13 @@ def contains_answer(prompt: Prompt, response: str, *, ignore_case: bool = False)
 
 
 def numeric_match(prompt: Prompt, response: str, *, tolerance: float = 0.0) -> float:
-    """Whether the last number in the response is the last number in the answer.
+    """Return 1 where the last number in the response is the last number in the answer, else 0.
 
     So an answer may be written out to its end, as ``... so 3 + 4 = 7. #### 7``. Numbers are decimal, with an optional
     sign, commas between thousands, and an exponent; they are compared exactly (``7``, ``7.0`` and ``0.7e1`` are equal).
 
     Args:
-        prompt: its answer holds the right number.
+        prompt: the last number of its answer is the right one.
         response: what the model wrote.
         tolerance: largest difference that still counts as right.
 

@@ -58,10 +58,10 @@ class RowFile:
         return "row" if self.path.suffix == ".parquet" else "line"
 
     def of_step(self, step: int, count: int) -> list[Row]:
-        """The rows of a step: number ``(step - 1) * count`` and the following of all epochs, one after the other.
+        """Return the rows of a step: number ``(step - 1) * count`` and the following, of one epoch after the other.
 
         Args:
-            step: from 1.
+            step: the trainer step, from 1.
             count: rows per step; may exceed the file.
         """
         first = (step - 1) * count
@@ -77,11 +77,11 @@ class RowFile:
         return self._last_order[1]
 
     def where(self, row: Row) -> str:
-        """The place of a row, as in ``train.jsonl:17``."""
+        """Name the place of a row, as in ``train.jsonl:17``."""
         return f"{self.path}:{row.number}" if self._unit == "line" else f"{self.path}: row {row.number}"
 
     def value(self, row: Row, key: str) -> object:
-        """A field of a row.
+        """Return a field of a row.
 
         Raises:
             ConfigError: it is missing or null.
@@ -94,7 +94,7 @@ class RowFile:
         return row.values[key]
 
     def text(self, row: Row, key: str) -> str:
-        """A field that must be a text which is not empty.
+        """Return a field that must be a text which is not empty.
 
         Raises:
             ConfigError: it is not.
@@ -107,7 +107,7 @@ class RowFile:
         return value
 
     def text_or_messages(self, row: Row, key: str) -> str | tuple[Message, ...]:
-        """A field that must be a text, or a list of chat messages: objects with the texts `role` and `content`.
+        """Return a field that must be a text, or a list of chat messages: objects with the texts `role` and `content`.
 
         Raises:
             ConfigError: it is neither.

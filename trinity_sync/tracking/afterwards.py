@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from trinity_sync.tracking import jsonl
@@ -14,19 +14,13 @@ from trinity_sync.tracking.run_folder import RunFolder, RunFolderInUse
 from trinity_sync.tracking.summary import checkpoint_figures, write_summary
 
 
-def note_prunes(
-    run: Path,
-    pruned: Iterable[tuple[int, str, int]],
-    checkpoints: Path,
-    *,
-    clock: Callable[[], float] = time.time,
-) -> bool:
+def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: Path) -> bool:
     """Add ``prune`` events to a run that has ended, and what that changes to its summary.
 
     Args:
-        run: its folder.
-        pruned: step, reason and freed bytes of each.
-        checkpoints: its checkpoint folder.
+        run: the run's folder.
+        pruned: step, reason and freed bytes of each checkpoint that was deleted.
+        checkpoints: the run's checkpoint folder.
 
     Returns:
         False where the run lives: nothing is written then. Its summary looks at the disk.
@@ -41,7 +35,7 @@ def note_prunes(
             try:
                 for step, reason, freed in pruned:
                     fields = {"step": step, "reason": reason, "freed_bytes": freed}
-                    writer.append({"event": "prune", "time": clock(), "attempt": attempt, **fields})
+                    writer.append({"event": "prune", "time": time.time(), "attempt": attempt, **fields})
             finally:
                 writer.close()
             if folder.summary.exists():

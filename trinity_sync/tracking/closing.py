@@ -38,7 +38,7 @@ class _Closing:
 def render_summary(
     summary: Summary, run_dir: str | os.PathLike[str], *, total_steps: int | None = None, error: str | None = None
 ) -> RenderableType:
-    """What a user sees when a run ends: how it went, what is kept, where it is, and the one next command.
+    """Render what a user sees when a run ends: how it went, what is kept, where it is, and the one next command.
 
     Args:
         summary: the content of summary.json.
@@ -47,13 +47,13 @@ def render_summary(
         error: why it failed.
 
     Returns:
-        To be printed by ``console.print(..., crop=False)``, so that long paths and commands stay whole.
+        A text for ``console.print(..., crop=False)``, so that long paths and commands stay whole.
     """
     return _Closing(summary, Path(run_dir), total_steps, error)
 
 
 def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
-    """Labels, padded, and texts in two columns; texts are wrapped, but paths and commands stay whole to be copied."""
+    """Lay out padded labels and texts in two columns; texts are wrapped, but paths and commands stay whole."""
     indent = max(len(label) for label, _ in rows) + 2
     lines = []
     for label, text in rows:
@@ -64,7 +64,7 @@ def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]
 
 
 def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tuple[str, str]]:
-    """Label and text of each line below the status."""
+    """Return label and text of each line below the status."""
     sync, checkpoint = summary["sync"], summary["checkpoint"]
     lines = []
     if summary["reward_last"] is not None:
@@ -87,7 +87,7 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
 
 
 def next_command(summary: Summary, run_dir: str) -> str:
-    """The one command that most users want now."""
+    """Return the one command that most users want now."""
     folder = shlex.quote(run_dir)
     if summary["checkpoint"]["latest"] is None:
         return f"trinity-sync report {folder}"
@@ -97,7 +97,7 @@ def next_command(summary: Summary, run_dir: str) -> str:
 
 
 def shorten(path: Path) -> str:
-    """A path relative to the working directory when it is below it, else absolute."""
+    """Return a path relative to the working directory when it is below it, else absolute."""
     path = path.absolute()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) and path != Path.cwd() else str(path)
 

@@ -84,7 +84,7 @@ class JsonlWriter:
 
 
 def read(path: Path) -> list[dict[str, object]]:
-    """The objects of a log, oldest first; none if the file does not exist. A torn last line is skipped.
+    """Read the objects of a log, oldest first; none if the file does not exist. A torn last line is skipped.
 
     Raises:
         RunError: a line before the last is not a JSON object, or the file cannot be read.
@@ -115,12 +115,12 @@ def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> 
 
 
 def metrics_step(record: Record) -> int | None:
-    """The trainer step of a line of metrics.jsonl."""
+    """Return the trainer step of a line of metrics.jsonl."""
     return _whole(record.get("step"))
 
 
 def event_step(record: Record) -> int | None:
-    """The step whose work an event is about: of the version, or of the checkpoint. Faults belong to no step."""
+    """Return the step whose work an event is about: that of the version or of the checkpoint; None for a fault."""
     field = _STEP_FIELD.get(str(record.get("event")))
     return None if field is None else _whole(record.get(field))
 

@@ -100,7 +100,7 @@ class LiveView:
         self._metrics: jsonl.Record = {}
         self._published: jsonl.Record = {}
         self._loaded: jsonl.Record = {}
-        self._held: dict[str, int] = {}
+        self._loaded_versions: dict[str, int] = {}
         self._committed: tuple[jsonl.Record, float] | None = None
         self._saving: int | None = None
         self._faults: list[str] = []
@@ -146,7 +146,7 @@ class LiveView:
                 case "load":
                     self._loaded = dict(event)
                     if step is not None:
-                        self._held[str(event["explorer"])] = step
+                        self._loaded_versions[str(event["explorer"])] = step
                 case "commit":
                     self._committed = dict(event), self._clock()
                     if self._saving is not None and step is not None and self._saving <= step:
@@ -172,7 +172,7 @@ class LiveView:
             live.stop()
 
     def render(self) -> RenderableType:
-        """The panel as it stands now."""
+        """Render the panel as it stands now."""
         with self._lock:
             body = self._steps_body() if self._stepped is not None else self._phases_body()
             head = Text.assemble((self._title or "trinity-sync", "bold"))
@@ -248,10 +248,10 @@ class LiveView:
 
     def _versions(self) -> str:
         parts = [f"newest {self._published['version']}" if self._published else "none published"]
-        if len(self._held) <= _NAMED_EXPLORERS:
-            parts += [f"{name} {version}" for name, version in sorted(self._held.items())]
+        if len(self._loaded_versions) <= _NAMED_EXPLORERS:
+            parts += [f"{name} {version}" for name, version in sorted(self._loaded_versions.items())]
         else:
-            counts = sorted(Counter(self._held.values()).items(), reverse=True)
+            counts = sorted(Counter(self._loaded_versions.values()).items(), reverse=True)
             parts += [f"{count} explorers at {version}" for version, count in counts[:3]]
         stale = units.finite(self._metrics.get("staleness/mean"))
         parts += [f"staleness {units.number(stale)}"] if stale is not None else []
@@ -296,8 +296,8 @@ class LiveView:
         loss = units.finite(self._metrics.get("loss"))
         parts += [f"loss {units.number(loss)}"] if loss is not None else []
         if self._published:
-            held = sorted(set(self._held.values()))
-            spread = str(held[0]) if len(held) == 1 else f"{held[0]}-{held[-1]}" if held else ""
+            steps = sorted(set(self._loaded_versions.values()))
+            spread = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}" if steps else ""
             parts.append(f"version {self._published['version']}" + (f" (explorers at {spread})" if spread else ""))
             parts.append(f"blocked {units.seconds(units.finite(self._published.get('blocked_s')))}")
         parts += [f"saved {self._committed[0]['step']}"] if self._committed is not None else []
@@ -311,7 +311,7 @@ class LiveView:
         return statistics.median(self._durations) * max(0, self._total - self._step)
 
     def _say(self, text: str) -> None:
-        """One line in line mode; nothing in the others, where the panel shows the same."""
+        """Print one line in line mode; nothing in the others, where the panel shows the same."""
         if self.mode != "line":
             return
         line = f"[{units.elapsed(self._clock() - self._began):>11}] {_one_line(text, limit=500)}"
@@ -358,7 +358,9 @@ class _Display(Live):
 
 
 def sparkline(values: Sequence[float], width: int, ramp: str = _UNICODE_RAMP) -> str:
-    """The course of `values` in at most `width` characters of `ramp`, each the mean of its share, lowest to highest."""
+    """Draw the course of `values` in at most `width` characters of `ramp` (lowest to highest), each the mean of its
+    share.
+    """
     if not values:
         return ""
     cells = min(width, len(values))
@@ -370,6 +372,6 @@ def sparkline(values: Sequence[float], width: int, ramp: str = _UNICODE_RAMP) ->
 
 
 def _one_line(text: object, limit: int = 200) -> str:
-    """Text of others made fit for one line: no line breaks, no control characters, not endless."""
+    """Make a text of others fit for one line: no line breaks, no control characters, not endless."""
     clean = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
     return clean if len(clean) <= limit else clean[: limit - 3] + "..."

@@ -232,7 +232,7 @@ def read_record(path: Path) -> RunJson:
 
 
 def package_versions() -> dict[str, str]:
-    """Python's version and those of the installed distributions that matter; nothing is imported for it."""
+    """Return the versions of Python and of the installed distributions that matter; nothing is imported for it."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

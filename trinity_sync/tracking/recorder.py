@@ -108,14 +108,14 @@ class Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
 
         Args:
-            folder: the held run folder.
+            folder: the run folder, which this process has locked.
             command, seed, config_digest, threads, reproducible: for run.json, see `RunRecord`.
             total_steps: the last step of the run, None if it is open.
             name, subtitle: title of the view, and what stands beside it (backend, sync mode).
             config: the resolved config, for the trackers.
             resumed_from: the step a resume starts from; later lines are cut. A resume needs it.
             view: how the run shows itself, see `LiveView`.
-            trackers: to be started.
+            trackers: those that are to be started.
             report: writes the report of a run folder; called at the end, its failure is logged only.
             checkpoints: the checkpoint folder, where the summary looks for what is kept; None: it goes by the events.
             console: where the view and the summary go.

@@ -1,6 +1,6 @@
 """The folder of one run: who may write it, and where things are in it. The launcher opens it first of all.
 
-A run holds an flock on `.lock` for as long as it lives. The kernel drops it with the process, so "in use" cannot go
+A run has an flock on `.lock` for as long as it lives. The kernel drops it with the process, so "in use" cannot go
 stale as a status in a file would.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.host.durable import make_folder
+from trinity_sync.host.durable import make_folder, write_all
 from trinity_sync.host.locks import open_lock, try_lock
 
 _PROBE_BYTES = 64 * 1024
@@ -27,8 +27,8 @@ class RunFolderInUse(ConfigError):  # noqa: N818 - a public name, and a state mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class LockHolder:
-    """The process that holds a run folder, as it wrote itself down; None where that could not be read."""
+class LockOwner:
+    """The process that has locked a run folder, as it wrote itself down; None where that could not be read."""
 
     pid: int | None
     host: str | None
@@ -38,7 +38,7 @@ class LockHolder:
 
 
 class RunFolder:
-    """A run folder held by this process. Use it as a context manager; leaving it lets go of the lock.
+    """A run folder that this process has locked. Use it as a context manager; leaving it unlocks the folder.
 
     ::
 
@@ -48,24 +48,44 @@ class RunFolder:
     Attributes:
         path: the folder, absolute.
         resumed: whether it was opened to go on with the run in it.
+        run_json: status and origin of the run.
+        metrics: one line per trainer step.
+        events: one line per publish, load, commit, prune and fault.
+        summary: figures of the whole run.
+        report: the report of the run.
+        logs: the folder of the processes' logs.
+        model: the folder of the initial model, where it is made here.
+        checkpoints: the folder of checkpoints, unless `checkpoint.dir` names another.
+        slots: the folder of slots as files, where shared memory is too small for them. Gone when the run has ended.
+        tensorboard: the folder of TensorBoard's event files.
     """
 
     def __init__(self, path: Path, lock: int, *, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
         self._lock: int | None = lock
+        self.run_json = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+        self.events = path / "events.jsonl"
+        self.summary = path / "summary.json"
+        self.report = path / "report.html"
+        self.logs = path / "logs"
+        self.model = path / "model"
+        self.checkpoints = path / "checkpoints"
+        self.slots = path / "slots"
+        self.tensorboard = path / "tensorboard"
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, resume: bool) -> RunFolder:
-        """Take the folder for this process.
+        """Lock the folder for this process.
 
         Args:
-            path: the folder. Created for a fresh run; must hold a run for a resume.
+            path: the folder. Created for a fresh run; must have a run for a resume.
             resume: whether the run in the folder is to go on.
 
         Raises:
-            RunFolderInUse: another process holds it.
-            ConfigError: a fresh run in a folder that holds one, a resume where there is none, or no writes taken.
+            RunFolderInUse: another process has locked it.
+            ConfigError: a fresh run in a folder that has one, a resume where there is none, or no writes taken.
         """
         path = Path(path).absolute()
         run_json = path / "run.json"
@@ -95,61 +115,11 @@ class RunFolder:
             raise
         return cls(path, lock, resumed=resume)
 
-    @property
-    def run_json(self) -> Path:
-        """Status and origin of the run."""
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per trainer step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def events(self) -> Path:
-        """One line per publish, load, commit, prune and fault."""
-        return self.path / "events.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """Figures of the whole run."""
-        return self.path / "summary.json"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of the processes' logs."""
-        return self.path / "logs"
-
-    @property
-    def model(self) -> Path:
-        """The folder of the initial model, where it is made here."""
-        return self.path / "model"
-
-    @property
-    def checkpoints(self) -> Path:
-        """The folder of checkpoints, unless `checkpoint.dir` names another."""
-        return self.path / "checkpoints"
-
-    @property
-    def slots(self) -> Path:
-        """The folder of slots as files, where shared memory is too small for them. Gone when the run has ended."""
-        return self.path / "slots"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The folder of TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def report(self) -> Path:
-        """The report of the run."""
-        return self.path / "report.html"
-
     def close(self) -> None:
-        """Let go of the folder; closing twice is fine."""
+        """Unlock the folder; closing twice is fine."""
         lock, self._lock = self._lock, None
         if lock is not None:
-            # The file stays: unlinking it would let two processes hold "the" lock on two different files.
+            # The file stays: unlinking it would let two processes have "the" lock on two different files.
             with contextlib.suppress(OSError):
                 os.ftruncate(lock, 0)
             os.close(lock)
@@ -163,14 +133,14 @@ class RunFolder:
         self.close()
 
 
-def lock_holder(path: str | os.PathLike[str]) -> LockHolder | None:
-    """Who is running in a folder right now; None if nobody. Looks without disturbing."""
+def lock_owner(path: str | os.PathLike[str]) -> LockOwner | None:
+    """Return who is running in a folder right now; None if nobody. Looks without disturbing."""
     try:
         lock = open_lock(Path(path) / ".lock", create=False, writable=False)
     except OSError:
         return None
     try:
-        return None if try_lock(lock, shared=True) else _read_holder(lock)
+        return None if try_lock(lock, shared=True) else _read_owner(lock)
     except OSError:
         return None
     finally:
@@ -186,29 +156,27 @@ def _take(lock: int, path: Path) -> None:
             raise ConfigError(
                 f"{path} cannot be locked ({error.strerror or error}); choose a folder on a file system that has flock"
             ) from error
-        holder = _read_holder(lock)
-        if holder.pid is not None:
+        owner = _read_owner(lock)
+        if owner.pid is not None:
             break
-        # Nobody signed: a look by `lock_holder`, over in microseconds, or a run about to sign.
+        # Nobody signed: a look by `lock_owner`, over in microseconds, or a run about to sign.
         time.sleep(0.02)
-    raise RunFolderInUse(f"{path} is in use by {holder}; stop that run or choose another folder")
+    raise RunFolderInUse(f"{path} is in use by {owner}; stop that run or choose another folder")
 
 
-def _read_holder(lock: int) -> LockHolder:
+def _read_owner(lock: int) -> LockOwner:
     try:
         signed = json.loads(os.pread(lock, 4096, 0))
-        return LockHolder(pid=int(signed["pid"]), host=str(signed["host"]))
+        return LockOwner(pid=int(signed["pid"]), host=str(signed["host"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return LockHolder(pid=None, host=None)
+        return LockOwner(pid=None, host=None)
 
 
 def _try_writing(path: Path) -> None:
     probe = path / f".probe-{os.getpid()}"
     handle = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        view = memoryview(bytes(_PROBE_BYTES))
-        while view:
-            view = view[os.write(handle, view) :]
+        write_all(handle, bytes(_PROBE_BYTES))
         os.fsync(handle)
     finally:
         os.close(handle)

@@ -138,7 +138,7 @@ def summarise(
 
 
 def version_digests(events: Iterable[Record]) -> dict[str, str]:
-    """Digest by step: what the trainer published, or, for a version that was only checkpointed, what was committed."""
+    """Return digests by step: what the trainer published, or, for a version only checkpointed, what was committed."""
     published: dict[int, str] = {}
     committed: dict[int, str] = {}
     for event in events:
@@ -152,7 +152,7 @@ def version_digests(events: Iterable[Record]) -> dict[str, str]:
 
 
 def mismatches(events: Iterable[Record]) -> list[Record]:
-    """The publishes, loads and commits whose digest is not the one that `version_digests` has for their step."""
+    """List the publishes, loads and commits whose digest is not the one that `version_digests` has for their step."""
     events = list(events)
     digests = version_digests(events)
     return [
@@ -169,9 +169,10 @@ def spread(values: Iterable[object]) -> Spread:
 
 
 def kept_checkpoints(events: Iterable[Record], checkpoints: Path | None = None) -> list[Record]:
-    """The commit events whose checkpoint was not pruned later, by step; a step committed again counts once.
+    """List the commit events whose checkpoint was not pruned later, by step; a step committed again counts once.
 
     Args:
+        events: the run's events.
         checkpoints: the checkpoint folder. What is not there is not kept, whoever deleted it. None, or one that cannot
             be read now: go by the events alone.
     """
@@ -203,7 +204,7 @@ def _names(folder: Path) -> set[str] | None:
 
 
 def wall_seconds(record: RunJson, metrics: Iterable[Record], events: Iterable[Record]) -> float | None:
-    """Seconds of all attempts of a run.
+    """Add up the seconds of all attempts of a run.
 
     Args:
         record: the content of run.json.
@@ -257,7 +258,7 @@ def _sync(events: Sequence[Record]) -> SyncFigures:
 
 
 def checkpoint_figures(events: Sequence[Record], checkpoints: Path | None) -> CheckpointFigures:
-    """``checkpoint`` in summary.json; arguments as of `kept_checkpoints`."""
+    """Work out ``checkpoint`` in summary.json; arguments as of `kept_checkpoints`."""
     commits = [event for event in events if event.get("event") == "commit"]
     kept = _kept(events, checkpoints)
     return {

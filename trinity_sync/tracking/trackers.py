@@ -57,7 +57,7 @@ class Tracker(Protocol):
 
 
 def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[Tracker]:
-    """The trackers that the config names, not started yet.
+    """Build the trackers that the config names, not started yet.
 
     Args:
         settings: options by name. `tensorboard` and `wandb` are known; any other name needs ``_target_``, the dotted

@@ -7,14 +7,14 @@ import time
 
 
 def finite(value: object) -> float | None:
-    """A measured number; None for what is missing, not finite or no number at all."""
+    """Return a measured number; None for what is missing, not finite or no number at all."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
 
 
 def seconds(value: float | None, none: str = "-") -> str:
-    """Three figures up to a minute (``850 us``, ``1.25 ms``, ``34 s``), then ``4 min 12 s`` and ``2 h 05 min``."""
+    """Format seconds: three figures up to a minute (``850 us``, ``34 s``), then ``4 min 12 s`` and ``2 h 05 min``."""
     if value is None or not math.isfinite(value):
         return none
     if value < 0:
@@ -32,12 +32,12 @@ def seconds(value: float | None, none: str = "-") -> str:
 
 
 def elapsed(value: float) -> str:
-    """Seconds that a person waits: tenths up to a minute (``2.8 s``), then as `seconds`."""
+    """Format seconds that a person waits: tenths up to a minute (``2.8 s``), then as `seconds`."""
     return f"{max(value, 0.0):.1f} s" if value < 59.95 else seconds(value)
 
 
 def size(value: float | None, none: str = "-") -> str:
-    """Bytes in decimal units: ``980 B``, ``1.24 MB``, ``16.4 GB``."""
+    """Format bytes in decimal units: ``980 B``, ``1.24 MB``, ``16.4 GB``."""
     if value is None or not math.isfinite(value):
         return none
     amount = float(value)
@@ -49,7 +49,7 @@ def size(value: float | None, none: str = "-") -> str:
 
 
 def number(value: float | None, none: str = "-") -> str:
-    """A metric: three decimals around one, scientific where that would hide it."""
+    """Format a metric: three decimals around one, scientific where that would hide it."""
     if value is None or not math.isfinite(value):
         return none
     if value == int(value) and abs(value) < 1e6:
@@ -57,13 +57,13 @@ def number(value: float | None, none: str = "-") -> str:
     return f"{value:.3f}" if 0.01 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
-def moment(value: float | None, none: str = "-") -> str:
-    """Unix seconds as local date and time, ``2026-01-31 14:05:09 +0100``."""
-    return none if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
+def moment(value: float | None) -> str:
+    """Format Unix seconds as local date and time, ``2026-01-31 14:05:09 +0100``."""
+    return "-" if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 version``, ``2 versions``."""
+    """Count a noun: ``1 version``, ``2 versions``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 

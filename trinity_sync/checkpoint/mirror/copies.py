@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint import catalog, commits, holds, trash
+from trinity_sync.checkpoint import catalog, commits, leases, trash
 from trinity_sync.checkpoint.layout import (
     MANIFEST,
     STAGING,
@@ -40,11 +40,12 @@ from trinity_sync.checkpoint.layout import (
     write_manifest,
 )
 from trinity_sync.checkpoint.mirror.storage import Storage
-from trinity_sync.checkpoint.trackers import TRACKERS
+from trinity_sync.checkpoint.prune import facts_of
+from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.protocol.retention import CheckpointFacts, Policy, decide
+from trinity_sync.protocol.retention import Policy, decide
 
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"
@@ -96,11 +97,11 @@ class Mirror:
         return self.steps()
 
     def steps(self) -> list[int]:
-        """Steps of all folders there, whole or not, ascending."""
+        """List the steps of all folders there, whole or not, ascending."""
         return sorted(step for name in self._storage.folders() if (step := step_of(name)) is not None)
 
     def manifest(self, step: int) -> Manifest | None:
-        """The manifest of a step there; None where there is none.
+        """Read the manifest of a step there; None where there is none.
 
         Raises:
             NewerFormatError: a later version of this program wrote it.
@@ -114,7 +115,7 @@ class Mirror:
         return parse_manifest(text, name, step) if text is not None else None
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
-        """Those of these steps of the local folder that are not there as they are here, ascending."""
+        """List those of the given steps of the local folder that are not there as they are here, ascending."""
         found = []
         for step in sorted(steps):
             there = None
@@ -128,12 +129,13 @@ class Mirror:
     # ---- sending
 
     def upload(self, root: Path, step: int, *, start: int | None = None) -> Uploaded:
-        """Copy a committed full checkpoint. The caller holds a lease on it.
+        """Copy a committed full checkpoint. The caller has a lease on it.
 
         Args:
             root: the local checkpoint folder.
-            start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None:
-                not known; those after `step` are.
+            step: which checkpoint.
+            start: the step after which this attempt goes on: later ones of earlier attempts are abandoned. None: not
+                known; those after `step` are.
 
         Raises:
             DamagedError: a local file is not as the manifest says.
@@ -152,7 +154,7 @@ class Mirror:
         else:
             arrived &= self._noted(step, manifest)
             if not arrived and present:
-                self._remove(step)
+                self._delete(step)
         sent = self._send(step_dir(root, step), manifest, arrived)
         self._check_sizes(manifest)
         self._storage.write(f"{folder}/{MANIFEST}", manifest.to_text())
@@ -161,7 +163,7 @@ class Mirror:
         return Uploaded(sum(entry.bytes for entry in sent), len(manifest.files) - len(sent))
 
     def _noted(self, step: int, manifest: Manifest) -> set[str]:
-        """Files that an earlier try of this very checkpoint has brought there."""
+        """Return the files that an earlier try of this very checkpoint has brought there."""
         text = self._storage.read(f"{_folder(step)}/{UPLOADING}")
         try:
             noted = json.loads(text or "{}")
@@ -213,17 +215,18 @@ class Mirror:
 
     # ---- retention
 
-    def retain(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
+    def prune(self, policies: Collection[Policy], root: Path, *, now: float) -> list[int]:
         """Delete what the policies give up of what is there, and torn copies of what is no longer here.
 
         Args:
-            root: the local checkpoint folder, whose pins hold there too.
+            policies: the retention policies.
+            root: the local checkpoint folder, whose pins count there too.
             now: Unix seconds.
 
         Returns:
-            The steps that went.
+            The steps that were deleted, ascending.
         """
-        pins, local = holds.pinned(root), {info.step for info in catalog.scan(root)}
+        pins, local = leases.pinned(root), {info.step for info in catalog.scan(root)}
         facts, gone = [], []
         for step in self.steps():
             try:
@@ -231,24 +234,15 @@ class Mirror:
             except NewerFormatError:
                 continue
             if manifest is not None:
-                facts.append(
-                    CheckpointFacts(
-                        step=step,
-                        kind=manifest.kind,
-                        created=manifest.created,
-                        bytes=manifest.bytes,
-                        metrics=manifest.metrics,
-                        pinned=(step, manifest.attempt) in pins,
-                    )
-                )
+                facts.append(facts_of(manifest, pins))
             elif step not in local and self._storage.read(f"{_folder(step)}/{ABANDONED}") is None:
                 gone.append(step)
         gone += [decision.step for decision in decide(facts, policies, now) if not decision.keep]
         for step in gone:
-            self._remove(step)
+            self._delete(step)
         return sorted(gone)
 
-    def _remove(self, step: int) -> None:
+    def _delete(self, step: int) -> None:
         self._storage.delete(f"{_folder(step)}/{MANIFEST}")
         self._storage.delete(_folder(step))
 
@@ -284,7 +278,7 @@ class Mirror:
         return None
 
     def _candidates(self, newer_than: tuple[int, int] | None) -> Iterator[Manifest]:
-        """What is there, the newest of the latest attempt first. NewerFormatError where that is not all."""
+        """Yield the manifests there, the newest of the latest attempt first. NewerFormatError where that is not all."""
         found: list[Manifest] = []
         unknown: dict[int, NewerFormatError] = {}
         for step in reversed(self.steps()):
@@ -350,7 +344,7 @@ class Mirror:
                 future.result()
 
     def _sound(self, step: int) -> Manifest | None:
-        """The manifest of a step there; None where there is none that is valid. NewerFormatError as `manifest`."""
+        """Read the manifest of a step there; None where there is none that is valid. NewerFormatError as `manifest`."""
         try:
             return self.manifest(step)
         except NewerFormatError:
@@ -370,7 +364,7 @@ def _folder(step: int) -> str:
 
 
 def _problem(path: Path, entry: FileEntry, *, durable: bool = False) -> str | None:
-    """How a file differs from its entry; None where it does not."""
+    """Say how a file differs from its entry; None where it does not."""
     try:
         size, digest = digest_file(path, durable=durable)
     except FileNotFoundError:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trinity_sync.checkpoint.catalog import CheckpointInfo
-from trinity_sync.checkpoint.holds import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.layout import NewerFormatError, UnreadableError, step_dir
+from trinity_sync.checkpoint.leases import CheckpointLease, lease_checkpoint
 from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
 from trinity_sync.errors import ConfigError, RunError
@@ -289,14 +289,14 @@ class Uploads:
         self._settle(step)
 
     def _lease(self, step: int) -> CheckpointLease | None:
-        """Hold a step's checkpoint; None: retention has deleted it.
+        """Lease a step's checkpoint; None: retention has deleted it.
 
         Raises:
-            MirrorError: it cannot be read or held now.
+            MirrorError: it cannot be read or leased now.
             RunError: it is damaged, or somebody has been about to delete it for long.
         """
         try:
-            return lease_checkpoint(self._root, step, holder="mirror", seconds=_LEASE_S, clock=self._clock)
+            return lease_checkpoint(self._root, step, reader="mirror", seconds=_LEASE_S, clock=self._clock)
         except (UnreadableError, OSError) as error:
             raise MirrorError(str(error)) from error
         except RunError:
@@ -306,13 +306,10 @@ class Uploads:
 
     def _call(self, work: Callable[[Mirror], T], where: str, lease: CheckpointLease | None = None) -> T:
         """Have it done, in several tries; each one that fails is a fault, and the lease is renewed meanwhile."""
-        renewed = time.monotonic()
 
         def tick() -> None:
-            nonlocal renewed
-            if lease is not None and time.monotonic() - renewed > _RENEW_S:
-                lease.renew(_LEASE_S)
-                renewed = time.monotonic()
+            if lease is not None:
+                lease.keep(_LEASE_S, renew_s=_RENEW_S)
 
         once = partial(call, self._place, self._settings, work, tick=tick, stop=self._stop)
         return try_again(self._settings, once, partial(self._fault, where), self._stop, tick)
@@ -338,20 +335,22 @@ class Uploads:
 def _copy(
     mirror: Mirror, root: Path, step: int, start: int | None, policies: Collection[Policy] | None
 ) -> tuple[int, str | None]:
-    """Copy a checkpoint, then delete there what the policies give up; returns the bytes sent, and what hindered the
-    latter.
+    """Copy a checkpoint, then delete there what the policies give up.
+
+    Returns:
+        The bytes sent, and what hindered the deletion.
     """
     sent = mirror.upload(root, step, start=start).bytes
     try:
         if policies is not None:
-            mirror.retain(policies, root, now=time.time())
+            mirror.prune(policies, root, now=time.time())
     except Exception as error:
         return sent, f"what retention gives up could not be deleted there: {described(error)}"
     return sent, None
 
 
 def _fetch(mirror: Mirror, root: Path, newer_than: tuple[int, int]) -> int | NewerFormatError | None:
-    """`Mirror.download`, which is not tried again where a newer version of this program is needed."""
+    """Call `Mirror.download`, which is not tried again where a newer version of this program is needed."""
     try:
         return mirror.download(root, newer_than=newer_than)
     except NewerFormatError as error:

@@ -10,7 +10,7 @@ stays near the size of one. Called by export and diff, and for use as a library:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +43,7 @@ class Weights:
         format: how the weights are stored, for people.
         config: folder with the model's config and tokenizer; None where none was found. The names are then those that
             are stored, and tied tensors may appear twice.
-        manifest: of the checkpoint, None where it has none.
+        manifest: the checkpoint's manifest, None where it has none.
     """
 
     folder: Path
@@ -62,11 +62,11 @@ class Weights:
         return name in self._sources
 
     def info(self, name: str) -> TensorInfo:
-        """Dtype and shape of a tensor, without reading it. KeyError for an unknown name."""
+        """Return dtype and shape of a tensor, without reading it. KeyError for an unknown name."""
         return self._sources[name].info
 
     def read(self, name: str) -> torch.Tensor:
-        """A whole tensor on the CPU, in the dtype it is stored in. Do not write to it: it may be the mapped file.
+        """Read a whole tensor to the CPU, in the dtype it is stored in. Do not write to it: it may be the mapped file.
 
         Raises:
             KeyError: an unknown name.
@@ -74,19 +74,13 @@ class Weights:
         """
         return self._sources[name].read()
 
-    def digest(self, wire_dtype: str | None, *, progress: Callable[[str], None] | None = None) -> str:
-        """The version digest (hex) of the weights; reads all of them.
+    def digest(self, wire_dtype: str | None) -> str:
+        """Compute the version digest (hex) of the weights; reads all of them.
 
         Args:
             wire_dtype: safetensors name of the dtype that floating tensors are cast to; None: as they are.
-            progress: called with the name of each tensor that is done.
         """
-        entries = []
-        for name in self:
-            entries.append(digest_entry(name, self.read(name), wire_dtype))
-            if progress is not None:
-                progress(name)
-        return version_digest(entries)
+        return version_digest([digest_entry(name, self.read(name), wire_dtype) for name in self])
 
 
 def open_weights(folder: Path, config: Path | None = None) -> Weights:
@@ -132,7 +126,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    """That the model's files are there as they were committed, as far as that shows without reading them."""
+    """Check that the model's files are there as they were committed, as far as that shows without reading them."""
     for entry in manifest.files:
         if not entry.path.startswith(("actor/model_", "actor/weights_", "actor/dcp/", "actor/model/dist_ckpt/")):
             continue
@@ -145,7 +139,7 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
 
 
 def _nothing(place: Path) -> str:
-    """Why a folder cannot be read."""
+    """Say why a folder cannot be read."""
     binary = next(iter(sorted(place.glob("pytorch_model*.bin"))), None)
     if binary is not None:
         return f"{binary} is a pickle; of Hugging Face folders only those with safetensors are read"

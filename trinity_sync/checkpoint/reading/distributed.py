@@ -75,11 +75,11 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def open_distributed(folder: Path, prefix: str) -> dict[str, Assembled]:
-    """The tensors whose keys begin with a prefix, under the rest of their keys.
+    """Open the tensors whose keys begin with a prefix, under the rest of their keys.
 
     Args:
-        folder: holds ``.metadata``.
-        prefix: such as ``"model."``.
+        folder: a folder of torch's distributed checkpoints, with ``.metadata``.
+        prefix: what the keys begin with, such as ``"model."``.
 
     Raises:
         WeightsError: a file is missing or damaged, or the chunks of a tensor do not make it up.

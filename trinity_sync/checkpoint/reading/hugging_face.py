@@ -25,7 +25,6 @@ class Stored:
     info: TensorInfo
 
     def read(self) -> torch.Tensor:
-        """The whole tensor."""
         try:
             with safe_open(self.file, framework="pt") as opened:
                 tensor: torch.Tensor = opened.get_tensor(self.name)
@@ -35,12 +34,12 @@ class Stored:
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether a folder holds a model's weights as safetensors."""
+    """Return whether a folder has a model's weights as safetensors."""
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
 def open_hugging_face(folder: Path) -> dict[str, Stored]:
-    """The tensors of a model, under the names they are stored by.
+    """Open the tensors of a model, under the names they are stored by.
 
     Raises:
         WeightsError: a file is missing or damaged, or the index and the files contradict each other.

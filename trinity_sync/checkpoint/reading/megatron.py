@@ -36,7 +36,7 @@ _TOP = {
 
 
 def megatron_folder(place: Path) -> Path | None:
-    """The folder of the model's weights in a checkpoint's ``actor`` folder (or that folder itself), if it is one."""
+    """Find the folder of the model's weights: in an ``actor`` folder, or that folder itself; None: there is none."""
     for folder in (place / "model" / "dist_ckpt", place):
         if (folder / METADATA).is_file() and (folder / "metadata.json").is_file():
             return folder
@@ -44,10 +44,10 @@ def megatron_folder(place: Path) -> Path | None:
 
 
 def open_megatron(folder: Path, config: Path) -> dict[str, Source]:
-    """The tensors by Hugging Face name.
+    """Open the tensors of a model that Megatron saved, under their Hugging Face names.
 
     Args:
-        folder: holds ``.metadata`` and ``metadata.json``.
+        folder: a folder of torch's distributed checkpoints, with ``.metadata`` and ``metadata.json``.
         config: folder with the model's ``config.json``: heads and the size of the vocabulary are not in the weights.
 
     Raises:
@@ -91,7 +91,7 @@ def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tens
 
 
 def _layer(stored: Assembled, index: int) -> Assembled:
-    """One layer of a tensor that holds all; each of its pieces lies in one layer."""
+    """Return one layer of a tensor that has all layers; each of its pieces lies in one layer."""
     pieces = [piece for piece in stored.pieces if piece.start[0] == index]
     if any(piece.sizes[0] != 1 for piece in stored.pieces):
         raise WeightsError(f"{stored.name} is stored in pieces of several layers, which is not read")
@@ -105,7 +105,7 @@ def _layer(stored: Assembled, index: int) -> Assembled:
 
 
 def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterator[tuple[str, Source]]:
-    """The tensors that one of a layer's is made of: (Hugging Face name below the layer, source)."""
+    """Yield the tensors that one tensor of a layer is made of: (Hugging Face name below the layer, source)."""
     rows, *rest = layer.info.shape
     if key in _WHOLE:
         yield _WHOLE[key], layer

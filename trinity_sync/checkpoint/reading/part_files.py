@@ -13,12 +13,12 @@ from trinity_sync.weights.tensors import byte_tensor, to_torch
 
 
 def part_files(folder: Path) -> list[Path]:
-    """The files of the parts in a folder, by name; empty where it holds none."""
+    """List the files of the parts in a folder, by name; empty where it has none."""
     return sorted(folder.glob("weights_*.safetensors"))
 
 
 def open_parts(files: list[Path]) -> dict[str, Assembled]:
-    """The tensors that the parts hold together, under their Hugging Face names.
+    """Open the tensors that the parts together make up, under their Hugging Face names.
 
     Raises:
         WeightsError: a file is damaged, or the parts contradict each other or leave something out.

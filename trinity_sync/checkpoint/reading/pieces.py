@@ -21,7 +21,7 @@ class WeightsError(RunError):
 
 
 def loading_fault(error: Exception) -> str:
-    """What torch's weights-only loader says about a file, without the advice around it."""
+    """Return what torch's weights-only loader says about a file, without the advice around it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     telling = next((line for line in lines if "WeightsUnpickler error:" in line), lines[0])
     return telling.rpartition("WeightsUnpickler error:")[2].partition(" Please use ")[0].strip()
@@ -57,7 +57,7 @@ class Source(Protocol):
         ...
 
     def read(self) -> torch.Tensor:
-        """The whole tensor, on the CPU. It may lie in a mapped file: do not write to it."""
+        """Read the whole tensor to the CPU. It may lie in a mapped file: do not write to it."""
         ...
 
 
@@ -88,10 +88,10 @@ class Assembled:
     """A tensor that is put together from pieces when it is read.
 
     Attributes:
-        name: of the tensor, for messages.
-        info: of the tensor.
-        grid: the shape in which the pieces' boxes are given; as many elements as the tensor.
-        pieces: cover the grid exactly; see `assembled`.
+        name: the tensor's name, for messages.
+        info: the tensor's dtype and shape.
+        grid: the shape in which the pieces' boxes are given; it has as many elements as the tensor.
+        pieces: boxes that cover the grid exactly; see `assembled`.
     """
 
     name: str
@@ -100,10 +100,10 @@ class Assembled:
     pieces: tuple[Piece, ...]
 
     def read(self) -> torch.Tensor:
-        """The whole tensor, a new one unless it is a single piece.
+        """Read the whole tensor, a new one unless it is a single piece.
 
         Raises:
-            WeightsError: a piece does not hold what was announced.
+            WeightsError: a piece does not have the dtype or the number of elements that was announced.
         """
         if len(self.pieces) == 1:
             return self._box(self.pieces[0]).reshape(self.info.shape)
@@ -124,7 +124,13 @@ class Assembled:
 
 
 def assembled(name: str, info: TensorInfo, pieces: Sequence[Piece], *, grid: Sequence[int] | None = None) -> Assembled:
-    """A tensor from pieces that were checked to cover it exactly once. Of equal boxes (replicas) the first is taken.
+    """Make a tensor of pieces, which have to cover it exactly once. Of equal boxes (replicas) the first is taken.
+
+    Args:
+        name: the tensor's name, for messages.
+        info: the tensor's dtype and shape.
+        pieces: boxes with their files.
+        grid: the shape in which the boxes are given; None: the tensor's own.
 
     Raises:
         WeightsError: a piece leaves the tensor, two overlap, or elements are in none.
@@ -152,7 +158,9 @@ def assembled(name: str, info: TensorInfo, pieces: Sequence[Piece], *, grid: Seq
 
 
 def _overlap(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[Piece, Piece] | None:
-    """Two pieces that overlap. Boxes cut along one dimension only, the common case, are compared with the next one."""
+    """Find two pieces that overlap. Boxes that are cut along one dimension, the common case, are compared with the
+    next.
+    """
     cut = {
         dim
         for piece in pieces
@@ -172,11 +180,11 @@ def _overlap(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[Piece, Pi
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor that lies in another one: of a layer's experts stored as one, a single expert.
+    """A tensor that lies in another one, such as a single expert in a layer's experts that are stored as one.
 
     Attributes:
         base: the stored tensor, contiguous.
-        shape, stride, offset: of the view, in elements.
+        shape, stride, offset: where the view lies in it, in elements.
     """
 
     base: Source
@@ -186,9 +194,8 @@ class View:
 
     @property
     def info(self) -> TensorInfo:
-        """Of the view."""
+        """The view's dtype and shape."""
         return TensorInfo(self.base.info.dtype, self.shape)
 
     def read(self) -> torch.Tensor:
-        """The view, contiguous."""
         return self.base.read().contiguous().as_strided(self.shape, self.stride, self.offset).contiguous()

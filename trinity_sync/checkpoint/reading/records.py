@@ -17,7 +17,7 @@ class Record:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The fields are those of the pickle, whatever they are."""
+            """Return a field of the pickle, whatever its name."""
 
     def __setstate__(self, state: object) -> None:
         # dataclasses with slots are pickled as a pair of their (empty) dict and their slots

@@ -19,15 +19,15 @@ from trinity_sync.weights.tensors import saved_tensors
 
 
 def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]:
-    """The tensors that ``save_pretrained`` would write.
+    """Map what is stored to the tensors that ``save_pretrained`` would write.
 
     Args:
-        sources: by name in the state dict.
+        sources: what is stored, by name in the state dict.
         config: folder with the model's ``config.json``.
 
     Returns:
-        By saved name. The sources as they are where transformers does not know the architecture (code of the model's
-        own, which is not run).
+        The tensors by the name under which they would be saved. The sources as they are where transformers does not
+        know the architecture (code of the model's own, which is not run).
 
     Raises:
         WeightsError: the config cannot be read, or the tensors are not those of its architecture.
@@ -66,7 +66,7 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
 
 
 def _model(config: Path) -> torch.nn.Module | None:
-    """The architecture without storage; None where transformers has none of that name."""
+    """Build the architecture without storage; None where transformers has none of that name."""
     path = config / CONFIG
     try:
         architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []

@@ -45,7 +45,7 @@ class _ShardedTensor(torch.Tensor):
 
 
 def _nested_class(owner: object, name: str) -> type[Record]:
-    """What the pickle of a ShardedTensor uses ``getattr`` for."""
+    """Stand in for ``getattr``, by which the pickle of a ShardedTensor names a nested class."""
     return Record
 
 
@@ -70,7 +70,7 @@ _STAND_INS: list[Callable[..., object] | tuple[Callable[..., object], str]] = [
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The model files in a folder, by rank; empty where it holds none.
+    """List the model files in a folder, by rank; empty where it has none.
 
     Where files of several numbers of ranks lie side by side (a job that was started again with another number),
     ``fsdp_config.json`` says which are the ones.
@@ -107,10 +107,10 @@ def _world_size(path: Path) -> int | None:
 
 
 def open_shards(files: list[Path]) -> dict[str, Assembled]:
-    """The tensors of a model, under the names of its state dict.
+    """Open the tensors of a model, under the names of its state dict.
 
     Args:
-        files: of all ranks, see `shard_files`.
+        files: one file per rank, see `shard_files`.
 
     Raises:
         WeightsError: a file is damaged or holds something else, or the ranks' files contradict each other.
@@ -154,7 +154,7 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
 
 @contextmanager
 def _quiet_meshes() -> Iterator[None]:
-    """A mesh that is unpickled misses its process groups, and says so; they are not needed to read."""
+    """Keep a mesh that is unpickled from logging that it misses its process groups, which are not needed to read."""
     logger = logging.getLogger("torch.distributed.device_mesh")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -189,7 +189,8 @@ def _pieces(file: Path, name: str, value: torch.Tensor) -> tuple[TensorInfo, lis
 
 
 def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(start, sizes) of the local part. As torch cuts: chunks of the rounded-up size, the last ones smaller or empty.
+    """Return (start, sizes) of the local part. torch cuts chunks of the rounded-up size, the last ones smaller or
+    empty.
 
     Raises:
         ValueError: a placement that FSDP does not make.
@@ -209,7 +210,7 @@ def _box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _place(mesh: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(sizes of the mesh, the rank's place in it). Releases of torch before 2.9 kept the mesh as a tensor."""
+    """Return (sizes of the mesh, the rank's place in it). Releases of torch before 2.9 kept the mesh as a tensor."""
     kept = vars(mesh).get("mesh")
     sizes = kept.shape if isinstance(kept, torch.Tensor) else mesh.shape
     coordinate = vars(mesh)["_coordinate_on_dim"]

@@ -296,7 +296,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         if new_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(new_path)
         if max_ckpt_to_keep and max_ckpt_to_keep > 0:
-            self._monitor.retain(max_ckpt_to_keep).result(self._timeout_s)
+            self._monitor.prune(max_ckpt_to_keep).result(self._timeout_s)
         self.previous_saved_paths = [path for path in self.previous_saved_paths if Path(path).exists()]
 
     def _announce(self, step: int, location: str | None = None) -> None:

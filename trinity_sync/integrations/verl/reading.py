@@ -8,8 +8,8 @@ from pathlib import Path
 
 from verl.utils.fs import is_non_local
 
-from trinity_sync.checkpoint.holds import lease_checkpoint
 from trinity_sync.checkpoint.layout import MANIFEST, step_dir, step_of
+from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.errors import RunError
 
 
@@ -40,7 +40,7 @@ def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: 
     """
     step = step_at(root, local_path)
     if step is not None and root is not None and (step_dir(root, step) / MANIFEST).exists():
-        held.enter_context(lease_checkpoint(root, step, holder=holder, seconds=seconds))
+        held.enter_context(lease_checkpoint(root, step, reader=holder, seconds=seconds))
 
 
 def step_at(root: Path | None, local_path: str) -> int | None:

@@ -1,15 +1,15 @@
-"""Pins of users and leases of readers: small files that keep a checkpoint from being deleted or replaced.
+"""Pins, leases and claims: small files by which those who need a checkpoint and those who delete it avoid each other.
 
-A pin stays until it is taken away. A lease ends by itself, so a reader that dies holds nothing up for long. Both belong
-to (step, attempt), so what a resume writes under the same step number later is not held by them.
+A *pin* of a user stays until it is taken away. A *lease* of a reader ends by itself, so a reader that dies is in
+nobody's way for long. Both belong to (step, attempt), so they do not protect what a resume writes under the same step
+number later. A *claim* is of a program that is about to delete or replace the checkpoint.
 
-How a holder and one who takes a checkpoint away stay out of each other's way: each writes first and looks then. The
-holder writes its lease, waits until nobody has a *claim*, and looks whether the checkpoint is still there. The other
-one writes a claim into the same folder, and looks for leases and pins: for one of them it gives up. So what is held
-never moves, not for an instant, and no lock is needed, which some network file systems do not have. A pin is written
-under a lease. The claim of one that died ends by itself. A commit that only adds to a checkpoint (`Manifest.extends`)
-takes nothing from a reader and asks nobody; like any other it claims, until it is known to stay, but does without where
-it cannot.
+Each side writes first and looks then. A reader writes its lease, waits until nobody has a claim, and looks whether the
+checkpoint is still there. Who deletes writes a claim into the same folder, looks for leases and pins, and gives up
+where there is one. So what is leased or pinned never moves, not for an instant, and no lock is needed, which some
+network file systems do not have. A pin is written under a lease. The claim of a program that died ends by itself. A
+commit that only adds to a checkpoint (`Manifest.extends`) takes nothing from a reader and asks nobody; like any other
+it claims, until it is known to stay, but does without where it cannot.
 
 Readers may be other users than the one who writes: who may write in the checkpoint folder may write in that of the
 leases, whoever of them makes it.
@@ -34,14 +34,14 @@ from trinity_sync.checkpoint.layout import (
     PINS,
     Manifest,
     ManifestError,
+    key_of,
     read_manifest,
     step_dir,
-    write_atomic,
 )
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import make_folder
+from trinity_sync.host.durable import make_folder, replace_file
 
-#: Who takes a checkpoint away is done in milliseconds. After so many seconds it is taken for dead.
+#: A checkpoint is moved in milliseconds. Who claimed one so many seconds ago is taken for dead.
 _CLAIM_S = 30.0
 #: Readers wait for longer than any claim lasts, the end of which is a whole second.
 _CLAIM_ENDS_S = 2.0
@@ -52,18 +52,23 @@ _TORN_S = 600.0
 
 
 def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = time.time) -> None:
-    """Keep the checkpoint of this step whatever the policies say. Pinning it again changes the note.
+    """Keep the checkpoint of a step whatever the retention policies say. Pinning it again changes the note.
+
+    Args:
+        root: the checkpoint folder.
+        note: why it is kept, for people who look into the folder.
+        clock: Unix seconds.
 
     Raises:
         ManifestError: there is no such checkpoint.
         RunError: it was deleted just now.
     """
-    with lease_checkpoint(root, step, holder="a pin", seconds=_CLAIM_S, clock=clock) as lease:
+    with lease_checkpoint(root, step, reader="a pin", seconds=_CLAIM_S, clock=clock) as lease:
         path = _pin_path(root, step, lease.attempt)
         make_folder(path.parent)
         new = not path.exists()
         body = {"step": step, "attempt": lease.attempt, "note": note, "created": clock()}
-        write_atomic(path, json.dumps(body))
+        replace_file(path, json.dumps(body))
         try:
             lease.renew(_CLAIM_S)  # which fails if it ran out before the pin was there
         except RunError:
@@ -73,7 +78,11 @@ def pin(root: Path, step: int, *, note: str = "", clock: Callable[[], float] = t
 
 
 def unpin(root: Path, step: int) -> bool:
-    """Take the pin away; False where there was none."""
+    """Remove the pin of a step's checkpoint; return whether there was one.
+
+    Raises:
+        ManifestError: there is no such checkpoint.
+    """
     manifest = read_manifest(step_dir(root, step))
     path = _pin_path(root, step, manifest.attempt)
     existed = path.exists()
@@ -82,44 +91,45 @@ def unpin(root: Path, step: int) -> bool:
 
 
 def pinned(root: Path) -> set[tuple[int, int]]:
-    """(step, attempt) of all pins."""
-    return {held for path in _files(root / PINS, _LEASE) if (held := _held(path.stem)) is not None}
+    """Return (step, attempt) of all pins."""
+    return {key for path in _files(root / PINS, _LEASE) if (key := key_of(path.stem)) is not None}
 
 
 def leased(root: Path, *, now: float) -> set[tuple[int, int]]:
-    """(step, attempt) of all leases that have not expired; expired ones are removed on the way."""
-    return {note.held for note in _leases(root, now)}
+    """Return (step, attempt) of all leases that have not expired, by Unix seconds; unlink those that have."""
+    return {lease.key for lease in _leases(root, now)}
 
 
-def holders(root: Path, manifest: Manifest, *, now: float, successor: Manifest | None = None) -> list[str]:
-    """Who holds a checkpoint, for people; empty: nobody.
+def blockers(root: Path, manifest: Manifest, *, now: float, successor: Manifest | None = None) -> list[str]:
+    """Name those for whom a checkpoint has to stay, for people: "a pin" and the readers with a lease. Empty: nobody.
 
     Args:
-        successor: has taken its place just now; leases that were taken on that one are not counted.
+        now: Unix seconds.
+        successor: the checkpoint that has taken its place just now; leases that were taken on that are not counted.
     """
-    held = (manifest.step, manifest.attempt)
+    key = (manifest.step, manifest.attempt)
     # Leases first: a pin is written under one, so that which is not seen among the leases is seen among the pins.
     readers = {
-        note.holder
-        for note in _leases(root, now)
-        if note.held == held and (successor is None or note.manifest != successor.own_digest)
+        lease.reader
+        for lease in _leases(root, now)
+        if lease.key == key and (successor is None or lease.manifest != successor.own_digest)
     }
-    return [*(["a pin"] if held in pinned(root) else []), *sorted(readers)]
+    return [*(["a pin"] if key in pinned(root) else []), *sorted(readers)]
 
 
 @contextmanager
 def claimed(root: Path, manifest: Manifest, *, now: float) -> Iterator[bool]:
-    """Whether nobody holds the checkpoint; if so, nobody gets a hold on it before the block ends. See `claim`."""
+    """Claim a checkpoint for the length of the block, see `claim`; yield whether nobody has a pin or a lease on it."""
     with claim(root, manifest, now=now):
-        yield not holders(root, manifest, now=now)
+        yield not blockers(root, manifest, now=now)
 
 
 @contextmanager
 def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
-    """Within the block nobody gets a hold on the checkpoint; who has one, the caller has to look at.
+    """Let nobody pin or lease a checkpoint within the block. Who has done so before, the caller asks `blockers`.
 
     For who deletes or replaces it, which has to be done in `_CLAIM_S` seconds: a claim that lasts longer counts for
-    nothing, so look at `holders` again before what cannot be taken back.
+    nothing, so ask `blockers` again before what cannot be taken back.
 
     Args:
         now: Unix seconds.
@@ -138,7 +148,7 @@ def claim(root: Path, manifest: Manifest, *, now: float) -> Iterator[None]:
             raise OSError(error.errno, reason, str(folder)) from error
         yield
     finally:
-        _remove(folder / name)
+        _unlink(folder / name)
 
 
 def make_leases_folder(root: Path) -> None:
@@ -173,17 +183,17 @@ def _share(descriptor: int, above: os.stat_result) -> None:
         os.fchmod(descriptor, mode | allowed)
 
 
-def _remove(path: Path) -> None:
-    """Remove what has ended. Where that is refused, as for what belongs to another user, it stays and means nothing."""
+def _unlink(path: Path) -> None:
+    """Unlink what has ended. Where that is refused, as for what belongs to another user, it stays and means nothing."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def clean_claims(root: Path, *, now: float) -> None:
-    """Remove what programs that died had claimed. Those that may live keep their claim until it ends."""
+    """Unlink the claims that have ended by now (Unix seconds): those of programs that died."""
     for path in _files(root / LEASES, _CLAIM):
         if _ends(path) < now:
-            _remove(path)
+            _unlink(path)
 
 
 def _ends(claim: Path) -> float:
@@ -192,26 +202,31 @@ def _ends(claim: Path) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Note:
-    """What a lease says. `manifest`: the own digest of what it was taken on, None where it does not say."""
+class _LeaseFile:
+    """What the file of a lease says.
 
-    held: tuple[int, int]
-    holder: str
+    Args:
+        key: step and attempt of the leased checkpoint.
+        manifest: the manifest's digest of itself, when the lease was taken; None where the file does not say.
+    """
+
+    key: tuple[int, int]
+    reader: str
     manifest: str | None
 
 
 def _clean_torn(root: Path, now: float) -> None:
-    """Remove what those left who died while they wrote a pin or a lease."""
+    """Unlink what those left who died while they wrote a pin or a lease."""
     for path in (*(root / PINS).glob(".*.tmp"), *(root / LEASES).glob(".*.tmp")):
         with suppress(OSError):
             if path.stat().st_mtime < now - _TORN_S:
                 path.unlink()
 
 
-def _leases(root: Path, now: float) -> Iterator[_Note]:
+def _leases(root: Path, now: float) -> Iterator[_LeaseFile]:
     _clean_torn(root, now)
     for path in _files(root / LEASES, _LEASE):
-        held = _held(path.stem.rpartition("-")[0])
+        key = key_of(path.stem.rpartition("-")[0])
         body: dict[str, object] = {}
         try:
             body, expires = _read_lease(path)
@@ -220,15 +235,15 @@ def _leases(root: Path, now: float) -> Iterator[_Note]:
         except OSError:
             expires = now  # it cannot be read now, which is no reason to take it for less than it is
         if expires < now:
-            _remove(path)
-        elif held is not None:
+            _unlink(path)
+        elif key is not None:
             manifest = body.get("manifest")
-            yield _Note(held, str(body.get("holder", "a reader")), None if manifest is None else str(manifest))
+            yield _LeaseFile(key, str(body.get("holder", "a reader")), None if manifest is None else str(manifest))
 
 
 @dataclass(slots=True)
 class CheckpointLease:
-    """A reader's hold on one checkpoint; usable as a context manager, which releases it at the end.
+    """A reader's lease of one checkpoint; usable as a context manager, which releases it at the end.
 
     Args:
         path: the checkpoint's folder. It may be replaced by one that extends it, and by no other.
@@ -236,34 +251,39 @@ class CheckpointLease:
 
     path: Path
     _manifest: Manifest
-    _holder: str
+    _reader: str
     _clock: Callable[[], float]
     _file: Path | None = None
     _expires: float = -math.inf
 
     @property
     def step(self) -> int:
-        """Of the checkpoint."""
+        """The checkpoint's step."""
         return self._manifest.step
 
     @property
     def attempt(self) -> int:
-        """Of the checkpoint."""
+        """The attempt of the run that made the checkpoint."""
         return self._manifest.attempt
 
     def renew(self, seconds: float) -> None:
-        """Hold it for so long from now.
+        """Let the lease end so many seconds from now.
 
         Raises:
-            RunError: it had run out, and the checkpoint was deleted meanwhile.
+            RunError: it had run out, and the checkpoint was deleted or replaced meanwhile, or is about to be.
         """
         if self._file is not None and self._clock() <= self._expires:
             self._write(self._file, seconds)
         else:
             self._take(seconds)
 
+    def keep(self, seconds: float, *, renew_s: float) -> None:
+        """Renew the lease where that was last done `renew_s` ago. To be called now and then while somebody reads."""
+        if self._clock() > self._expires - seconds + renew_s:
+            self.renew(seconds)
+
     def release(self) -> None:
-        """Let it go; more than once does no harm."""
+        """End the lease; more than once does no harm."""
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
@@ -284,8 +304,8 @@ class CheckpointLease:
     def _write(self, file: Path, seconds: float) -> None:
         expires = self._clock() + seconds
         manifest = self._manifest.own_digest
-        body = {"holder": self._holder, "pid": os.getpid(), "manifest": manifest, "expires": expires}
-        write_atomic(file, json.dumps(body), durable=False)
+        body = {"holder": self._reader, "pid": os.getpid(), "manifest": manifest, "expires": expires}
+        replace_file(file, json.dumps(body), durable=False)
         self._expires = expires
 
     def _wait_for_claims(self) -> None:
@@ -295,7 +315,7 @@ class CheckpointLease:
             if time.monotonic() > deadline:
                 raise RunError(
                     f"somebody has been about to delete the checkpoint of step {self.step} for {limit_s:.0f} s, so "
-                    f"{self._holder} cannot have it"
+                    f"{self._reader} cannot have it"
                 )
             time.sleep(_POLL_S)
 
@@ -303,8 +323,8 @@ class CheckpointLease:
         now = self._clock()
         for path in _files(self.path.parent / LEASES, _CLAIM):
             if _ends(path) < now:
-                _remove(path)
-            elif _held(path.stem.rpartition("-")[0].rpartition("-")[0]) == (self.step, self.attempt):
+                _unlink(path)
+            elif key_of(path.stem.rpartition("-")[0].rpartition("-")[0]) == (self.step, self.attempt):
                 return True
         return False
 
@@ -314,10 +334,10 @@ class CheckpointLease:
         except ManifestError as error:
             if self.path.exists():
                 raise
-            fate = f"the checkpoint of step {self.step} was deleted while {self._holder} was about to hold it"
+            fate = f"the checkpoint of step {self.step} was deleted while {self._reader} was about to hold it"
             raise RunError(fate) from error
         if not current.extends(self._manifest):
-            raise RunError(f"the checkpoint of step {self.step} was replaced while {self._holder} was about to hold it")
+            raise RunError(f"the checkpoint of step {self.step} was replaced while {self._reader} was about to hold it")
 
     def __enter__(self) -> CheckpointLease:
         return self
@@ -329,19 +349,21 @@ class CheckpointLease:
 
 
 def lease_checkpoint(
-    root: Path, step: int, *, holder: str, seconds: float, clock: Callable[[], float] = time.time
+    root: Path, step: int, *, reader: str, seconds: float, clock: Callable[[], float] = time.time
 ) -> CheckpointLease:
-    """Hold the checkpoint of a step for reading.
+    """Lease the checkpoint of a step, so that it is neither deleted nor replaced while it is read.
 
     Args:
-        holder: who reads, for people who look into the folder.
-        seconds: the hold ends by itself after so long; `CheckpointLease.renew` prolongs it.
+        root: the checkpoint folder.
+        reader: who reads, for people who look into the folder.
+        seconds: the lease ends by itself after so long; `CheckpointLease.renew` prolongs it.
+        clock: Unix seconds.
 
     Raises:
-        RunError: there is no such checkpoint, or it was deleted just now.
+        RunError: there is no such checkpoint, or it was deleted or replaced just now.
     """
     target = step_dir(root, step)
-    lease = CheckpointLease(target, read_manifest(target), holder, clock)
+    lease = CheckpointLease(target, read_manifest(target), reader, clock)
     lease.renew(seconds)
     return lease
 
@@ -351,7 +373,7 @@ def _pin_path(root: Path, step: int, attempt: int) -> Path:
 
 
 def _read_lease(path: Path) -> tuple[dict[str, object], float]:
-    """What it says, and when it ends."""
+    """Return what the file of a lease says, and when it ends, in Unix seconds."""
     try:
         body = dict(json.loads(path.read_text(encoding="utf-8")))
         return body, float(body["expires"])
@@ -366,8 +388,3 @@ def _files(folder: Path, suffix: str) -> list[Path]:
     except FileNotFoundError:
         return []
     return sorted(path for path in paths if path.suffix == suffix and not path.name.startswith("."))
-
-
-def _held(stem: str) -> tuple[int, int] | None:
-    step, _, attempt = stem.partition("-")
-    return (int(step), int(attempt)) if step.isdecimal() and attempt.isdecimal() else None

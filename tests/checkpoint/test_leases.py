@@ -1,4 +1,4 @@
-"""Holders and deletions at once: at every file operation somebody else may come in between, or the program may die."""
+"""Readers, pins and deletions at once: at every file operation somebody else may come in between, or a program die."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 
 from tests.checkpoint.helpers import commit, stage
 from tests.checkpoint.interleaving import interleave, quick_disk  # noqa: F401 - a fixture
-from trinity_sync.checkpoint import catalog, commits, folders, holds, recovery, replacement, trash, verification
-from trinity_sync.checkpoint.holds import lease_checkpoint, pin
+from trinity_sync.checkpoint import catalog, commits, folders, leases, recovery, replacement, trash, verification
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
+from trinity_sync.checkpoint.leases import lease_checkpoint, pin
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
@@ -43,27 +43,27 @@ def pool(tmp_path: Path) -> Callable[[], Path]:
     return make
 
 
-class Holders:
+class Programs:
     """Programs of readers, pinners and pruners over one folder, and what those that got a hold rely on."""
 
     def __init__(self, root: Path, clock: Callable[[], float]) -> None:
         self.root = root
         self.clock = clock
         self.got = 0
-        self.held: set[int] = set()
+        self.reading: set[int] = set()
         self.pinned: set[int] = set()
 
     def reader(self, step: int, *, stays: bool = False) -> Callable[[], None]:
         def body() -> None:
             try:
-                lease = lease_checkpoint(self.root, step, holder="reader", seconds=_EVER, clock=self.clock)
+                lease = lease_checkpoint(self.root, step, reader="reader", seconds=_EVER, clock=self.clock)
             except RunError:
                 return
             self.got += 1
-            self.held.add(step)
+            self.reading.add(step)
             if not stays:
                 (self.root / "what a reader does").exists()
-                self.held.discard(step)
+                self.reading.discard(step)
                 lease.release()
 
         return body
@@ -81,7 +81,7 @@ class Holders:
 
     def look(self) -> None:
         """What somebody holds may be read at any time."""
-        for step in self.held | self.pinned:
+        for step in self.reading | self.pinned:
             assert (step_dir(self.root, step) / "actor" / "model.pt").is_file(), f"step {step} is away"
 
     def pruner(self, *, defer: bool) -> Callable[[], None]:
@@ -89,29 +89,29 @@ class Holders:
             now = self.clock()
             prune(self.root, prune_plan(self.root, [KeepLast(1)], now=now), now=now, defer=defer)
             if defer:
-                trash.purge(self.root)
+                trash.empty_trash(self.root)
 
         return body
 
     def check(self, *, deaths: bool = False) -> None:
         """What is held is there and whole, and nothing lies about: of those who died, a pin that came too late may."""
-        for step in self.held | self.pinned | {30}:
+        for step in self.reading | self.pinned | {30}:
             report = verification.verify(step_dir(self.root, step))
             assert report.ok, report.problems
         left = {path.name for path in self.root.iterdir()} - {".staging", ".pins", ".leases", ".pruned"}
         steps = {info.step for info in catalog.scan(self.root)}
         assert left == {f"global_step_{step}" for step in steps}
-        assert deaths or {step for step, _ in holds.pinned(self.root)} <= steps
+        assert deaths or {step for step, _ in leases.pinned(self.root)} <= steps
 
 
 @pytest.mark.parametrize("held", ["read", "pinned", "both"])
 def test_nobody_who_got_a_hold_misses_the_checkpoint_for_an_instant(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
-    monkeypatch.setattr(holds, "_POLL_S", 0.0, raising=False)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0, raising=False)
     outcomes = set()
     for seed in range(_SEEDS):
-        world = Holders(pool(), lambda: 100.0)
+        world = Programs(pool(), lambda: 100.0)
         programs = [world.pruner(defer=True)]
         if held != "pinned":
             programs.append(world.reader(10))
@@ -135,12 +135,12 @@ def test_nobody_who_got_a_hold_misses_the_checkpoint_for_an_instant(
 def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holds, "_POLL_S", 0.0, raising=False)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0, raising=False)
     for seed in range(2 * _SEEDS):
         # Each look at the clock is a second: claims run out while their owners have yet to go on.
-        monkeypatch.setattr(holds, "_CLAIM_S", float(seed % 5), raising=False)
+        monkeypatch.setattr(leases, "_CLAIM_S", float(seed % 5), raising=False)
         seconds = itertools.count(100)
-        world = Holders(pool(), lambda seconds=seconds: float(next(seconds)))
+        world = Programs(pool(), lambda seconds=seconds: float(next(seconds)))
         programs = [world.reader(10, stays=True), world.pinner(20), world.pruner(defer=True)]
         if seed % 2:
             programs += [world.pruner(defer=False), lambda world=world: recovery.recover(world.root)]
@@ -159,7 +159,7 @@ def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
 def test_what_is_held_is_not_replaced_for_an_instant(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, how: str, attempt: int
 ) -> None:
-    monkeypatch.setattr(holds, "_POLL_S", 0.0)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0)
     if how == "renamed":
         monkeypatch.setattr(folders, "exchange", lambda first, second: False)
     winners = set()
@@ -176,7 +176,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
 
         def reader(root: Path = root, held: dict[str, Manifest] = held) -> None:
             with contextlib.suppress(RunError):
-                lease = lease_checkpoint(root, 10, holder="reader", seconds=_EVER, clock=lambda: 100.0)
+                lease = lease_checkpoint(root, 10, reader="reader", seconds=_EVER, clock=lambda: 100.0)
                 held["reader"] = read_manifest(lease.path)
 
         def pinner(root: Path = root, held: dict[str, Manifest] = held) -> None:
@@ -191,7 +191,7 @@ def test_what_is_held_is_not_replaced_for_an_instant(
         try:
             interleave(seed, committer, reader, pinner, watch=look)
             # What is pinned is what the pin names, and a commit that was told is what is there.
-            assert all((10, manifest.attempt) in holds.pinned(root) for who, manifest in held.items() if who == "pin")
+            assert all((10, manifest.attempt) in leases.pinned(root) for who, manifest in held.items() if who == "pin")
             assert verification.verify(step_dir(root, 10)).ok
             assert read_manifest(step_dir(root, 10)).created == (1.0 if committed else 0.0)
             # Whoever comes too late leaves the others what they have, so one of them has it.
@@ -213,8 +213,8 @@ def test_nobody_comes_to_hold_what_may_have_to_go_again(
             (place / "what a slow disk does").exists()
         raise OSError(errno.EIO, "the disk fails")
 
-    monkeypatch.setattr(holds, "_POLL_S", 0.0)
-    monkeypatch.setattr(replacement, "_retire", fail)
+    monkeypatch.setattr(leases, "_POLL_S", 0.0)
+    monkeypatch.setattr(replacement, "_trash_or_abandon", fail)
     for seed in range(_SEEDS):
         root = pool()
         draft = Manifest(step=10, attempt=0, kind=FULL, files=tuple(stage(root, 10, {"actor/more.pt": "more"})))
@@ -225,7 +225,7 @@ def test_nobody_comes_to_hold_what_may_have_to_go_again(
                 commits.commit_folder(root, draft, clock=lambda: 100.0)
 
         def reader(root: Path = root, held: list[Manifest] = held) -> None:
-            lease = lease_checkpoint(root, 10, holder="reader", seconds=_EVER, clock=lambda: 100.0)
+            lease = lease_checkpoint(root, 10, reader="reader", seconds=_EVER, clock=lambda: 100.0)
             held.append(lease._manifest)  # what is there now may be what the commit adds to that, until it goes again
 
         with contextlib.suppress(RunError):  # the reader was told of one that went again before it had a hold
@@ -242,10 +242,10 @@ def test_a_reader_waits_for_as_long_as_the_claim_of_one_that_died_lasts(
     def sleep(seconds: float) -> None:
         now[0] += max(seconds, 0.05)
 
-    dead = holds.claim(tmp_path, manifest, now=now[0])
+    dead = leases.claim(tmp_path, manifest, now=now[0])
     dead.__enter__()
-    monkeypatch.setattr(holds, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    with lease_checkpoint(tmp_path, 10, holder="reader", seconds=60, clock=lambda: now[0]) as lease:
+    monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with lease_checkpoint(tmp_path, 10, reader="reader", seconds=60, clock=lambda: now[0]) as lease:
         assert lease.step == 10
     assert 1030 < now[0] < 1032
     dead.__exit__(None, None, None)
@@ -258,9 +258,9 @@ def test_a_commit_looks_at_the_leases_as_often_as_it_has_to(
     """One that adds to what is there not at all; another one before it claims, then, and when it is done."""
     commit(tmp_path, 10)
     commit(tmp_path, 20)
-    lease_checkpoint(tmp_path, 20, holder="reader", seconds=60)
-    read, real = [], holds._read_lease
-    monkeypatch.setattr(holds, "_read_lease", lambda path: (read.append(path), real(path))[1])
+    lease_checkpoint(tmp_path, 20, reader="reader", seconds=60)
+    read, real = [], leases._read_lease
+    monkeypatch.setattr(leases, "_read_lease", lambda path: (read.append(path), real(path))[1])
     commit(tmp_path, 10, {"actor/model.pt": "weights 10", "actor/more.pt": "more"}, attempt=attempt)
     assert len(read) == looks
 

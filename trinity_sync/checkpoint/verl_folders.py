@@ -23,8 +23,9 @@ _MEGATRON = "ckpt_contents.json"
 
 
 def wrote(folder: Path) -> bool:
-    """Whether the files in a folder without a manifest have the names that verl gives a checkpoint's, and none is of
-    this program's own trainer, whose engines write under the same names.
+    """Return whether verl wrote a folder that has no manifest: the files have the names that verl gives a checkpoint's.
+
+    None may be of this program's own trainer, whose engines write under the same names.
     """
     if (folder / TRAINER_STATE).exists():
         return False
@@ -32,9 +33,10 @@ def wrote(folder: Path) -> bool:
 
 
 def wrote_over(folder: Path, weights: Collection[str]) -> bool:
-    """Whether verl has saved in full where weights had been committed alone.
+    """Return whether verl has saved in full where weights had been committed alone.
 
     Args:
+        folder: the step folder.
         weights: the committed files, relative to the folder.
     """
     found = (path for place in _places(folder) for path in place.iterdir())
@@ -45,8 +47,9 @@ def wrote_over(folder: Path, weights: Collection[str]) -> bool:
 
 
 def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
-    """The first that is not there, relative to the folder, of the roles without which it is no full checkpoint, and of
-    the files of the models or of what else some rank has saved; None: all are.
+    """Return the first thing that a full checkpoint of verl's lacks, relative to the folder; None: it is whole.
+
+    That is a role of `roles`, the file of a rank's model, or what else some rank has saved.
     """
     for role in roles:
         if not _ranks(folder / role) and not (folder / role / _MEGATRON).is_file():
@@ -62,10 +65,10 @@ def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
 
 
 def recognise(folder: Path) -> tuple[str, int]:
-    """Engine and ranks of a checkpoint that verl's FSDP engine wrote whole, in ``actor``, where ours looks.
+    """Return engine and number of ranks of a checkpoint that verl's FSDP engine wrote whole, in ``actor``.
 
     Raises:
-        RunError: it is none.
+        RunError: it is no such checkpoint.
     """
     actor = folder / "actor"
     ranks = _ranks(actor)
@@ -83,11 +86,11 @@ def recognise(folder: Path) -> tuple[str, int]:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Where verl's trainers let an engine save: in a folder of its role (``actor``), or in the step's itself (SFT)."""
+    """List where verl's trainers let an engine save: in a folder of its role (``actor``), or in the step's (SFT)."""
     return [folder, *sorted(path for path in folder.iterdir() if path.is_dir())]
 
 
 def _ranks(place: Path) -> int:
-    """Of how many ranks there are shards; 0: there are none."""
+    """Return of how many ranks there are shards; 0: there are none."""
     found = (_SHARD.fullmatch(path.name) for path in sorted(place.glob("model_*.pt")))
     return next((int(match[1]) for match in found if match), 0)

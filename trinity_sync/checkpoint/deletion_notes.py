@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from trinity_sync.checkpoint.layout import PRUNED, Manifest
+from trinity_sync.checkpoint.layout import PRUNED, Manifest, key_of
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 
 #: Notes of the newest steps of each kind are kept: a resume asks only for what is newer than what it found.
@@ -34,17 +34,15 @@ def note_deletion(root: Path, manifest: Manifest) -> None:
         path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
         path.write_text(json.dumps({"digest": manifest.digest, "bytes": manifest.bytes}), encoding="utf-8")
     for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
-        _forget(root, step, attempt, manifest.kind)
+        _unlink(root, step, attempt, manifest.kind)
 
 
-def deleted(root: Path) -> set[tuple[int, int]]:
-    """(step, attempt) of the full checkpoints that were deleted on purpose and not committed again; of very many the
-    newest.
-    """
+def noted_deletions(root: Path) -> set[tuple[int, int]]:
+    """Return (step, attempt) of the newest full checkpoints that were deleted on purpose and not committed again."""
     return set(_notes(root, FULL))
 
 
-def deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None:
+def read_deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None:
     """Read what is noted of a checkpoint of at least this kind that was deleted and not committed again; else None."""
     for of in KINDS:
         if covers(of, kind):
@@ -54,25 +52,25 @@ def deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion | None
     return None
 
 
-def forget_deletion(root: Path, step: int, attempt: int) -> None:
-    """The step is committed again."""
+def unlink_note(root: Path, step: int, attempt: int) -> None:
+    """Remove what is noted of a checkpoint's deletion, because it is committed again."""
     for kind in KINDS:
-        _forget(root, step, attempt, kind)
+        _unlink(root, step, attempt, kind)
 
 
-def forget_deletions(root: Path, attempt: int) -> None:
-    """An attempt begins: what is noted of one of its number, or of a later one, is of an earlier run."""
+def unlink_notes(root: Path, attempt: int) -> None:
+    """Remove what is noted of this attempt or a later one, when the attempt begins: it is of an earlier run."""
     for kind in KINDS:
         for step, of in _notes(root, kind):
             if of >= attempt:
-                _forget(root, step, of, kind)
+                _unlink(root, step, of, kind)
 
 
 def _note_path(root: Path, step: int, attempt: int, kind: Kind) -> Path:
     return root / PRUNED / f"{step}-{attempt}{_SUFFIX[kind]}"
 
 
-def _forget(root: Path, step: int, attempt: int, kind: Kind) -> None:
+def _unlink(root: Path, step: int, attempt: int, kind: Kind) -> None:
     with suppress(OSError):
         _note_path(root, step, attempt, kind).unlink()
 
@@ -82,5 +80,4 @@ def _notes(root: Path, kind: Kind) -> list[tuple[int, int]]:
         paths = [path for path in (root / PRUNED).iterdir() if path.suffix == _SUFFIX[kind]]
     except OSError:
         return []
-    names = [path.stem.partition("-") for path in paths]
-    return sorted((int(step), int(attempt)) for step, _, attempt in names if step.isdecimal() and attempt.isdecimal())
+    return sorted(key for path in paths if (key := key_of(path.stem)) is not None)

@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.checkpoint.layout import write_atomic
-from trinity_sync.host.durable import sync_folder
+from trinity_sync.host.durable import replace_file, sync_folder
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 TRACKERS: dict[Kind, str] = {
@@ -41,7 +40,7 @@ class Tracker:
 
 
 def tracker_path(root: Path, kind: Kind) -> Path:
-    """Where the tracker of this kind is."""
+    """Return the path of the tracker of this kind."""
     return root / TRACKERS[kind]
 
 
@@ -51,22 +50,23 @@ def read_tracker(root: Path, kind: Kind) -> Tracker:
 
 
 def read_committed(root: Path) -> int | None:
-    """The newest step that this program has committed in full, or begun with; 0: none so far; None: it has noted
-    nothing, so all that is known is what the tracker says.
+    """Return the newest step that this program has committed in full, or begun with; 0: none so far.
+
+    None: it has noted nothing, so all that is known is what the tracker says.
     """
     return _read(root / COMMITTED).step
 
 
 def write_committed(root: Path, step: int) -> None:
-    """Note it, in one durable step."""
-    write_atomic(root / COMMITTED, str(step))
+    """Note the newest step that this program has committed in full, in one durable step."""
+    replace_file(root / COMMITTED, str(step))
 
 
 def newest_finished(root: Path, tracker: Tracker | None = None) -> int | None:
-    """The newest step that is known to be finished, by verl or by this program; None: nobody says.
+    """Return the newest step that is known to be finished, by verl or by this program; None: nobody says.
 
     Args:
-        tracker: of full checkpoints, by who has read it already.
+        tracker: what the tracker of full checkpoints says, by who has read it already.
     """
     tracker = tracker or read_tracker(root, FULL)
     known = [step for step in (tracker.step, read_committed(root)) if step is not None]
@@ -91,7 +91,7 @@ def write_tracker(root: Path, kind: Kind, step: int | None) -> None:
     """Let the tracker name a step, in one durable step; None removes it."""
     path = tracker_path(root, kind)
     if step is not None:
-        write_atomic(path, str(step))
+        replace_file(path, str(step))
     elif path.exists():
         path.unlink()
         sync_folder(root)
