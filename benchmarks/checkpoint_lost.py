@@ -17,7 +17,7 @@ from trinity_sync.actors.calls import ended
 if TYPE_CHECKING:
     from checkpoint import BenchJob
 
-_STEPS = 3
+_STEPS = 2
 """With a save, at least; each time as many without come before."""
 
 
