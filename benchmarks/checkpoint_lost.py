@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -42,6 +43,8 @@ def lost(job: BenchJob) -> dict[str, float]:
         clean_up()
         found[f"{name}/with_save_s"], found[f"{name}/steps"] = seconds, steps
         found[f"{name}/lost_s"] = seconds - steps * statistics.mean(before)
+        told = ", ".join(f"{one:.2f}" for one in before)
+        print(f"{name}: {seconds:.2f} s for {steps} steps, alone {told}", file=sys.stderr)
     return {"step_s": statistics.median(alone), **found}
 
 

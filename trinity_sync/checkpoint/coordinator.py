@@ -22,13 +22,12 @@ import ray
 
 from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.actors.monitor import Facts, MonitorClient
-from trinity_sync.checkpoint.layout import staging_dir, step_dir
+from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout, described
 from trinity_sync.host.threads import in_background
 from trinity_sync.host.yielding import PATIENCE, Yielding
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FileTuple
-from trinity_sync.weights.digested_file import digest_file
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -228,6 +227,11 @@ class CheckpointCoordinator:
             self._timeout_s
         )
 
+    @property
+    def durable(self) -> bool:
+        """Whether what is saved is to be on the disk."""
+        return self._ask_facts()["fsync"]
+
     def is_saved(self, part: str, global_step: int) -> bool:
         """Whether a commit of this run holds the part. To save it again changes nothing: `save_async` and `save_sync`
         with `queues` then write nothing. Saves with collective barriers agree on it first, and report the part all the
@@ -299,13 +303,9 @@ class CheckpointCoordinator:
         if not reports:
             self._answered(self._monitor.notify_handed_over(part.ticket, part.step))
             return
+        name, kind, ticket = part.name, part.is_state_dict, part.ticket
         finished = self._monitor.notify_finished(
-            part.step,
-            weights=part.is_state_dict,
-            part=part.name,
-            attempt=self._attempt,
-            files=files,
-            ticket=part.ticket,
+            part.step, weights=kind, part=name, attempt=self._attempt, files=files, ticket=ticket
         )
         self._answered(finished)
 
@@ -346,8 +346,7 @@ class CheckpointCoordinator:
         path = staging / written
         for folder in (staging, step_dir(root, step)):
             if path.is_relative_to(folder):
-                size, digest = digest_file(path, durable=self._ask_facts()["fsync"])
-                return FileEntry(path.relative_to(folder).as_posix(), size, digest)
+                return file_entry(folder, path.relative_to(folder).as_posix(), durable=self.durable)
         raise RunError(f"{path} was saved for step {step}, but it lies outside the step's staging folder {staging}")
 
     # ---- earlier saves
