@@ -1,8 +1,11 @@
 """What a full checkpoint costs: ours, lazy and eager, beside verl's, torch.save, torch's dcp.async_save and raw limits.
 
     python benchmarks/checkpoint.py --json [--params 110e6] [--backends fsdp2 fsdp megatron] [--rounds 5] [--folder DIR]
+                                    [--ranks 2] [--lost]
 
-Everything is measured in turn in each round on the same engines: real verl engines with Adam, two ranks. Times in
+With ``--lost`` only what one save takes from training, all in: see `checkpoint_lost.py`.
+
+Everything is measured in turn in each round on the same engines: real verl engines with Adam. Times in
 seconds, medians and p95 over the rounds. `blocked_s` is how long training stood still (the slowest rank), `one_copy_s`
 a single-thread copy of one rank's state between two existing buffers while nothing else runs, `disk_s` a plain write
 and fsync of all the bytes by one process. `apart/` is measured with both ranks on one core and the node agent on the
