@@ -1,8 +1,11 @@
 """What a full checkpoint costs: ours, lazy and eager, beside verl's, torch.save, torch's dcp.async_save and raw limits.
 
     python benchmarks/checkpoint.py --json [--params 110e6] [--backends fsdp2 fsdp megatron] [--rounds 5] [--folder DIR]
+                                    [--ranks 2] [--lost]
 
-Everything is measured in turn in each round on the same engines: real verl engines with Adam, two ranks. Times in
+With ``--lost`` only what one save takes from training, all in: see `checkpoint_lost.py`.
+
+Everything is measured in turn in each round on the same engines: real verl engines with Adam. Times in
 seconds, medians and p95 over the rounds. `blocked_s` is how long training stood still (the slowest rank), `one_copy_s`
 a single-thread copy of one rank's state between two existing buffers while nothing else runs, `disk_s` a plain write
 and fsync of all the bytes by one process. `apart/` is measured with both ranks on one core and the node agent on the
@@ -24,83 +27,27 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from checkpoint_lost import lost
+from checkpoint_worker import LIMIT_S, BenchWorker, run_on
 
 from trinity_sync.actors.calls import Call, ended, results
 from trinity_sync.actors.rank import RankClient, RankInfo
-from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.config import compose
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.launch import launcher
 from trinity_sync.launch.job import Job
 from trinity_sync.samples.batch import PairBatch
-from trinity_sync.weights.snapshot import plan
 
-os.environ.update(platform_env(accelerator_count() > 0))  # verl looks for it when it is imported
-from trinity_sync.trainer.worker import TrinityWorker
-
-LIMIT_S = 600.0
 _SAMPLE_S = 0.05
 _HIDDEN, _WIDE = 768, 3072
 _PER_LAYER = 4 * _HIDDEN * _HIDDEN + 3 * _HIDDEN * _WIDE
-
-
-class BenchWorker(TrinityWorker):
-    """A trainer rank with what it is compared with."""
-
-    def state_bytes(self) -> int:
-        """Of this rank."""
-        return plan(self._backend.state("verl")).nbytes
-
-    def set_lazy(self, lazy: bool) -> None:
-        """Whether the next saves copy beside the next step."""
-        self._saver._lazy = lazy and self._backend.deadline == "optimizer_step"
-
-    def one_copy(self, numel: int) -> float:
-        """Seconds of a single-thread copy of so many bytes, a rank's state, between two existing buffers."""
-        source, target = np.ones(numel, np.uint8), np.ones(numel, np.uint8)
-        began = time.perf_counter()
-        target[:] = source
-        return time.perf_counter() - began
-
-    def save_with_verl(self, folder: str) -> float:
-        """verl's own save, with fsync."""
-        began = time.perf_counter()
-        self.engine.save_checkpoint(folder, global_step=1)
-        _sync(Path(folder))
-        return time.perf_counter() - began
-
-    def save_inline(self, folder: str) -> float:
-        """`torch.save` of the same state, with fsync."""
-        began = time.perf_counter()
-        for name, value in self._backend.state("verl").items():
-            torch.save(value, Path(folder) / name)
-            _sync_file(Path(folder) / name)
-        return time.perf_counter() - began
-
-    def save_with_dcp(self, folder: str, kind: str) -> tuple[float, float]:
-        """`dcp.async_save`: seconds until it returns, and until it is done."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-        began = time.perf_counter()
-        future = dcp.async_save(
-            self._backend.state("dcp")["dcp"],
-            storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True),
-            async_checkpointer_type=AsyncCheckpointerType(kind),
-        )
-        returned = time.perf_counter() - began
-        future.result(timeout=LIMIT_S)
-        return returned, time.perf_counter() - began
-
-    def run_on(self, cores: set[int]) -> None:
-        """Of the machine's."""
-        _run_on(os.getpid(), cores)
 
 
 class BenchJob(Job):
@@ -108,6 +55,7 @@ class BenchJob(Job):
 
     worker = BenchWorker
     rounds = 5
+    only_lost = False
     place = Path()
     found: dict[str, Any] = {}  # noqa: RUF012 - one run at a time
 
@@ -117,25 +65,32 @@ class BenchJob(Job):
         self._batch = ray.put(_batch(8, 8))
         for _ in range(2):
             self._train()
+        if self.only_lost:
+            type(self).found = self._rounds(lambda: lost(self))
+            return
         with _Memory() as training:
             for _ in range(3):
                 self._train()
         with _Memory() as saving:
             self._whole() if self._writes_itself else self._ours()
         state_bytes = self._state_bytes()
-        measured: dict[str, list[float]] = {}
-        for number in range(self.rounds + 1):
-            for name, value in self._round(sum(state_bytes)).items():
-                if number:  # the first round pays for first use
-                    measured.setdefault(name, []).append(value)
-            print(f"round {number} of {self.rounds}", file=sys.stderr)
+        measured = self._rounds(lambda: self._round(sum(state_bytes)))
         type(self).found = {
             "state_bytes": sum(state_bytes),
             "ranks": len(state_bytes),
             "peak_rss": self.peak_memory(),
             "memory": {"training": training.peak, "with_a_save": saving.peak, "more": saving.peak - training.peak},
-            **{name: _summary(values) for name, values in measured.items()},
+            **measured,
         }
+
+    def _rounds(self, measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
+        measured: dict[str, list[float]] = {}
+        for number in range(self.rounds + 1):
+            for name, value in measure().items():
+                if number:  # the first round pays for first use
+                    measured.setdefault(name, []).append(value)
+            print(f"round {number} of {self.rounds}", file=sys.stderr)
+        return {name: _summary(values) for name, values in measured.items()}
 
     @property
     def _writes_itself(self) -> bool:
@@ -224,7 +179,7 @@ class BenchJob(Job):
         """Have the processes run on these cores."""
         self._call("run_on", ranks)
         for agent in self._agents.values():
-            _run_on(agent.memory().result(LIMIT_S)["pid"], agents)
+            run_on(agent.memory().result(LIMIT_S)["pid"], agents)
 
     def _begin(self) -> str:
         parts = [info.part for info in self._infos]
@@ -301,12 +256,6 @@ class BenchJob(Job):
         return self._trainer.all(ask, LIMIT_S)
 
 
-def _run_on(pid: int, cores: set[int]) -> None:
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with contextlib.suppress(ProcessLookupError):  # a thread that has just ended
-            os.sched_setaffinity(int(task.name), cores)
-
-
 class _Memory:
     """The most memory that the run's processes held together while it was open, bytes."""
 
@@ -351,12 +300,15 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=["fsdp2", "fsdp"], help="default: fsdp2 fsdp")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--lost", action="store_true", help="only the training time that a save costs, all in")
+    parser.add_argument("--ranks", type=int, default=2, help="default 2")
     options = parser.parse_args()
     results = {}
     for backend in options.backends:
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             results[backend] = _measure(backend, options, Path(folder))
     arguments = f"--params {options.params:g} --backends {' '.join(options.backends)} --rounds {options.rounds}"
+    arguments += f" --ranks {options.ranks}" + " --lost" * options.lost
     report = {
         "command": f"python benchmarks/checkpoint.py --json {arguments}",
         "cores": os.cpu_count(),
@@ -375,6 +327,7 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
         "task=pairs",
         f"task.path={pairs}",
         f"backend={backend}",
+        f"backend.ranks={options.ranks}",
         "live=off",
         "retention=keep_last",
         "retention.policies.keep_last.n=1",
@@ -386,11 +339,13 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
         "model.architecture.num_key_value_heads=12",
         "model.architecture.head_dim=64",
     ]
-    BenchJob.rounds, BenchJob.place = options.rounds, folder
+    BenchJob.rounds, BenchJob.place, BenchJob.only_lost = options.rounds, folder, options.lost
     with contextlib.redirect_stdout(sys.stderr):  # the run's own summary
         code = launcher.run(compose(overrides), folder / "run", job=BenchJob)
     assert code == 0
     found = BenchJob.found
+    if options.lost:
+        return {"parameters": layers * _PER_LAYER, "ranks": options.ranks, **found, "ratios": _lost_ratios(found)}
     median = {name: value["median"] for name, value in found.items() if isinstance(value, dict) and "median" in value}
     best = "lazy" if "lazy/blocked_s" in median else "eager"
     ratios = {
@@ -415,6 +370,11 @@ def _measure(backend: str, options: Any, folder: Path) -> dict[str, Any]:
     return {"parameters": layers * _PER_LAYER, "driver_peak_rss": peak_rss(), **found, "ratios": ratios}
 
 
+def _lost_ratios(found: dict[str, Any]) -> dict[str, float]:
+    ours, verl, step = (found[name]["median"] for name in ("ours/lost_s", "verl/lost_s", "step_s"))
+    return {"ours / verl": ours / verl, "ours / step": ours / step}
+
+
 def _summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "p95": float(np.quantile(values, 0.95))}
 
@@ -435,17 +395,6 @@ def _write(path: Path, nbytes: int) -> float:
     seconds = time.perf_counter() - began
     path.unlink()
     return seconds
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        if path.is_file():
-            _sync_file(path)
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 if __name__ == "__main__":

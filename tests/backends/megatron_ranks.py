@@ -18,6 +18,8 @@ from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
 from tests.backends.engines import refused
+from trinity_sync.protocol.parts import FileTuple
+from trinity_sync.weights.digested_file import digest_file
 
 VOCABULARY = 37  # no multiple of anything: the engines pad it
 
@@ -271,7 +273,7 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     facts["rng_saved"] = _rng()
     backend.before_change(reached.set)
     backend.before_change(lambda: copying.hold_until_copied(60))
-    files: list[Path] = []
+    files: list[Path | FileTuple] = []
     writer = threading.Thread(target=lambda: files.extend(write()))
     writer.start()
     _train(engine, 2)
@@ -279,7 +281,9 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     assert not writer.is_alive(), "the save does not end"
     if torch.distributed.get_rank() == 0:
         facts["read"] = open_weights(saved).digest("BF16")
-    facts["files"] = sorted(str(path.relative_to(saved)) for path in files)
+    known = {file[0]: file[1:] for file in files if isinstance(file, tuple)}
+    assert known == {name: digest_file(saved / name) for name in known}
+    facts["files"] = sorted([*known, *(str(path.relative_to(saved)) for path in files if isinstance(path, Path))])
     facts["next"], facts["next_state"] = digest(backend, case["world"]), _optimizer_hash(engine)
     facts["lr_next"] = engine.optimizer.param_groups[0]["lr"]
 

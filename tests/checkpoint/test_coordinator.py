@@ -19,6 +19,7 @@ from trinity_sync.checkpoint import CheckpointCoordinator, catalog, verification
 from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.yielding import piece
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
 LIMIT = 30.0
@@ -74,6 +75,25 @@ def test_weights_that_are_committed_are_not_written_again_and_nobody_waits_for_t
     assert not folder.exists()
     assert [coordinator.is_saved(part, 20) for part in ("model-0", "model-1")] == [True, False]
     assert verification.verify(step_dir(root, 20)).ok
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no class that yields")
+def test_the_pieces_of_a_save_yield_until_somebody_waits_for_it(coordinator: CheckpointCoordinator) -> None:
+    policies: list[int] = []
+    first, hurried = threading.Event(), threading.Event()
+
+    def write() -> list[Path]:
+        for go_on in (first, hurried):
+            policies.append(piece(lambda: os.sched_getscheduler(0)))
+            go_on.set()
+            while go_on is first and not coordinator._saves["model"].work._hurried:
+                assert not hurried.wait(0.01)
+        return []
+
+    coordinator.save_async("model", write, 21, True, part="model-0")
+    assert first.wait(LIMIT)
+    coordinator.wait_all()
+    assert policies == [os.SCHED_IDLE, os.sched_getscheduler(0)]
 
 
 def test_settling_hides_what_saves_failed_of_and_no_interrupt(

@@ -11,11 +11,11 @@ import xxhash
 from trinity_sync.checkpoint.layout import (
     Manifest,
     ManifestError,
-    digest_file,
     read_manifest,
     write_manifest,
 )
 from trinity_sync.protocol.files import FileEntry
+from trinity_sync.weights.digested_file import digest_file
 
 MANIFEST = Manifest(
     step=20,

@@ -17,8 +17,10 @@ import pytest
 from tests.checkpoint.mirror_places import LIMIT_S, fail, quick
 from trinity_sync.checkpoint.layout import ManifestError, NewerFormatError, NoManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror import process as module
-from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror
+from trinity_sync.checkpoint.mirror import run
+from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror, Uploaded
 from trinity_sync.checkpoint.mirror.process import MirrorError, call
+from trinity_sync.host.threads import in_background
 
 #: More than fits into a connection that nobody reads.
 BIG: dict[str, Any] = {"options": {"padding": "x" * 3_000_000}}
@@ -80,6 +82,32 @@ def test_an_interpreter_that_is_not_there_fails_the_try(
     with pytest.raises(MirrorError, match=r"the copying process could not be started: .*none") as caught:
         call(str(there), quick(), Mirror.probe)
     assert not caught.value.final
+
+
+def group_and_session(mirror: Mirror) -> tuple[int, int]:
+    return os.getpgid(0), os.getsid(0)
+
+
+def test_it_is_spared_the_interrupts_of_the_run_and_stays_in_its_session(there: Path) -> None:
+    group, session = call(str(there), quick(options={}), group_and_session)
+    assert group != os.getpgid(0)
+    assert session == os.getsid(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no class that yields")
+def test_a_copy_yields_to_training_and_a_fetch_for_which_a_run_waits_does_not(tmp_path: Path) -> None:
+    class Observed:
+        def upload(self, *_: object, **__: object) -> Uploaded:
+            return Uploaded(os.sched_getscheduler(0), 0)
+
+        def download(self, *_: object, **__: object) -> int:
+            return os.sched_getscheduler(0)
+
+    observed: Any = Observed()
+    copy = in_background(lambda: run._copy(observed, tmp_path, 7, None, None), "copy")
+    assert copy.result(LIMIT_S) == (os.SCHED_IDLE, None)
+    fetch = in_background(lambda: run._fetch(observed, tmp_path, (0, 0)), "fetch")
+    assert fetch.result(LIMIT_S) == os.sched_getscheduler(0)
 
 
 def test_a_default_limit_for_sockets_does_not_reach_the_connection(there: Path) -> None:

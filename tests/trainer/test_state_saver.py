@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from tests import local_ray
 from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.calls import Call
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor, verification
 from trinity_sync.checkpoint.monitor import MonitorConfig
@@ -161,6 +162,26 @@ def test_what_is_saved_is_the_state_at_the_time_of_the_save(saves: Saves, step: 
         assert saves.committed(number)["weight"].eq(number).all()
         names = {path.name for path in (saves.root / f"global_step_{number}" / "actor").iterdir()}
         assert names == {f"model_{PART}.pt", f"extra_{PART}.pt", "config.json"}
+
+
+def test_writing_is_hurried_by_a_save_that_has_to_wait_for_it(
+    saves: Saves, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, hurried = saves.saver(PretendBackend()), []
+    real = AgentClient.wait_state_written
+
+    def observed(agent: AgentClient, part: str, timeout_s: float, *, hurry: bool = False) -> Call[None]:
+        hurried.append(hurry)
+        return real(agent, part, timeout_s, hurry=hurry)
+
+    monkeypatch.setattr(AgentClient, "wait_state_written", observed)
+    monkeypatch.setattr(Call, "is_answered", lambda call: waits)
+    for waits in (True, False, True):  # noqa: B007 - read above
+        saver.save(step, saves.begin(step))
+        saver.finish()
+        assert saves.committed(step)["weight"].eq(0).all()
+        step += 1
+    assert hurried == [True, False, True, False, False]
 
 
 def test_a_state_that_grows_gets_a_larger_segment(saves: Saves, step: int) -> None:

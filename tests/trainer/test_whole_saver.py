@@ -43,7 +43,7 @@ class PretendBackend:
         pass
 
     def begin_save(
-        self, folder: Path, meeting: Meeting, *, lazily: bool = False
+        self, folder: Path, meeting: Meeting, *, lazily: bool = False, durable: bool = False
     ) -> tuple[Copying, Callable[[], list[Path]]]:
         self._fail("begin")
         copying = Copying(self._pairs(), [torch.device("cpu")], "the state")

@@ -133,9 +133,9 @@ class AgentClient(Client):
         """Make it the writer of a rank's part; answered when the rank need not live any more."""
         return self._call(f"take over the state of step {given.step}", "take_state", given)
 
-    def wait_state_written(self, part: str, timeout_s: float) -> Call[None]:
-        """Wait until a part's segment may be used again."""
-        return self._call(f"write the state of {part}", "wait_state_written", part, timeout_s)
+    def wait_state_written(self, part: str, timeout_s: float, *, hurry: bool = False) -> Call[None]:
+        """Wait until a part's segment may be used again; `hurry` where training waits, too."""
+        return self._call(f"write the state of {part}", "wait_state_written", part, timeout_s, hurry)
 
     # -- about itself
 

@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import torch
 
 from trinity_sync.backends.meetings import Meeting
+from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
 from trinity_sync.weights.tensors import Saved
@@ -98,8 +99,8 @@ class WritesItself(Protocol):
     deadline: Deadline
 
     def begin_save(
-        self, folder: Path, meeting: Meeting, *, lazily: bool = False
-    ) -> tuple[Copying, Callable[[], list[Path]]]:
+        self, folder: Path, meeting: Meeting, *, lazily: bool = False, durable: bool = False
+    ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
         """Copy the training state for `folder`. Collective; writes nothing yet.
 
         Args:
@@ -107,10 +108,12 @@ class WritesItself(Protocol):
             meeting: the meeting of the save's ranks.
             lazily: where the deadline allows it, the copy may still be under way on return, and has to be waited for
                 before the state changes.
+            durable: have the large files on the disk when they are written.
 
         Returns:
             The copy, and what writes it and returns this rank's files, or raises RunError on all ranks; collective
-            too, and called on a background thread of every rank while training goes on.
+            too, and called on a background thread of every rank while training goes on. A file as (path relative to
+            `folder`, bytes, xxh3_128 hex) is on the disk if it is to be.
         """
         ...
 

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout, described
 
 T = TypeVar("T")
 
@@ -326,5 +326,4 @@ def _describe(error: BaseException) -> str:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     if isinstance(error, TrinityError):
         return str(error)
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+    return described(error)

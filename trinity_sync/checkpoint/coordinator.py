@@ -22,9 +22,10 @@ import ray
 
 from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.actors.monitor import Facts, MonitorClient
-from trinity_sync.checkpoint.layout import digest_file, staging_dir, step_dir
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout, described
 from trinity_sync.host.threads import in_background
+from trinity_sync.host.yielding import PATIENCE, Yielding
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FileTuple
 
@@ -45,6 +46,7 @@ class _Save:
 
     step: int
     ended: Future[None]
+    work: Yielding
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,8 @@ class CheckpointCoordinator:
         hands_over: bool = False,
         on_failure: Callable[[BaseException], None] = lambda error: None,
     ) -> None:
-        """Run `save_fn` in the background. The state that it writes has to be a snapshot already.
+        """Run `save_fn` in the background. The state that it writes has to be a snapshot already. Its pieces of work
+        (`host.yielding.piece`) yield to training, until somebody waits for the save.
 
         Args:
             name: saves of one name never overlap: the earlier one is waited for first.
@@ -128,23 +131,26 @@ class CheckpointCoordinator:
         try:
             self._finish_earlier(name)
         except BaseException as error:
-            reason = f"its save was not started, because an earlier one named {name!r} failed: {_describe(error)}"
+            reason = f"its save was not started, because an earlier one named {name!r} failed: {described(error)}"
             with contextlib.suppress(RunError):
                 self._report_failed(saving, reason)
             raise
         # Asked for at once: from here on the monitor knows whose part it is, and notices a death before the first byte.
         turn = self._ask_for_turn(saving, collective=hands_over)
 
+        work = Yielding(PATIENCE * self._timeout_s)
+
         def run() -> None:
             try:
-                self._save(saving, save_fn, turn, queues=not hands_over, reports=not hands_over)
+                with work:
+                    self._save(saving, save_fn, turn, queues=not hands_over, reports=not hands_over)
             except BaseException as error:
                 with self._lock:
                     self._untold.append(error)
                 on_failure(error)
                 raise
 
-        self._saves[name] = _Save(global_step, in_background(run, f"save-{name}-{global_step}"))
+        self._saves[name] = _Save(global_step, in_background(run, f"save-{name}-{global_step}"), work)
 
     def save_sync(
         self,
@@ -170,7 +176,7 @@ class CheckpointCoordinator:
     def fail(self, global_step: int, part: str, error: BaseException) -> None:
         """Report that this process cannot save its part, and has not begun to."""
         with contextlib.suppress(RunError):  # without its monitor the step fails anyway
-            self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), _describe(error))
+            self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), described(error))
 
     def wait_all(self) -> None:
         """Return when no background save is running.
@@ -182,7 +188,7 @@ class CheckpointCoordinator:
         errors = self._ended()
         if errors:
             for other in errors[1:]:
-                errors[0].add_note(f"another background save failed as well: {_describe(other)}")
+                errors[0].add_note(f"another background save failed as well: {described(other)}")
             raise errors[0]
 
     def settle(self) -> None:
@@ -220,6 +226,11 @@ class CheckpointCoordinator:
         await self._monitor.monitor_step(global_step, weights=is_state_dict, attempt=self._attempt).answer(
             self._timeout_s
         )
+
+    @property
+    def durable(self) -> bool:
+        """Whether what is saved is to be on the disk."""
+        return self._ask_facts()["fsync"]
 
     def is_saved(self, part: str, global_step: int) -> bool:
         """Whether a commit of this run holds the part. To save it again changes nothing: `save_async` and `save_sync`
@@ -287,18 +298,14 @@ class CheckpointCoordinator:
             files = self._entries(part.step, written) if reports else None
         except BaseException as error:
             with contextlib.suppress(RunError):
-                self._report_failed(part, _describe(error))
+                self._report_failed(part, described(error))
             raise
         if not reports:
             self._answered(self._monitor.notify_handed_over(part.ticket, part.step))
             return
+        name, kind, ticket = part.name, part.is_state_dict, part.ticket
         finished = self._monitor.notify_finished(
-            part.step,
-            weights=part.is_state_dict,
-            part=part.name,
-            attempt=self._attempt,
-            files=files,
-            ticket=part.ticket,
+            part.step, weights=kind, part=name, attempt=self._attempt, files=files, ticket=ticket
         )
         self._answered(finished)
 
@@ -318,9 +325,8 @@ class CheckpointCoordinator:
         )
 
     def _report_failed(self, part: _Part, error: str) -> None:
-        self._answered(
-            self._monitor.notify_failed(part.step, part.name, error, attempt=self._attempt, ticket=part.ticket)
-        )
+        told = self._monitor.notify_failed(part.step, part.name, error, attempt=self._attempt, ticket=part.ticket)
+        self._answered(told)
 
     def _entries(self, step: int, written: object) -> list[FileEntry] | None:
         if isinstance(written, (str, os.PathLike, FileEntry)):
@@ -340,8 +346,7 @@ class CheckpointCoordinator:
         path = staging / written
         for folder in (staging, step_dir(root, step)):
             if path.is_relative_to(folder):
-                size, digest = digest_file(path, durable=self._ask_facts()["fsync"])
-                return FileEntry(path.relative_to(folder).as_posix(), size, digest)
+                return file_entry(folder, path.relative_to(folder).as_posix(), durable=self.durable)
         raise RunError(f"{path} was saved for step {step}, but it lies outside the step's staging folder {staging}")
 
     # ---- earlier saves
@@ -365,6 +370,7 @@ class CheckpointCoordinator:
         return errors
 
     def _join(self, name: str, save: _Save, deadline: float) -> None:
+        save.work.hurry()
         wait([save.ended], max(0.0, deadline - time.monotonic()))
         if not save.ended.done():
             raise WaitTimeout(f"the save {name!r}", f"finish writing step {save.step}", self._timeout_s)
@@ -392,8 +398,3 @@ class CheckpointCoordinator:
 def _life() -> str:
     """This process. Two lives of a rank have one name, and the first one's death is noticed while the second writes."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _describe(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -22,7 +22,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.protocol.files import MANIFEST, FileEntry
 from trinity_sync.protocol.parts import KINDS, Kind, covers
+from trinity_sync.weights.digested_file import digest_file
 
 FORMAT = 1
 TRAINER_STATE = "trainer_state.json"
@@ -49,7 +50,6 @@ STEP_PREFIX = "global_step_"
 
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}(\d+)")
 _ABANDONED_NAME = re.compile(rf"{ABANDONED_PREFIX}{STEP_PREFIX}\d+-attempt_(\d+)(-\d+)?")
-_CHUNK = 4 << 20
 
 
 State = Literal["committed", "damaged", "unreadable", "newer", "no_manifest", "verl"]
@@ -91,14 +91,15 @@ def read_error(path: Path, error: OSError) -> ManifestError:
     return UnreadableError(f"{path} cannot be read now: {error.strerror or error}")
 
 
-def file_entry(folder: Path, path: str) -> FileEntry:
+def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
     """Digest a file that was just written; see `digest_file`.
 
     Args:
         folder: the checkpoint or staging folder.
         path: the file, relative to it.
+        durable: fsync it as well.
     """
-    return FileEntry(path, *digest_file(folder / path))
+    return FileEntry(path, *digest_file(folder / path, durable=durable))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,31 +279,6 @@ def parse_manifest(text: str, name: str | Path, step: int | None) -> Manifest:
 def write_manifest(folder: Path, manifest: Manifest, *, durable: bool = True) -> None:
     """Put the manifest in its place in one step."""
     replace_file(folder / MANIFEST, manifest.to_text(), durable=durable)
-
-
-def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """Digest a file. Best right after writing, from the page cache.
-
-    Args:
-        durable: fsync it as well.
-        progress: called with the bytes read so far.
-
-    Returns:
-        Its size in bytes, and its xxh3_128 digest as hex.
-    """
-    hasher = xxhash.xxh3_128()
-    size = 0
-    buffer = bytearray(_CHUNK)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            hasher.update(view[:count])
-            size += count
-            if progress is not None:
-                progress(size)
-        if durable:
-            os.fsync(file.fileno())
-    return size, hasher.hexdigest()
 
 
 def step_dir(root: Path, step: int) -> Path:

@@ -14,12 +14,12 @@ from trinity_sync.checkpoint.layout import (
     NewerFormatError,
     State,
     UnreadableError,
-    digest_file,
     read_error,
     read_manifest,
 )
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
+from trinity_sync.weights.digested_file import digest_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -319,9 +319,9 @@ class NodeAgent:
             raise RunError(f"the agent of node {self._node} was given no checkpoint monitor to save {given.part} with")
         await self._wait(self._states.take, given, self._coordinator)
 
-    async def wait_state_written(self, part: str, timeout_s: float) -> None:
-        """Wait until a part's state segment may be used again."""
-        await self._wait(self._states.wait_written, part, timeout_s)
+    async def wait_state_written(self, part: str, timeout_s: float, hurry: bool = False) -> None:
+        """Wait until a part's state segment may be used again; `hurry` where training waits, too."""
+        await self._wait(partial(self._states.wait_written, part, timeout_s, hurry=hurry))
 
     async def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process, shared slots included."""

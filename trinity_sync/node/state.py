@@ -3,6 +3,7 @@ written from it.
 
 A rank copies its state into its segment, leaves files with holes in the staging folder, and hands over. From then on
 the agent answers for the part: it fills the holes, digests, fsyncs and reports, and it does so even if the rank dies.
+That yields to training, until the next save waits for it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from trinity_sync.actors.agent import Coordinator, StatePart
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.yielding import PATIENCE, Yielding
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.image import fill
 from trinity_sync.weights.slots import SlotArena
@@ -34,7 +36,7 @@ class StateSlots:
         self._lock = threading.Lock()
         self._arenas: dict[str, SlotArena] = {}
         self._sizes: dict[str, int] = {}
-        self._writes: dict[str, Future[None]] = {}
+        self._writes: dict[str, tuple[Future[None], Yielding]] = {}
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="state")
 
     def reserve(self, part: str, nbytes: int) -> tuple[str, list[str]]:
@@ -69,8 +71,9 @@ class StateSlots:
         with self._lock:
             if not self._idle(given.part):
                 raise RunError(f"{given.part} of an earlier step is still being written")
-            future = self._threads.submit(self._write, given, coordinator, begun)
-            self._writes[given.part] = future
+            work = Yielding(PATIENCE * self._timeout_s)
+            future = self._threads.submit(self._write, given, coordinator, begun, work)
+            self._writes[given.part] = future, work
         future.add_done_callback(lambda _: begun.set())
         if not begun.wait(self._timeout_s):
             raise WaitTimeout(
@@ -79,15 +82,20 @@ class StateSlots:
         if future.done() and (error := future.exception()) is not None:
             raise RunError(f"{given.part} of step {given.step} was not written: {error}") from error
 
-    def wait_written(self, part: str, timeout_s: float) -> None:
+    def wait_written(self, part: str, timeout_s: float, *, hurry: bool) -> None:
         """Wait until the segment of a part may be used again. What became of the files, the monitor was told.
+
+        Args:
+            hurry: training waits too, so that there is nothing to yield to.
 
         Raises:
             WaitTimeout: it is still being written from.
         """
-        future = self._writes.get(part)
-        if future is None:
+        if part not in self._writes:
             return
+        future, work = self._writes[part]
+        if hurry:
+            work.hurry()
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         if not done.wait(timeout_s):
@@ -102,16 +110,17 @@ class StateSlots:
             self._arenas.clear()
 
     def _idle(self, part: str) -> bool:
-        return part not in self._writes or self._writes[part].done()
+        return part not in self._writes or self._writes[part][0].done()
 
-    def _write(self, given: StatePart, coordinator: Coordinator, begun: threading.Event) -> None:
+    def _write(self, given: StatePart, coordinator: Coordinator, begun: threading.Event, work: Yielding) -> None:
         segment = self._arenas[given.part].map(0, given.part) if given.part in self._arenas else b""
 
         def write() -> list[FileTuple]:
             begun.set()
-            return [
-                (path, *fill(Path(given.folder) / path, extents, segment, durable=self._durable))
-                for path, extents in given.files
-            ]
+            with work:
+                return [
+                    (path, *fill(Path(given.folder) / path, extents, segment, durable=self._durable))
+                    for path, extents in given.files
+                ]
 
         coordinator.save_sync(write, given.step, part=given.part, queues=True)

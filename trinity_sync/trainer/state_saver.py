@@ -94,7 +94,8 @@ class StateSaver(Saver):
         asked, self._written = self._written, None
         if asked is not None and asked.is_answered():
             return
-        self._agent.wait_state_written(self._part, self._timeout_s).result(self._timeout_s + ANSWER_S)
+        writing = self._agent.wait_state_written(self._part, self._timeout_s, hurry=True)
+        writing.result(self._timeout_s + ANSWER_S)
 
     def _hand_over(self, snapshot: Snapshot, step: int, folder: Path, meeting: Meeting) -> None:
         names = snapshot.names

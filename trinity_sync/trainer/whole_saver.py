@@ -13,7 +13,10 @@ from pathlib import Path
 from trinity_sync.backends.base import WritesItself
 from trinity_sync.backends.meetings import Meeting, Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.trainer.saver import Saver
+
+_ACTOR = "actor"
 
 
 class WholeSaver(Saver):
@@ -36,5 +39,11 @@ class WholeSaver(Saver):
         """Do nothing: there is no segment to be made."""
 
     def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
-        self._copying, write = self._backend.begin_save(folder / "actor", meeting, lazily=self._lazy)
-        self._coordinator.save_async("full", write, step, part=self._part, on_failure=meeting.give_up)
+        self._copying, write = self._backend.begin_save(
+            folder / _ACTOR, meeting, lazily=self._lazy, durable=self._coordinator.durable
+        )
+
+        def written() -> list[Path | FileTuple]:
+            return [file if isinstance(file, Path) else (f"{_ACTOR}/{file[0]}", *file[1:]) for file in write()]
+
+        self._coordinator.save_async("full", written, step, part=self._part, on_failure=meeting.give_up)

@@ -1,18 +1,18 @@
 """Writing a file of which the large pieces lie in a segment of shared memory. No torch: the node agent does it.
 
-Whoever made the file left holes in it (`weights.torch_file`), so that what lies between them is there already. Each
-piece goes through the processor's cache once: digested, then written.
+Whoever made the file left holes in it (`weights.torch_file`), so that what lies between them is there already. The
+whole file, which is written once from beginning to end, takes its place.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-
-from xxhash import xxh3_128
+from typing import BinaryIO
 
 from trinity_sync.errors import RunError
+from trinity_sync.weights.digested_file import DigestedFile, digest_file
 from trinity_sync.weights.layout import Segment
 
 Extent = tuple[int, int, int]
@@ -41,44 +41,32 @@ def fill(path: Path, extents: Sequence[Extent], segment: Segment, *, durable: bo
         ImageError: an extent reaches beyond the file or the segment, or into the extent before.
         OSError: the file cannot be written.
     """
-    hasher = xxh3_128()
+    if not extents:
+        return digest_file(path, durable=durable)
     source = memoryview(segment).cast("B")
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
+    whole = path.with_name(f"{path.name}.whole")
+    with path.open("rb") as skeleton, DigestedFile(whole, durable=durable) as file:
+        size = os.fstat(skeleton.fileno()).st_size
         end = 0
         for offset, at, length in extents:
             if offset < end or offset + length > size or at + length > len(source):
                 raise ImageError(
                     f"{path}: {length} bytes at {offset} of {size}, from {at} of {len(source)}, do not fit"
                 )
-            for piece in _read(descriptor, end, offset):
-                hasher.update(piece)
-            for start in range(0, length, _CHUNK_BYTES):
-                held = source[at + start : at + min(start + _CHUNK_BYTES, length)]
-                hasher.update(held)
-                _write_all(descriptor, held, offset + start)
+            _copy(skeleton, end, offset, file)
+            file.write(source[at : at + length])
             end = offset + length
-        for piece in _read(descriptor, end, size):
-            hasher.update(piece)
-        if durable:
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return size, hasher.hexdigest()
+        _copy(skeleton, end, size, file)
+        found = file.finish()
+    whole.replace(path)
+    return found
 
 
-def _read(descriptor: int, start: int, stop: int) -> Iterator[bytes]:
+def _copy(source: BinaryIO, start: int, stop: int, target: DigestedFile) -> None:
+    source.seek(start)
     while start < stop:
-        piece = os.pread(descriptor, min(_CHUNK_BYTES, stop - start), start)
-        if not piece:
+        data = source.read(min(_CHUNK_BYTES, stop - start))
+        if not data:
             raise ImageError(f"the file became shorter than {stop} bytes while it was read")
-        yield piece
-        start += len(piece)
-
-
-def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
-    """One call may write only part of it."""
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+        target.write(data)
+        start += len(data)

@@ -14,21 +14,18 @@ import json
 import mmap
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from xxhash import xxh3_128
-
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import write_all
+from trinity_sync.weights.digested_file import DigestedFile
 from trinity_sync.weights.layout import ALIGNMENT, LayoutError, PartLayout, Segment
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 LAYOUT_KEY = "trinity_layout"
-_CHUNK_BYTES = 4 << 20
 _LENGTH_BYTES = 8  # a safetensors file opens with the header's length, little-endian
 _MAX_HEADER_BYTES = 100_000_000  # more than this no safetensors reader accepts
 
@@ -59,22 +56,10 @@ def write_shard_file(
     """
     data = layout.view(buffer)
     header = _header(layout, metadata)
-    pieces: list[bytes | memoryview] = [header]
-    pieces.extend(data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
-    hasher = xxh3_128()
-    path = Path(path)
-    try:
-        with path.open("wb", buffering=0) as file:
-            for piece in pieces:
-                hasher.update(piece)  # while it is in the cache for the write
-                write_all(file.fileno(), piece)
-            if fsync:
-                os.fsync(file.fileno())
-    except BaseException:
-        with suppress(OSError):
-            path.unlink()
-        raise
-    return len(header) + len(data), hasher.hexdigest()
+    with DigestedFile(Path(path), durable=fsync) as file:
+        file.write(header)
+        file.write(data)
+        return file.finish()
 
 
 class ShardFile:

@@ -20,6 +20,7 @@ from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 from trinity_sync.backends.megatron.placement import Geometry, Piece, pieces
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.shards import Shard
 from trinity_sync.weights.tensors import Saved, from_torch, wire_name
@@ -85,11 +86,12 @@ class MegatronBackend:
     # -- full checkpoints
 
     def begin_save(
-        self, folder: Path, meeting: Meeting, *, lazily: bool = False
-    ) -> tuple[Copying, Callable[[], list[Path]]]:
+        self, folder: Path, meeting: Meeting, *, lazily: bool = False, durable: bool = False
+    ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
         self._gather_parameters()
+        lazily = lazily and self.deadline == "optimizer_step"
         with self._on_device():
-            return self._checkpoints.begin(folder, meeting, in_background=lazily and self.deadline == "optimizer_step")
+            return self._checkpoints.begin(folder, meeting, in_background=lazily, durable=durable)
 
     def load(self, folder: Path) -> None:
         """Restore what `begin_save` saved, in any layout that its format allows. Collective."""

@@ -27,6 +27,7 @@ from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.backends.megatron.resume import saved_layout
 from trinity_sync.backends.megatron.writer import Copies, Pending, Planner, finalise
 from trinity_sync.backends.safe_loading import nothing_runs
+from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
 
 if TYPE_CHECKING:
@@ -64,13 +65,16 @@ class Checkpoints:
         # megatron-core collects garbage in every save. What there is by now stays, and need not be looked at each time.
         gc.freeze()
 
-    def begin(self, folder: Path, meeting: Meeting, *, in_background: bool) -> tuple[Copying, Callable[[], list[Path]]]:
+    def begin(
+        self, folder: Path, meeting: Meeting, *, in_background: bool, durable: bool
+    ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
         """Copy the state between two steps, or beginning between them.
 
         Args:
             folder: the checkpoint's.
             meeting: the meeting of the save's ranks.
             in_background: the state does not change before the copy is waited for.
+            durable: see `WritesItself.begin_save`.
 
         Returns:
             The copy, and what writes it: to be called on a background thread of every rank; returns this rank's files.
@@ -85,11 +89,16 @@ class Checkpoints:
         trees = {_MODEL: model, _OPTIMIZER: optimizer, _EXTRA: self._extra()}
         pending = [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
         copying = self._copies.begin(pending, in_background=in_background)
-        return copying, lambda: self._write(folder, pending, copying, meeting)
+        return copying, lambda: self._write(folder, pending, copying, meeting, durable)
 
-    def _write(self, folder: Path, pending: list[Pending], copying: Copying, meeting: Meeting) -> list[Path]:
-        files = finalise(pending, meeting, lambda: copying.wait_whole(meeting.timeout_s))
-        return files + (self._write_metadata(folder) if dist.get_rank() == 0 else [])
+    def _write(
+        self, folder: Path, pending: list[Pending], copying: Copying, meeting: Meeting, durable: bool
+    ) -> list[Path | FileTuple]:
+        large, small = finalise(pending, meeting, lambda: copying.wait_whole(meeting.timeout_s), durable=durable)
+        if dist.get_rank() == 0:
+            small += self._write_metadata(folder)
+        known = [(path.relative_to(folder).as_posix(), size, digest) for path, size, digest in large]
+        return [*known, *small]
 
     def _write_metadata(self, folder: Path) -> list[Path]:
         self._manager._save_hf_config_and_tokenizer(str(folder))

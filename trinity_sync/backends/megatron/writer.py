@@ -21,7 +21,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from megatron.core import parallel_state
@@ -45,8 +45,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.weights.copying import Copying, HostMemory
+from trinity_sync.weights.digested_file import DigestedFile
 
 _FORMAT = ("torch_dist", 1)
+
+_Written: TypeAlias = tuple[Path, int, str]
+"""A file, its bytes and its xxh3_128 hex."""
 
 
 class _Share(FileSystemWriterAsync):
@@ -60,7 +64,7 @@ class _Share(FileSystemWriterAsync):
         self._file = f"{plan.storage_data.prefix}0.distcp"
         self.items = [(item, planner.resolve_data(item)) for item in plan.items]
 
-    def write(self) -> tuple[list[WriteResult], list[Path]]:
+    def write(self, *, durable: bool) -> tuple[list[WriteResult], list[_Written]]:
         """The results for the metadata and the files written."""
         if not self.items:
             return [], []
@@ -68,13 +72,15 @@ class _Share(FileSystemWriterAsync):
         path.parent.mkdir(parents=True, exist_ok=True)
         # Plain bytes first: megatron-core reads them so.
         ordered = sorted(self.items, key=lambda pair: pair[0].type != WriteItemType.BYTE_IO)
-        with path.open("wb") as stream:
+        with DigestedFile(path, durable=durable) as file:
+            stream: Any = file
             results = [
                 _write_item(_StorageWriterTransforms(), stream, data, item, self._file, SerializationFormat.TORCH_SAVE)
                 for item, data in ordered
             ]
+            written = path, *file.finish()
         self.items = []
-        return results, [path]
+        return results, [written]
 
 
 class _Strategy(TorchDistSaveShardedStrategy):
@@ -115,9 +121,9 @@ class Pending:
             (item, next(copies) if isinstance(data, torch.Tensor) else data) for item, data in self._share.items
         ]
 
-    def write(self) -> tuple[list[WriteResult], list[Path]]:
+    def write(self, *, durable: bool) -> tuple[list[WriteResult], list[_Written]]:
         """Write this rank's file. No communication."""
-        return self._share.write()
+        return self._share.write(durable=durable)
 
     def close(self, results: Sequence[Sequence[WriteResult]]) -> list[Path]:
         """Rank 0: write the metadata from the results of all ranks; the files that are there besides theirs."""
@@ -179,36 +185,40 @@ class Copies:
         return copying
 
 
-def finalise(pending: Sequence[Pending], meeting: Meeting, wait_copied: Callable[[], None]) -> list[Path]:
+def finalise(
+    pending: Sequence[Pending], meeting: Meeting, wait_copied: Callable[[], None], *, durable: bool
+) -> tuple[list[_Written], list[Path]]:
     """Write all of them and make them checkpoints. Collective, on a thread of its own.
 
     Args:
         pending: the state dicts of one save.
         meeting: the meeting of that save's ranks.
         wait_copied: returns when what is pending is copied; what it raises fails the save on all ranks.
+        durable: have the large files on the disk.
 
     Returns:
-        The files that this rank has written.
+        The large files that this rank has written, and the small ones.
 
     Raises:
         RunError: on all ranks, where one could not write; says which, and why.
     """
-    files: list[Path] = []
+    large: list[_Written] = []
+    small: list[Path] = []
 
     def write() -> list[list[WriteResult]]:
         wait_copied()
         results = []
         for one in pending:
-            found, paths = one.write()
+            found, written = one.write(durable=durable)
             results.append(found)
-            files.extend(paths)
+            large.extend(written)
         return results
 
     def close() -> list[None]:
         for index, one in enumerate(pending):
-            files.extend(one.close([found[index] for found in everyone]))
+            small.extend(one.close([found[index] for found in everyone]))
         return [None] * meeting.ranks
 
     everyone = meeting.gather("write its share", write)
     meeting.scatter("write the metadata", close)
-    return files
+    return large, small

@@ -32,7 +32,6 @@ from trinity_sync.checkpoint.layout import (
     Manifest,
     ManifestError,
     NewerFormatError,
-    digest_file,
     parse_manifest,
     read_manifest,
     step_dir,
@@ -46,6 +45,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, decide
+from trinity_sync.weights.digested_file import digest_file
 
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"

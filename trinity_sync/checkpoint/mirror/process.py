@@ -144,7 +144,9 @@ def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
             stderr=output,
             pass_fds=[theirs.fileno()],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            start_new_session=True,  # Ctrl-C is for the run, which lets a copy finish
+            # Ctrl-C is for the run, which lets a copy finish. Not a session of its own: Linux may share the processors
+            # out between sessions first, and there it would yield to nobody.
+            process_group=0,
         )
         return child, Connection(ours.detach())
 

@@ -19,6 +19,7 @@ from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.process import MirrorError, MirrorSettings, call, described, try_again
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import local_folder, shown, without_secrets
+from trinity_sync.host.yielding import run_when_idle
 from trinity_sync.protocol.retention import Policy
 
 if TYPE_CHECKING:
@@ -335,11 +336,13 @@ class Uploads:
 def _copy(
     mirror: Mirror, root: Path, step: int, start: int | None, policies: Collection[Policy] | None
 ) -> tuple[int, str | None]:
-    """Copy a checkpoint, then delete there what the policies give up.
+    """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
+    starts.
 
     Returns:
         The bytes sent, and what hindered the deletion.
     """
+    run_when_idle()
     sent = mirror.upload(root, step, start=start).bytes
     try:
         if policies is not None:

@@ -1,0 +1,134 @@
+"""Work that yields: made by a thread of the lowest class, until somebody waits for it or it has yielded long enough."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from trinity_sync.host.threads import in_background
+from trinity_sync.host.yielding import Yielding, piece
+
+LIMIT = 60.0
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="the system has no class that yields")
+
+
+def made() -> tuple[int, int]:
+    """Which thread makes a piece, and its class."""
+    return threading.get_ident(), os.sched_getscheduler(0)
+
+
+def here() -> tuple[int, int]:
+    return made()
+
+
+def test_work_that_yields_is_made_by_one_thread_of_the_lowest_class() -> None:
+    with Yielding(LIMIT):
+        found = {piece(made) for _ in range(3)}
+    ((thread, policy),) = found
+    assert thread != here()[0]
+    assert policy == os.SCHED_IDLE
+
+
+def test_other_work_is_made_where_it_is_asked_for() -> None:
+    with Yielding(LIMIT):
+        other = in_background(lambda: (piece(made), here()), "other").result(LIMIT)
+    assert other[0] == other[1]
+    assert piece(made) == here()
+
+
+def test_the_thread_itself_stays_in_its_class() -> None:
+    before = here()
+    with Yielding(LIMIT):
+        piece(made)
+    assert here() == before
+
+
+def test_work_yields_no_more_once_somebody_waits_for_it() -> None:
+    with Yielding(LIMIT) as work:
+        assert piece(made) != here()
+        in_background(work.hurry, "who waits").result(LIMIT)
+        assert piece(made) == here()
+
+
+def test_work_does_not_yield_for_ever() -> None:
+    with Yielding(0.2) as work:
+        assert piece(made) != here()
+        threading.Event().wait(max(0.0, work._deadline - time.monotonic()))
+        assert piece(made) == here()
+
+
+@pytest.mark.parametrize("hurried", [False, True])
+def test_what_a_piece_raises_comes_where_it_was_asked_for(hurried: bool) -> None:
+    def broken() -> None:
+        raise OSError(28, "No space left on device")
+
+    with Yielding(LIMIT) as work:
+        if hurried:
+            work.hurry()
+        with pytest.raises(OSError, match="No space left"):
+            piece(broken)
+        assert piece(lambda: 7) == 7
+
+
+def test_the_thread_that_yields_ends_with_the_work() -> None:
+    with Yielding(LIMIT):
+        thread = piece(threading.current_thread)
+        assert thread.is_alive()
+    thread.join(LIMIT)
+    assert not thread.is_alive()
+
+
+_PROGRAM = """
+import os, sys, threading, time
+from trinity_sync.host.yielding import Yielding, piece
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+def work():
+    until = time.thread_time() + 0.02
+    while time.thread_time() < until: pass
+with Yielding(3600.0) as yielding:
+    print("begun", flush=True)
+    threading.Thread(target=lambda: (sys.stdin.readline(), yielding.hurry()), daemon=True).start()
+    done = 0
+    while not yielding._hurried:
+        piece(work)
+        done += 1
+    for _ in range(50): piece(work)
+print(done, flush=True)
+"""
+
+_BUSY = """
+import os, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+while time.thread_time() < 1: pass
+print("had a second", flush=True)
+while True: pass
+"""
+
+
+def test_beside_a_process_that_fills_the_processor_it_gets_next_to_nothing_until_it_is_hurried() -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", _BUSY], stdout=subprocess.PIPE) as other,
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as program,
+    ):
+        try:
+            assert other.stdout is not None
+            assert program.stdout is not None
+            assert program.stdin is not None
+            assert program.stdout.readline() == "begun\n"
+            assert other.stdout.readline() == b"had a second\n"
+            program.stdin.write("\n")
+            program.stdin.flush()
+            done = int(program.communicate(timeout=LIMIT)[0])
+        finally:
+            other.kill()
+            program.kill()
+    if os.sched_getscheduler(0) != os.SCHED_IDLE:  # else both have the same rights
+        assert done < 25, "of about 50 with equal rights"

@@ -1,0 +1,94 @@
+"""Background work that yields the processor to training, until somebody waits for it.
+
+On processors that training fills, whatever runs beside it makes it wait. Linux has a class for threads that run when
+nobody else wants to (``SCHED_IDLE``; the disk serves them last, too), which any thread may enter and none may leave
+without privileges. So work that yields is cut into pieces, each a call of milliseconds that does not need the
+interpreter: a second thread in that class makes them, and the thread itself does, as soon as somebody hurries it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeAlias, TypeVar
+
+from trinity_sync.host.threads import in_background
+
+T = TypeVar("T")
+_Pieces: TypeAlias = "SimpleQueue[tuple[Callable[[], object], Future[object]] | None]"
+
+PATIENCE = 0.25
+"""Of the limit of a save: so long its work may yield, and has the rest of the limit to be done."""
+
+_here = threading.local()
+
+
+class Yielding:
+    """What the thread that enters gives to `piece` yields.
+
+    Usage::
+
+        with Yielding(patience_s=75.0) as work:     # another thread: work.hurry()
+            for data in source:
+                piece(lambda: write(data))
+
+    Args:
+        patience_s: after so long it yields no more, whoever waits: on processors that are always full it would not end.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._deadline = time.monotonic() + patience_s
+        self._hurried = False
+        self._pieces: _Pieces | None = None
+
+    def hurry(self) -> None:
+        """Yield no more: somebody waits. From any thread."""
+        self._hurried = True
+
+    def __enter__(self) -> Yielding:
+        _here.yielding = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _here.yielding = None
+        if self._pieces is not None:
+            self._pieces.put(None)
+
+    def _make(self, work: Callable[[], object]) -> object:
+        if self._hurried or time.monotonic() >= self._deadline:
+            return work()
+        if self._pieces is None:
+            self._pieces = SimpleQueue()
+            in_background(partial(self._serve, self._pieces), "yielding")
+        made: Future[object] = Future()
+        self._pieces.put((work, made))
+        return made.result()
+
+    def _serve(self, pieces: _Pieces) -> None:
+        run_when_idle()
+        while (given := pieces.get()) is not None:
+            work, made = given
+            try:
+                made.set_result(work())
+            except BaseException as error:
+                made.set_exception(error)
+
+
+def piece(work: Callable[[], T]) -> T:
+    """Make a call that takes milliseconds; it yields where a `Yielding` is entered on this thread."""
+    yielding: Yielding | None = getattr(_here, "yielding", None)
+    return work() if yielding is None else yielding._make(work)  # type: ignore[return-value]
+
+
+def run_when_idle() -> None:
+    """Have the calling thread, and those that it starts, run only while a processor is idle, for good. Nothing changes
+    where the system has no such class.
+    """
+    with suppress(AttributeError, OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
