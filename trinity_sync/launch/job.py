@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.config import build, config_digest, plain, retention_policies
+from trinity_sync.config import build, config_digest, plain, retention_policies, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.launch.agents import close_agents, start_agents
@@ -158,14 +158,14 @@ class Job:
 
     @property
     def _with_explorers(self) -> bool:
-        return algorithm_of(self._cfg).explores
+        return algorithm_of(typed(self._cfg).algorithm).explores
 
     def _make_pool(self) -> Any:
         from trinity_sync.explorer.pool import ExplorerPool
         from trinity_sync.explorer.spec import explorer_spec
 
         cfg = self._cfg
-        spec = explorer_spec(cfg, self._model_path, self._logs)
+        spec = explorer_spec(typed(cfg), self._model_path, self._logs)
         return ExplorerPool(
             spec,
             replicas=cfg.explorer.replicas,
@@ -183,7 +183,7 @@ class Job:
 
         cfg = self._cfg
         return TrainerGroup(
-            worker_spec(cfg, self._model_path, self._logs),
+            worker_spec(typed(cfg), self._model_path, self._logs),
             worker=self.worker,
             process_on_nodes=_placement(cfg.backend.ranks, self._cluster.gpus_per_node if self._use_gpu else 0),
             use_gpu=self._use_gpu,
@@ -310,7 +310,7 @@ class Job:
         folder = self._start.folder
         if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
             return None
-        moved = self._start.weights_only or backend_option(self._cfg).moved(folder)
+        moved = self._start.weights_only or backend_option(typed(self._cfg).backend).moved(folder)
         step = None if moved else published_step(folder, parts)
         if step is None:
             print(
