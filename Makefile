@@ -41,10 +41,13 @@ export TOKENIZERS_PARALLELISM ?= false
 
 install: $(STAMP)
 
+# Compiles what it installs, and the package: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each process of
+# each run would do so again, which takes longer than all else that it does at its start.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
-	$(BIN)/uv pip install $(UV_FLAGS) --editable ".[dev]"
+	$(BIN)/uv pip install $(UV_FLAGS) --compile-bytecode --editable ".[dev]"
+	$(BIN)/python -m compileall -q trinity_sync
 	@touch $(STAMP)
 
 run: $(STAMP)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_config import refused
-from trinity_sync.config import check, compose
+from trinity_sync.config import check, compose, typed
 from trinity_sync.trainer.spec import worker_spec
 
 
@@ -86,17 +86,17 @@ def test_the_models_folder_is_looked_into(tmp_path: Path) -> None:
 
 def test_dtype_and_generators_are_those_of_the_configuration() -> None:
     cfg = compose(["backend=megatron"])
-    assert worker_spec(cfg, "model", "logs").engine["dtype"] == "bfloat16"
-    assert worker_spec(cfg, "model", "logs").backend.restore_rng
+    assert worker_spec(typed(cfg), "model", "logs").engine["dtype"] == "bfloat16"
+    assert worker_spec(typed(cfg), "model", "logs").backend.restore_rng
     cfg = compose(["backend=megatron", "backend.dtype=fp16", "backend.restore_rng=false"])  # which `check` refuses
-    assert worker_spec(cfg, "model", "logs").engine["dtype"] == "float16"
-    assert not worker_spec(cfg, "model", "logs").backend.restore_rng
+    assert worker_spec(typed(cfg), "model", "logs").engine["dtype"] == "float16"
+    assert not worker_spec(typed(cfg), "model", "logs").backend.restore_rng
 
 
 def test_verls_settings_reach_its_configs() -> None:
     late = "backend.overrides.override_ddp_config={overlap_param_gather: true, overlap_grad_reduce: true}"
     cfg = compose(["backend=megatron", "backend.tp=2", late, "trainer.gradient_checkpointing=true"])
-    spec = worker_spec(cfg, "model", "logs")
+    spec = worker_spec(typed(cfg), "model", "logs")
     assert spec.engine["tensor_model_parallel_size"] == 2
     assert spec.engine["override_transformer_config"]["sequence_parallel"]
     assert spec.engine["override_transformer_config"]["recompute_granularity"] == "full"

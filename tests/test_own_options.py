@@ -280,7 +280,7 @@ def test_a_sync_mode_of_ones_own_is_an_option_with_both_halves(rdma: Path) -> No
     mode: Any = config.build("sync", config.plain(cfg.sync), SyncMode)
     assert (mode.device, mode.limit) == ("mlx5_1", 7)
     assert mode.publisher("driver") == ("publisher", "mlx5_1", "driver")
-    sent = explorer_spec(cfg, "model", "logs").sync
+    sent = explorer_spec(config.typed(cfg), "model", "logs").sync
     built: Any = config.build("sync", sent, SyncMode)
     assert built.transport("explorer") == ("transport", "mlx5_1", "explorer")
     assert cfg.sync.mode == "rdma"
@@ -445,7 +445,7 @@ def test_a_backend_of_ones_own_is_an_option(tiny: Path) -> None:
     config.check(cfg)
     assert not imported(tiny), "it was loaded before the checks"
     config.check_inputs(cfg)
-    spec = worker_spec(cfg, "model", "logs")
+    spec = worker_spec(config.typed(cfg), "model", "logs")
     assert (spec.engine, spec.optimizer) == ({"depth": 1, "seed": 5}, {"lr": cfg.trainer.lr})
     sent: Any = pickle.loads(pickle.dumps(spec)).backend
     assert (sent.strategy, sent.depth, sent.ranks) == ("tiny", 1, 2)
@@ -505,7 +505,7 @@ def test_a_class_that_is_no_backend_is_refused_with_its_key(tiny: Path) -> None:
 def test_both_generations_of_fsdp_are_one_class_and_their_label_chooses(own: Path) -> None:
     cfg = config.compose(["backend.strategy=fsdp"])
     config.check(cfg)
-    assert worker_spec(cfg, "model", "logs").engine["strategy"] == "fsdp"
+    assert worker_spec(config.typed(cfg), "model", "logs").engine["strategy"] == "fsdp"
     assert refused(config.compose(["backend.strategy=megatron"])) == (
         "backend.strategy is megatron, but the option that was chosen is backend=fsdp, fsdp2; choose backend=megatron"
     )
@@ -567,7 +567,7 @@ def parrot(own: Path) -> Path:
 
 
 def explorer_of(cfg: DictConfig) -> Explorer:
-    spec = replace(explorer_spec(cfg, "model", "logs"), member=Member.new("explorer-0"), log_dir=None)
+    spec = replace(explorer_spec(config.typed(cfg), "model", "logs"), member=Member.new("explorer-0"), log_dir=None)
     return Explorer(spec, None)  # type: ignore[arg-type]
 
 
@@ -609,7 +609,7 @@ def test_an_engine_that_is_not_there_is_refused_with_its_key(parrot: Path, targe
 def test_an_explorer_builds_the_engine_of_ours(tmp_path: Path) -> None:
     cfg = config.compose(["model.architecture.hidden_size=32", "model.architecture.intermediate_size=32"])
     model = make_model(config.plain(cfg.model.architecture), 0, tmp_path / "model")
-    spec = explorer_spec(cfg, str(model), "logs")
+    spec = explorer_spec(config.typed(cfg), str(model), "logs")
     explorer = Explorer(replace(spec, member=Member.new("explorer-0"), log_dir=None), None)  # type: ignore[arg-type]
     explorer.warm_up()
     explorer.start()
@@ -618,7 +618,7 @@ def test_an_explorer_builds_the_engine_of_ours(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_given_the_keys_that_ours_takes() -> None:
-    spec = explorer_spec(config.compose(), "model", "logs")
+    spec = explorer_spec(config.typed(config.compose()), "model", "logs")
     taken = inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters
     assert set(spec.engine) - {config.TARGET} == set(taken) - {"device"}
 
@@ -674,7 +674,7 @@ def test_an_algorithm_of_ones_own_is_an_option(raft: Path) -> None:
     config.check(cfg)
     assert not imported(raft), "it was loaded before the checks"
     config.check_inputs(cfg)
-    spec = pickle.loads(pickle.dumps(worker_spec(cfg, "model", "logs")))
+    spec = pickle.loads(pickle.dumps(worker_spec(config.typed(cfg), "model", "logs")))
     assert spec.algorithm.loss("fsdp2") == ("fsdp2", 3, 0.2)
     assert spec.algorithm.explores
 
@@ -719,7 +719,7 @@ def test_a_class_of_ours_that_is_for_something_else_is_refused_with_its_key(grou
 
 @pytest.mark.parametrize(("name", "explores"), [("grpo", True), ("sft", False)])
 def test_an_algorithm_says_whether_explorers_take_part(name: str, explores: bool) -> None:
-    assert algorithm_of(config.compose([f"algorithm={name}"])).explores == explores
+    assert algorithm_of(config.typed(config.compose([f"algorithm={name}"])).algorithm).explores == explores
 
 
 # those who save
@@ -771,10 +771,10 @@ def test_monitor_and_coordinator_of_ones_own_get_their_keys(saving: Path, monkey
     config.check(cfg)
     assert not imported(saving), "it was loaded before the checks"
     config.check_inputs(cfg)
-    found, keys = monitor_option(cfg)
+    found, keys = monitor_option(config.typed(cfg).checkpoint)
     assert (found.__name__, keys) == ("TellingMonitor", {"webhook": "http://hall/told"})
     monkeypatch.setattr("ray.get_runtime_context", SimpleNamespace)
-    make: Any = pickle.loads(pickle.dumps(coordinator_option(cfg, None, 3)))  # type: ignore[arg-type]
+    make: Any = pickle.loads(pickle.dumps(coordinator_option(config.typed(cfg).checkpoint, None, 3)))  # type: ignore[arg-type]
     coordinator = make(node_id="a node", job_id="rank-1")
     assert (type(coordinator).__name__, coordinator.unit) == ("CountingCoordinator", "sequences")
 

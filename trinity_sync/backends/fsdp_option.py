@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from omegaconf import DictConfig
-
 from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
-from trinity_sync.config import Check, Get, Problem, plain
-from trinity_sync.config.schema import FsdpConfig
+from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config.schema import Config, FsdpConfig
 from trinity_sync.errors import ConfigError
 
 
@@ -39,7 +37,7 @@ class FsdpOption(FsdpConfig, BackendOption):
     }
     reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "fsdp2"})
 
-    def engine_fields(self, cfg: DictConfig) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, Any]:
         return {
             "strategy": self.strategy,
             "fsdp_size": self.fsdp_size,
@@ -52,10 +50,10 @@ class FsdpOption(FsdpConfig, BackendOption):
             **shared_fields(cfg),
             "use_torch_compile": False,
             "wrap_policy": {"min_num_params": 0},
-            **plain(cfg.backend.overrides),
+            **cfg.backend.overrides,
         }
 
-    def optimizer_fields(self, cfg: DictConfig) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
         return {**adam_fields(cfg), "lr_scheduler_type": cfg.trainer.lr_scheduler}
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:

@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from omegaconf import DictConfig
-
-from trinity_sync.config import Check, Get, Problem, build, plain
+from trinity_sync.config import Check, Get, Problem, build
+from trinity_sync.config.schema import BackendConfig, Config
 
 
 class BackendOption(ABC):
@@ -57,11 +56,11 @@ class BackendOption(ABC):
         yield from ((name, named.get(name)) for name in map(str, backend.overrides))
 
     @abstractmethod
-    def engine_fields(self, cfg: DictConfig) -> dict[str, Any]:
+    def engine_fields(self, cfg: Config) -> dict[str, Any]:
         """What `engine_configs` makes verl's engine config of, from the whole configuration."""
 
     @abstractmethod
-    def optimizer_fields(self, cfg: DictConfig) -> dict[str, Any]:
+    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
         """What `engine_configs` makes verl's optimizer config of, from the whole configuration."""
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
@@ -103,13 +102,13 @@ class BackendOption(ABC):
         """
 
 
-def backend_option(cfg: DictConfig) -> BackendOption:
+def backend_option(node: BackendConfig) -> BackendOption:
     """What the configuration's option of `backend` names, with its keys.
 
     Raises:
         ConfigError: the class cannot be used.
     """
-    return build("backend", plain(cfg.backend), BackendOption)  # type: ignore[type-abstract]
+    return build("backend", vars(node), BackendOption)  # type: ignore[type-abstract]
 
 
 def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
@@ -119,7 +118,7 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
             yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
 
 
-def shared_fields(cfg: DictConfig) -> dict[str, Any]:
+def shared_fields(cfg: Config) -> dict[str, Any]:
     """Fields of the engine configs that verl's engines have in common."""
     return {
         "param_offload": cfg.backend.param_offload,
@@ -130,7 +129,7 @@ def shared_fields(cfg: DictConfig) -> dict[str, Any]:
     }
 
 
-def adam_fields(cfg: DictConfig) -> dict[str, Any]:
+def adam_fields(cfg: Config) -> dict[str, Any]:
     """Fields of the optimizer configs that verl's engines have in common."""
     trainer = cfg.trainer
     return {

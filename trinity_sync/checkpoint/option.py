@@ -6,26 +6,25 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
-from trinity_sync.config import TARGET, load_class, plain
+from trinity_sync.config import TARGET, load_class
+from trinity_sync.config.schema import CheckpointConfig
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 
-def monitor_option(cfg: DictConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
+def monitor_option(cfg: CheckpointConfig) -> tuple[type[CheckpointMonitor], Mapping[str, object]]:
     """Return the class of the monitor, and what its constructor gets beside what all monitors get.
 
     Raises:
         ConfigError: the class cannot be used.
     """
-    own = plain(cfg.checkpoint.monitor)
+    own = dict(cfg.monitor)
     return load_class(f"checkpoint.monitor.{TARGET}", own.pop(TARGET), CheckpointMonitor), own
 
 
-def coordinator_option(cfg: DictConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
+def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int) -> partial[CheckpointCoordinator]:
     """Return what makes the coordinator in a rank or a node agent, given its `node_id` and `job_id` there.
 
     Args:
@@ -36,6 +35,6 @@ def coordinator_option(cfg: DictConfig, monitor: ActorHandle, attempt: int) -> p
     Raises:
         ConfigError: the class cannot be used.
     """
-    own = plain(cfg.checkpoint.coordinator)
+    own = dict(cfg.coordinator)
     found = load_class(f"checkpoint.coordinator.{TARGET}", own.pop(TARGET), CheckpointCoordinator)
-    return partial(found, monitor, timeout_s=cfg.checkpoint.timeout_s, attempt=attempt, **own)
+    return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)

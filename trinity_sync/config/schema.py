@@ -270,7 +270,7 @@ class Config:
     model: ModelConfig = MISSING
     trainer: TrainerConfig = MISSING
     algorithm: AlgorithmConfig = MISSING
-    task: Any = MISSING
+    task: Any = MISSING  # a dictionary for whoever reads it, see `typed`
     explorer: ExplorerConfig = MISSING
     samples: SamplesConfig = MISSING
     cluster: ClusterConfig = MISSING

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig
-
-from trinity_sync.config import dtype_name, plain
+from trinity_sync.config import dtype_name
+from trinity_sync.config.schema import Config
 from trinity_sync.protocol.members import Member
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "timeout_s")
@@ -46,7 +45,7 @@ class ExplorerSpec:
         return self.member.name
 
 
-def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpec:
+def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
     """The spec of all explorers from a checked config, but for who they are.
 
     Args:
@@ -54,9 +53,9 @@ def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpe
         model_path: folder or hub id that gives config and tokenizer.
         log_dir: where the explorers log.
     """
-    engine = {name: value for name, value in plain(cfg.explorer).items() if name not in _OF_THE_POOL} | {
+    engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
         "model_path": model_path,
-        "response_length": cfg.task.response_length,
+        "response_length": cfg.task["response_length"],
         "prompt_length": cfg.task.get("prompt_length"),
         "seed": cfg.seed,
         "attn_implementation": cfg.model.attn_implementation,
@@ -65,9 +64,9 @@ def explorer_spec(cfg: DictConfig, model_path: str, log_dir: str) -> ExplorerSpe
     return ExplorerSpec(
         member=Member.new(""),
         engine=engine,
-        task=plain(cfg.task),
+        task=cfg.task,
         seed=cfg.seed,
-        sync=plain(cfg.sync),
+        sync=vars(cfg.sync),
         verify=cfg.sync.verify,
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         timeout_s=cfg.sync.timeout_s,

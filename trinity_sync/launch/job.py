@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
-from trinity_sync.config import build, config_digest, plain, retention_policies
+from trinity_sync.config import build, config_digest, plain, retention_policies, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.launch.agents import close_agents, start_agents
@@ -99,7 +99,7 @@ class Job:
             slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
         )
         self._synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
-        monitor, own = monitor_option(cfg)
+        monitor, own = monitor_option(typed(cfg).checkpoint)
         handle = monitor.get_actor(
             self._cluster.namespace,
             cfg.checkpoint.save_strategy,
@@ -133,7 +133,7 @@ class Job:
             self._infos,
             self._trainer,
             synchronizer=self._synchronizer,
-            make_coordinator=coordinator_option(cfg, handle, recorder.attempt),
+            make_coordinator=coordinator_option(typed(cfg).checkpoint, handle, recorder.attempt),
             run_key=self._run_key,
             fallback=self._folder.slots,
             log_dir=self._logs,
@@ -159,14 +159,14 @@ class Job:
 
     @property
     def _with_explorers(self) -> bool:
-        return algorithm_of(self._cfg).explores
+        return algorithm_of(typed(self._cfg).algorithm).explores
 
     def _make_pool(self) -> Any:
         from trinity_sync.explorer.pool import ExplorerPool
         from trinity_sync.explorer.spec import explorer_spec
 
         cfg = self._cfg
-        spec = explorer_spec(cfg, self._model_path, self._logs)
+        spec = explorer_spec(typed(cfg), self._model_path, self._logs)
         return ExplorerPool(
             spec,
             replicas=cfg.explorer.replicas,
@@ -184,7 +184,7 @@ class Job:
 
         cfg = self._cfg
         return TrainerGroup(
-            worker_spec(cfg, self._model_path, self._logs),
+            worker_spec(typed(cfg), self._model_path, self._logs),
             worker=self.worker,
             process_on_nodes=_placement(cfg.backend.ranks, self._cluster.gpus_per_node if self._use_gpu else 0),
             use_gpu=self._use_gpu,
@@ -311,7 +311,7 @@ class Job:
         folder = self._start.folder
         if folder is None or not self._with_explorers or not (folder / EXPLORER).is_dir():
             return None
-        moved = self._start.weights_only or backend_option(self._cfg).moved(folder)
+        moved = self._start.weights_only or backend_option(typed(self._cfg).backend).moved(folder)
         step = None if moved else published_step(folder, parts)
         if step is None:
             print(

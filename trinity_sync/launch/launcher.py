@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
-from trinity_sync.config import config_digest, plain
+from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.launch.cluster import check_reachable, cluster
@@ -121,7 +121,7 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    replicas = cfg.explorer.replicas if algorithm_of(cfg).explores else 0
+    replicas = cfg.explorer.replicas if algorithm_of(typed(cfg).algorithm).explores else 0
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
     cpus = cfg.backend.ranks + replicas + 1

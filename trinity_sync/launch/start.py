@@ -16,7 +16,7 @@ from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
 from trinity_sync.checkpoint.tracker_files import read_tracker
-from trinity_sync.config import plain
+from trinity_sync.config import plain, typed
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute
 from trinity_sync.launch.resume import Resume
@@ -273,7 +273,7 @@ def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
 
 def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
     """Whether the run's engine can load all that another one saved; else it can take the weights."""
-    option = backend_option(cfg)
+    option = backend_option(typed(cfg).backend)
     if backend not in option.reads:
         print(
             f"note: {path} was saved by backend={backend}, this run goes on with backend={option.strategy}: with the "

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from omegaconf import DictConfig
-
 from trinity_sync.backends.option import BackendOption, backend_option
 from trinity_sync.config import dtype_name
+from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.shards import CoverageError, check_complete
@@ -88,7 +87,7 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
         ) from error
 
 
-def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
+def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
     """The spec of a rank from a checked config.
 
     Args:
@@ -96,7 +95,7 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         model_path: folder or hub id of the model to train.
         log_dir: where the ranks log.
     """
-    backend, trainer = backend_option(cfg), cfg.trainer
+    backend, trainer = backend_option(cfg.backend), cfg.trainer
     return WorkerSpec(
         backend=backend,
         engine=backend.engine_fields(cfg),
@@ -105,7 +104,7 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         attn_implementation=cfg.model.attn_implementation,
         trust_remote_code=cfg.model.trust_remote_code,
         gradient_checkpointing=trainer.gradient_checkpointing,
-        algorithm=algorithm_of(cfg),
+        algorithm=algorithm_of(cfg.algorithm),
         mini_batches=trainer.mini_batches,
         epochs=trainer.epochs,
         micro_batch_size=trainer.micro_batch_size,
@@ -113,7 +112,7 @@ def worker_spec(cfg: DictConfig, model_path: str, log_dir: str) -> WorkerSpec:
         seed=cfg.seed,
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         bucket_bytes=cfg.sync.bucket_mb * 2**20,
-        checkpoint_format=cfg.checkpoint.format,
+        checkpoint_format="dcp" if cfg.checkpoint.format == "dcp" else "verl",
         lazy_snapshot=cfg.checkpoint.snapshot == "lazy",
         timeout_s=cfg.backend.timeout_s,
         log_dir=log_dir,

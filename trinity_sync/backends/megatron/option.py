@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from omegaconf import DictConfig
-
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
-from trinity_sync.config import Check, Get, Problem, plain
-from trinity_sync.config.schema import MegatronConfig
+from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config.schema import Config, MegatronConfig
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Model families of transformers that can be trained."""
@@ -127,13 +125,13 @@ class MegatronOption(MegatronConfig, BackendOption):
         yield from super().overridden(get)
         backend = get("backend")
         transformer = backend.overrides.get(_OF_TRANSFORMER)
-        if isinstance(transformer, DictConfig):
+        if isinstance(transformer, Mapping):
             named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"}
             named |= {**cls.engine_keys, **_TRANSFORMER_KEYS}
             yield from ((f"{_OF_TRANSFORMER}.{name}", named.get(name)) for name in map(str, transformer))
 
-    def engine_fields(self, cfg: DictConfig) -> dict[str, Any]:
-        overrides = plain(cfg.backend.overrides)
+    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+        overrides = cfg.backend.overrides
         transformer: dict[str, Any] = {
             # verl hands sequence_parallel to its other bridge only
             "sequence_parallel": self.sequence_parallel and self.tp > 1,
@@ -157,8 +155,8 @@ class MegatronOption(MegatronConfig, BackendOption):
             _OF_TRANSFORMER: {**transformer, **overrides.get(_OF_TRANSFORMER, {})},
         }
 
-    def optimizer_fields(self, cfg: DictConfig) -> dict[str, Any]:
-        trainer, ddp = cfg.trainer, plain(cfg.backend.overrides).get("override_ddp_config", {})
+    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+        trainer, ddp = cfg.trainer, cfg.backend.overrides.get("override_ddp_config", {})
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,

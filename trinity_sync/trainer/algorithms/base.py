@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import ClassVar
 
-from omegaconf import DictConfig
-
-from trinity_sync.config import Check, Get, Problem, build, plain
+from trinity_sync.config import Check, Get, Problem, build
+from trinity_sync.config.schema import AlgorithmConfig
 
 
 class Algorithm(ABC):
@@ -54,13 +53,13 @@ class Algorithm(ABC):
         """
 
 
-def algorithm_of(cfg: DictConfig) -> Algorithm:
+def algorithm_of(node: AlgorithmConfig) -> Algorithm:
     """What the configuration's option of `algorithm` names, with its keys.
 
     Raises:
         ConfigError: the class cannot be used.
     """
-    return build("algorithm", plain(cfg.algorithm), Algorithm)  # type: ignore[type-abstract]
+    return build("algorithm", vars(node), Algorithm)  # type: ignore[type-abstract]
 
 
 def _check_schedule(get: Get) -> Iterator[Problem]:
