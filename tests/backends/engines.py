@@ -38,7 +38,8 @@ LIMIT_S = 240
 
 _PRELOADED = [
     "torch.distributed.fsdp",
-    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "ray",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "tensordict",
 ]
