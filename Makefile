@@ -18,11 +18,11 @@ FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip c
 UV_FLAGS := --python $(BIN)/python --constraint constraints.txt \
 	$(foreach place,$(FIND_LINKS),--find-links $(place)) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
-# Two files of tests at a time: much of what they do is wait for processes to start. In order of their names: the long
-# ones are among the first, and not left for the end, when one of the two has nothing more to do.
+# Two files of tests at a time: much of what they do is wait for processes to start. The longest come first, as in every
+# part: none is left for the end, when one of the two has nothing more to do.
 BESIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
-PYTEST = $(BIN)/python -m pytest $(BESIDE) $(if $(PART),--part $(PART))
+PYTEST = $(BIN)/python -m pytest $(BESIDE) --part $(or $(PART),1/1)
 
 # A part that is none is refused at once, in one line and with exit code 2.
 ifdef PART

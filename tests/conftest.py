@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import LoadFileScheduling
 
 from tests import parts
 
@@ -15,6 +17,23 @@ from tests import parts
 # integration judges a change, so it tries the same examples each time; new ones are found by everybody else.
 settings.register_profile("project", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("project")
+
+
+_ROOM = "tests/integrations"
+"""Its files share processes that take half a minute to start."""
+
+
+class _Scheduling(LoadFileScheduling):
+    """A file is for one worker, and so is the room."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return _ROOM if file.startswith(_ROOM + "/") else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    return _Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

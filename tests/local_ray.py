@@ -1,34 +1,81 @@
-"""Ray for tests that need real actors: ``cluster = local_ray.cluster`` in a module or a conftest."""
+"""Ray for tests that need real actors: ``cluster = local_ray.cluster`` in a module or a conftest.
+
+A node of Ray takes longer to start than most tests: one, in a process of its own, serves all modules that a process of
+pytest runs. Each module joins it as a new driver, and with the driver go all actors and objects of the module.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
+import itertools
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray.exceptions import RayActorError
 
 from trinity_sync.launch.cluster import start_ray
 
+_QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
+_END_LIMIT = 60.0
+_ROOT = Path(__file__).parents[1]
+_numbers = itertools.count()
+
 
 @contextmanager
 def running() -> Iterator[None]:
-    """Ray for the length of the block."""
+    """A Ray of one's own for the length of the block, which ends with this process."""
     start_ray(
         120.0,
         num_cpus=4,
         include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
         # Processes start when a test needs one; idle ones would compete with it for the machine.
         _system_config={"prestart_worker_first_driver": False},
+        **_QUIET,
     )
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def joined() -> Iterator[None]:
+    """The Ray of all tests of this process, joined for the length of the block."""
+    enable_token_auth_by_default()  # as where Ray is started; `ray.init` does it for no address that it is given
+    ray.init(address=_address(), **_QUIET)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@functools.cache
+def _address() -> str:
+    """Of the Ray of all tests of this process, which is started."""
+    command = [sys.executable, "-m", "tests.local_ray"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+    atexit.register(_end, process)
+    assert process.stdout is not None
+    address = process.stdout.readline().strip()
+    assert address, "Ray did not start"
+    return address
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.communicate(timeout=_END_LIMIT)
+
+
+def new_name() -> str:
+    """A name for a run, such as that of its namespace. The actors of a driver that left end a moment after it."""
+    return f"run-{next(_numbers)}"
 
 
 def kill(actor: Any) -> None:
@@ -42,5 +89,11 @@ def kill(actor: Any) -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Ray for the length of a module."""
-    with running():
+    with joined():
         yield
+
+
+if __name__ == "__main__":
+    with running():
+        print(ray.get_runtime_context().gcs_address, flush=True)
+        sys.stdin.read()  # until the tests have ended, in whatever way

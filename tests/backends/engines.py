@@ -36,6 +36,16 @@ SIZES = {
 
 LIMIT_S = 240
 
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch._inductor.compile_fx",
+    "ray",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "tensordict",
+]
+"""What takes most of the seconds that each rank needs for its imports, and knows nothing of `PLATFORM`. One process
+imports it, of which all ranks of all tests of this process are forks."""
+
 
 def make_models(folder: Path) -> None:
     """A small Qwen3 with and without tied embeddings, sizes that no number of ranks divides; and one with experts."""
@@ -75,7 +85,8 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOADED)
         self._processes = [
             context.Process(target=target or _rank, args=(rank, ranks, port, folder, list(cases), saved))
             for rank in range(ranks)

@@ -50,7 +50,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         (ranks, {name: case for name, case in cases.items() if name in wanted})
         for ranks, cases in ((1, ONE), (2, TWO | EXPERTS), (4, FOUR))
     ]
-    saved = {f"fsdp2-{case['model']}": multiprocessing.get_context("spawn").Event() for case in ONE.values()}
+    saved = {f"fsdp2-{case['model']}": multiprocessing.get_context("forkserver").Event() for case in ONE.values()}
     if wanted & ONE.keys():
         chosen[1] = (2, TWO | chosen[1][1])
     started = [(cases, Ranks(folder, ranks, list(cases.values()), saved)) for ranks, cases in chosen if cases]

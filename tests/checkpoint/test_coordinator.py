@@ -314,8 +314,8 @@ def test_a_turn_that_does_not_come_is_a_timeout(make_monitor: Callable[..., Any]
         coordinator.wait_all()
 
 
-def test_a_monitor_that_is_gone_is_an_error_and_no_hang(make_monitor: Callable[..., Any]) -> None:
-    monitor = make_monitor()
+def test_a_monitor_that_is_gone_is_an_error_and_no_hang(make_actor: Callable[..., Any]) -> None:
+    monitor = make_actor()
     coordinator = CheckpointCoordinator(monitor, timeout_s=LIMIT)
     local_ray.kill(monitor)
     with pytest.raises(RunError, match=r"^the checkpoint monitor died while it was to give a save of step 20"):
@@ -389,22 +389,22 @@ class Rank:
 
 
 @pytest.mark.parametrize("monitor_restarts", [False, True])
-def test_a_rank_that_dies_while_writing_is_noticed(monitor: Any, root: Path, monitor_restarts: bool) -> None:
-    folder = call(monitor, "begin", 20, 0, FULL, ["r0", "r1"])
-    rank = Rank.remote(monitor, "rank-0")
+def test_a_rank_that_dies_while_writing_is_noticed(actor: Any, root: Path, monitor_restarts: bool) -> None:
+    folder = call(actor, "begin", 20, 0, FULL, ["r0", "r1"])
+    rank = Rank.remote(actor, "rank-0")
     pid = ray.get(rank.save.remote(20, "r0", folder), timeout=LIMIT)
     if monitor_restarts:
-        ray.kill(monitor, no_restart=False)
-        assert call(monitor, "status", 20)["state"] == "open"
+        ray.kill(actor, no_restart=False)
+        assert call(actor, "status", 20)["state"] == "open"
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RunError, match=r"part 'r0' failed: the writer rank-0 on node \w+ was lost"):
-        call(monitor, "wait_committed", 20, 0, LIMIT)
-    call(monitor, "wait_idle", LIMIT)
+        call(actor, "wait_committed", 20, 0, LIMIT)
+    call(actor, "wait_idle", LIMIT)
     assert not staging_dir(root, 20, 0).exists()
     assert names(root) == {".staging/failed-0.json"}
-    folder = call(monitor, "begin", 30, 0, FULL, ["r0"])
-    call(monitor, "notify_finished", 30, part="r0")
-    assert call(monitor, "wait_committed", 30, 0, LIMIT)["step"] == 30
+    folder = call(actor, "begin", 30, 0, FULL, ["r0"])
+    call(actor, "notify_finished", 30, part="r0")
+    assert call(actor, "wait_committed", 30, 0, LIMIT)["step"] == 30
 
 
 def test_a_rank_that_ends_after_its_saves_fails_nothing(monitor: Any) -> None:
@@ -419,13 +419,14 @@ def test_a_rank_that_ends_after_its_saves_fails_nothing(monitor: Any) -> None:
 
 
 def test_a_save_under_way_when_the_monitor_is_killed_is_still_committed(
-    monitor: Any, coordinator: CheckpointCoordinator
+    actor: Any,
 ) -> None:
+    coordinator = CheckpointCoordinator(actor, timeout_s=LIMIT)
     go = threading.Event()
-    folder = Path(call(monitor, "begin", 20, 0, FULL, ["r0"]))
+    folder = Path(call(actor, "begin", 20, 0, FULL, ["r0"]))
     write = writer(folder, "model.pt")
     coordinator.save_async("full", lambda: write() if go.wait(LIMIT) else None, 20, part="r0")
-    ray.kill(monitor, no_restart=False)
+    ray.kill(actor, no_restart=False)
     go.set()
     coordinator.wait_all()
-    assert call(monitor, "wait_committed", 20, 0, LIMIT)["bytes"] == len("model.pt")
+    assert call(actor, "wait_committed", 20, 0, LIMIT)["bytes"] == len("model.pt")

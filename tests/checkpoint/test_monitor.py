@@ -64,13 +64,13 @@ def faults(monitor: Any) -> list[str]:
 # ---- a save from begin to commit
 
 
-def test_a_save_from_begin_to_commit(monitor: Any, root: Path) -> None:
-    folder = begin(monitor, 20, ["r0", "r1", "digest"], backend="fsdp", world_size=2, metrics={"reward/mean": 0.5})
+def test_a_save_from_begin_to_commit(actor: Any, root: Path) -> None:
+    folder = begin(actor, 20, ["r0", "r1", "digest"], backend="fsdp", world_size=2, metrics={"reward/mean": 0.5})
     assert folder == staging_dir(root, 20, 0)
     for part in ("r0", "r1"):
-        write_part(monitor, 20, folder, part)
-    call(monitor, "notify_finished", 20, part="digest", digest="ab")
-    result = call(monitor, "wait_committed", 20, 0, LIMIT)
+        write_part(actor, 20, folder, part)
+    call(actor, "notify_finished", 20, part="digest", digest="ab")
+    result = call(actor, "wait_committed", 20, 0, LIMIT)
     assert result.pop("total_s") >= 0
     assert result == {
         **{"step": 20, "attempt": 0, "kind": FULL, "digest": "ab", "bytes": 16},
@@ -172,9 +172,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_step_that_fails_on_a_full_disk_is_cleaned_up_and_stays_failed(
-    make_monitor: Callable[..., Any], small_disk: Path
+    make_actor: Callable[..., Any], small_disk: Path
 ) -> None:
-    monitor = make_monitor(folder=small_disk)
+    monitor = make_actor(folder=small_disk)
     folder = begin(monitor, 20, ["r0"])
     with pytest.raises(OSError, match="No space left"):
         (folder / "r0.pt").write_bytes(b"x" * 100_000)
@@ -208,10 +208,10 @@ def test_saving_without_a_folder_is_refused(make_monitor: Callable[..., Any]) ->
     [("all_at_once", {}, "save_strategy"), (None, {"keep_last": {"n": 0}}, r"keep_last\.n")],
 )
 def test_wrong_settings_are_told_before_anything_starts(
-    make_monitor: Callable[..., Any], strategy: str | None, policies: dict[str, Any], named: str
+    make_actor: Callable[..., Any], strategy: str | None, policies: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(ConfigError, match=named):
-        make_monitor(strategy, policies=policies)
+        make_actor(strategy, policies=policies)
 
 
 # ---- a monitor of one's own
@@ -363,29 +363,29 @@ def test_a_turn_that_does_not_come_is_a_timeout_and_is_forgotten(make_monitor: C
 # ---- starts and restarts
 
 
-def test_the_actor_of_a_run_is_there_once(make_monitor: Callable[..., Any], cluster: None, root: Path) -> None:
+def test_the_actor_of_a_run_is_there_once(cluster: None, root: Path) -> None:
     first = CheckpointMonitor.get_actor("same", default_local_dir=str(root))
     assert CheckpointMonitor.get_actor("same")._actor_id == first._actor_id
     assert CheckpointMonitor.get_actor("other")._actor_id != first._actor_id
 
 
-def test_an_actor_that_is_killed_goes_on_where_it_was(monitor: Any, root: Path) -> None:
-    save(monitor, 10)
-    folder = begin(monitor, 20, ["r0", "r1"], world_size=2)
-    write_part(monitor, 20, folder, "r0")
-    waiting = monitor.wait_committed.remote(20, 0, LIMIT)
-    ray.kill(monitor, no_restart=False)
-    write_part(monitor, 20, folder, "r1")
+def test_an_actor_that_is_killed_goes_on_where_it_was(actor: Any, root: Path) -> None:
+    save(actor, 10)
+    folder = begin(actor, 20, ["r0", "r1"], world_size=2)
+    write_part(actor, 20, folder, "r0")
+    waiting = actor.wait_committed.remote(20, 0, LIMIT)
+    ray.kill(actor, no_restart=False)
+    write_part(actor, 20, folder, "r1")
     assert ray.get(waiting, timeout=LIMIT)["bytes"] == 16
     assert read_manifest(step_dir(root, 20)).world_size == 2
     assert tracked(root) == (20, 20)
-    assert call(monitor, "wait_committed", 10, 0, LIMIT)["path"] == str(step_dir(root, 10))
+    assert call(actor, "wait_committed", 10, 0, LIMIT)["path"] == str(step_dir(root, 10))
 
 
 def test_who_asks_after_a_restart_for_what_retention_took_hears_that_it_was_committed(
-    make_monitor: Callable[..., Any],
+    make_actor: Callable[..., Any],
 ) -> None:
-    monitor = make_monitor(policies={"keep_last": {"n": 1}})
+    monitor = make_actor(policies={"keep_last": {"n": 1}})
     told = [save(monitor, step) for step in (10, 20)]
     ray.kill(monitor, no_restart=False)
     again = call(monitor, "wait_committed", 10, 0, LIMIT / 3, kind=FULL)
@@ -394,19 +394,19 @@ def test_who_asks_after_a_restart_for_what_retention_took_hears_that_it_was_comm
         call(monitor, "wait_committed", 30, 0, 0.1)
 
 
-def test_a_step_that_failed_stays_failed_after_a_restart(monitor: Any) -> None:
-    begin(monitor, 20, ["r0", "r1"])
-    call(monitor, "notify_failed", 20, "r0", "disk full")
-    call(monitor, "wait_idle", LIMIT)
-    ray.kill(monitor, no_restart=False)
+def test_a_step_that_failed_stays_failed_after_a_restart(actor: Any) -> None:
+    begin(actor, 20, ["r0", "r1"])
+    call(actor, "notify_failed", 20, "r0", "disk full")
+    call(actor, "wait_idle", LIMIT)
+    ray.kill(actor, no_restart=False)
     with pytest.raises(RunError, match="disk full"):
-        call(monitor, "wait_committed", 20, 0, LIMIT)
+        call(actor, "wait_committed", 20, 0, LIMIT)
     with pytest.raises(RunError, match="disk full"):
-        begin(monitor, 20, ["r0", "r1"])
+        begin(actor, 20, ["r0", "r1"])
 
 
-def test_a_killed_actor_forgets_no_turn(make_monitor: Callable[..., Any]) -> None:
-    monitor = make_monitor("single_thread")
+def test_a_killed_actor_forgets_no_turn(make_actor: Callable[..., Any]) -> None:
+    monitor = make_actor("single_thread")
     begin(monitor, 20, ["a", "b"])
     call(monitor, "notify_started", "node", "first", step=20, part="a", ticket="t1")
     second = monitor.notify_started.remote("node", "second", step=20, part="b", ticket="t2")
@@ -435,10 +435,10 @@ def test_a_start_leaves_the_checkpoints_of_another_program_alone(make_monitor: C
 
 
 def test_a_monitor_that_starts_again_after_another_run_took_over_leaves_the_folder_alone(
-    make_monitor: Callable[..., Any], root: Path
+    make_actor: Callable[..., Any], root: Path
 ) -> None:
     with locked(root, Path("first")):
-        monitor = make_monitor()
+        monitor = make_actor()
         pid = call(monitor, "describe")["pid"]
     (root / ".lock").write_text("another run\n1234")  # as `locked` does, which would wait for the monitor's end
     kept = staging_dir(root, 20, 0)
@@ -450,10 +450,10 @@ def test_a_monitor_that_starts_again_after_another_run_took_over_leaves_the_fold
 
 
 def test_a_resumed_run_that_publishes_the_step_it_began_with_leaves_its_checkpoint(
-    make_monitor: Callable[..., Any], root: Path
+    make_actor: Callable[..., Any], root: Path
 ) -> None:
     full = commit(root, 20, {"actor/model.pt": "w", "actor/optim.pt": "o"})
-    monitor = make_monitor(attempt=1)
+    monitor = make_actor(attempt=1)
     result = save(monitor, 20, ("weights",), STATE_DICT)
     assert (result["kind"], result["attempt"], result["beside"]) == (STATE_DICT, 1, True)
     assert read_manifest(step_dir(root, 20)) == full
@@ -476,14 +476,14 @@ def test_a_new_attempt_clears_what_the_last_had_staged(make_monitor: Callable[..
 # ---- weight and place
 
 
-def test_the_actor_is_light(monitor: Any) -> None:
-    save(monitor, 10)
+def test_the_actor_is_light(actor: Any) -> None:
+    save(actor, 10)
     loaded = ray.get(
-        monitor.__ray_call__.remote(lambda _: [name for name, module in sys.modules.items() if module is not None]),
+        actor.__ray_call__.remote(lambda _: [name for name, module in sys.modules.items() if module is not None]),
         timeout=LIMIT,
     )
     assert not {"torch", "verl", "transformers", "pyarrow"} & set(loaded)
-    assert call(monitor, "memory")["peak_rss"] < 120e6
+    assert call(actor, "memory")["peak_rss"] < 120e6
 
 
 def test_importing_the_package_loads_neither_torch_nor_ray() -> None:
@@ -491,8 +491,8 @@ def test_importing_the_package_loads_neither_torch_nor_ray() -> None:
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 
 
-def test_a_copy_that_fails_is_told_and_takes_nothing_back(make_monitor: Callable[..., Any], root: Path) -> None:
-    monitor = make_monitor(default_hdfs_dir="/dev/null/nowhere", mirror=MirrorSettings(tries=2, backoff_s=0.01))
+def test_a_copy_that_fails_is_told_and_takes_nothing_back(make_actor: Callable[..., Any], root: Path) -> None:
+    monitor = make_actor(default_hdfs_dir="/dev/null/nowhere", mirror=MirrorSettings(tries=2, backoff_s=0.01))
     save(monitor, 10)
     assert list(call(monitor, "wait_mirrored", LIMIT)) == [10]
     call(monitor, "wait_idle", LIMIT)
@@ -504,22 +504,22 @@ def test_a_copy_that_fails_is_told_and_takes_nothing_back(make_monitor: Callable
 
 
 @pytest.mark.all
-def test_a_resumed_run_copies_what_the_mirror_lacks(make_monitor: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_resumed_run_copies_what_the_mirror_lacks(make_actor: Callable[..., Any], tmp_path: Path) -> None:
     place = tmp_path / "far"
     place.write_text("a file where the folder should be")
-    monitor = make_monitor(default_hdfs_dir=str(place), mirror=MirrorSettings(tries=1))
+    monitor = make_actor(default_hdfs_dir=str(place), mirror=MirrorSettings(tries=1))
     save(monitor, 10)
     assert list(call(monitor, "wait_mirrored", LIMIT)) == [10]
     place.unlink()
-    assert call(make_monitor(default_hdfs_dir=str(place), attempt=1), "wait_mirrored", LIMIT) == {}
+    assert call(make_actor(default_hdfs_dir=str(place), attempt=1), "wait_mirrored", LIMIT) == {}
     assert verification.verify(step_dir(place, 10)).ok
 
 
-def test_a_copy_that_hangs_holds_nothing_up(make_monitor: Callable[..., Any], root: Path) -> None:
+def test_a_copy_that_hangs_holds_nothing_up(make_actor: Callable[..., Any], root: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         place = f"sftp://tester@127.0.0.1:{port}/far"
-        monitor = make_monitor(
+        monitor = make_actor(
             default_hdfs_dir=place, policies={"keep_last": {"n": 1}}, mirror=MirrorSettings(timeout_s=60.0)
         )
         save(monitor, 10)
@@ -531,9 +531,9 @@ def test_a_copy_that_hangs_holds_nothing_up(make_monitor: Callable[..., Any], ro
 
 
 def test_committed_checkpoints_are_copied_on_and_what_was_kept_for_that_goes_afterwards(
-    make_monitor: Callable[..., Any], root: Path, tmp_path: Path
+    make_actor: Callable[..., Any], root: Path, tmp_path: Path
 ) -> None:
-    monitor = make_monitor(default_hdfs_dir=str(tmp_path / "far"), policies={"keep_last": {"n": 1}})
+    monitor = make_actor(default_hdfs_dir=str(tmp_path / "far"), policies={"keep_last": {"n": 1}})
     for step in (10, 20):
         save(monitor, step)
     assert call(monitor, "wait_mirrored", LIMIT) == {}
@@ -544,12 +544,12 @@ def test_committed_checkpoints_are_copied_on_and_what_was_kept_for_that_goes_aft
 
 
 def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
-    make_monitor: Callable[..., Any], root: Path, tmp_path: Path
+    make_actor: Callable[..., Any], root: Path, tmp_path: Path
 ) -> None:
     cfg = compose(["checkpoint.mirror_keep=all", f"checkpoint.mirror={tmp_path / 'far'}"])
     mirror = run_mirror(cfg)
     assert mirror is not None
-    monitor = make_monitor(default_hdfs_dir=mirror.place, policies={"keep_last": {"n": 1}}, mirror=mirror.settings)
+    monitor = make_actor(default_hdfs_dir=mirror.place, policies={"keep_last": {"n": 1}}, mirror=mirror.settings)
     for step in (10, 20):
         save(monitor, step)
         assert call(monitor, "wait_mirrored", LIMIT) == {}
@@ -561,7 +561,7 @@ def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
 
 @pytest.mark.parametrize(("stopped", "waited"), [(True, "0.2"), (False, "0.4")])
 def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
-    make_monitor: Callable[..., Any],
+    make_actor: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     stopped: bool,
@@ -576,7 +576,7 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/far"
         cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
         run: Any = job.Job(cfg, folder, start, recorder, None, "run", False, None)  # type: ignore[arg-type]
-        monitor = make_monitor(default_hdfs_dir=place, mirror=run._mirror.settings)
+        monitor = make_actor(default_hdfs_dir=place, mirror=run._mirror.settings)
         run._monitor = MonitorClient(monitor)
         for step in (10, 20):
             save(monitor, step)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.checkpoint.export import export_checkpoint
+
 ROOT = Path(__file__).parents[2]
 
 # Small enough that a step costs next to nothing; the start-up of the processes is what these tests pay for.
@@ -24,6 +26,15 @@ SMALL = [
     "checkpoint.interval=2",
 ]
 LIMIT_S = 400
+
+
+def initial_digest(folder: Path) -> str:
+    """Version digest of the safetensors file that the run in this folder started from."""
+    from safetensors.torch import load_file
+
+    from trinity_sync.weights.tensors import state_digest
+
+    return state_digest(load_file(folder / "model" / "model.safetensors"), "BF16")
 
 
 @dataclass
@@ -58,6 +69,35 @@ class Run:
         """Manifest by step of what is in the checkpoint folder."""
         found = [json.loads(path.read_text()) for path in self.folder.glob("checkpoints/global_step_*/manifest.json")]
         return {manifest["step"]: manifest for manifest in found}
+
+    def assert_the_same_weights_everywhere(self, versions: list[int], saved: list[int], explorers: int) -> None:
+        """Hold a run that is to have completed against what it is to have done.
+
+        Args:
+            versions: steps that it published, each of which every explorer loaded.
+            saved: steps of its full checkpoints; of those that are kept the weights are the versions'.
+        """
+        assert self.code == 0, self.output
+        assert self.record["status"] == "completed"
+        assert sorted(self.digests) == versions
+        assert self.digests[0] == initial_digest(self.folder)
+
+        loads = self.events("load")
+        assert len(loads) == len(versions) * explorers
+        assert all(load["digest"] == self.digests[load["version"]] for load in loads)
+
+        assert sorted(event["step"] for event in self.events("commit") if event["kind"] == "full") == saved
+        self.assert_what_is_saved_is_what_was_published(last=saved[-1])
+        assert not self.events("fault")
+
+    def assert_what_is_saved_is_what_was_published(self, last: int) -> None:
+        kept = {step: manifest["digest"] for step, manifest in self.manifests.items() if step in self.digests}
+        assert kept == {step: self.digests[step] for step in kept}
+        tracker = self.folder / "checkpoints/latest_checkpointed_iteration.txt"
+        assert (tracker.read_text().strip(), last in kept) == (str(last), True)
+        place = self.folder / f"checkpoints/global_step_{last}"
+        exported = export_checkpoint(place, self.folder.with_name(f"exported-{last}"))
+        assert exported.digest == exported.checked == self.digests[last]
 
 
 @dataclass

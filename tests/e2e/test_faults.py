@@ -65,7 +65,7 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_a_signal_ends_a_run_cleanly(folder: Path, end: Callable[[int], None]) -> None:
     started = start(folder, *LONG)
-    started.wait_for_line("step 40/400")
+    started.wait_for_line("step 12/400")
     pid = started.process.pid
     (ray_folder,) = ray_folders(pid)
     assert any("/dev/shm/" in place for place in leftovers(pid))
@@ -91,7 +91,7 @@ def test_an_interrupted_run_goes_on_after_its_last_checkpoint(folder: Path) -> N
 
 def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> None:
     started = start(folder, *LONG)
-    kill_at(started, "step 40/400", lambda run: run.pid_of("trainer-rank-1"))
+    kill_at(started, "step 12/400", lambda run: run.pid_of("trainer-rank-1"))
     run = started.finish(limit_s=60)
     assert run.code == 1
     assert "trainer rank 1 died while it was to" in run.output
@@ -259,6 +259,7 @@ def test_supervised_training_learns_from_pairs_without_explorers(folder: Path, t
         f"task.path={pairs}",
         "algorithm.batch_size=32",
         "trainer.steps=30",
+        "backend.ranks=1",
         small=False,
     )
     assert run.code == 0, run.output

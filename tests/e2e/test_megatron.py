@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, kill_at, launch, resume, start
-from tests.e2e.test_matrix import initial_digest
+from tests.e2e.runs import Run, initial_digest, kill_at, launch, resume, start
 
 LAYOUTS = {
     "tp2": ["backend.tp=2"],

@@ -13,7 +13,11 @@ from trinity_sync.checkpoint import verification
 
 # At the checkpoint of step 10, from which the killed run goes on, the explorers hold version 9.
 SETTINGS = (
-    "trainer.steps=30",
+    "backend=fsdp2",
+    "sync=memory",
+    "backend.ranks=2",
+    "explorer.replicas=1",
+    "trainer.steps=20",
     "checkpoint.interval=5",
     "sync.interval=3",
     "sync.max_staleness=2",
@@ -33,7 +37,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Killed with SIGKILL after step 12, then resumed in place."""
     started = start(tmp_path_factory.mktemp("killed") / "run", *SETTINGS)
-    started.wait_for_line("step 12/30")
+    started.wait_for_line("step 12/20")
     os.killpg(started.process.pid, signal.SIGKILL)
     killed = started.finish()
     assert killed.code == -signal.SIGKILL
@@ -42,9 +46,14 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+def test_the_same_weights_have_the_same_digest_at_trainer_explorer_and_checkpoint(uninterrupted: Run) -> None:
+    """As in `test_matrix.py`, which leaves these settings to this run."""
+    uninterrupted.assert_the_same_weights_everywhere([*range(0, 20, 3), 20], [*range(5, 21, 5)], explorers=1)
+
+
 def test_a_resumed_run_ends_with_the_same_digests(uninterrupted: Run, resumed: Run) -> None:
     assert resumed.digests == uninterrupted.digests
-    assert resumed.manifests[30]["digest"] == uninterrupted.manifests[30]["digest"]
+    assert resumed.manifests[20]["digest"] == uninterrupted.manifests[20]["digest"]
 
 
 def test_a_resumed_run_has_the_same_metrics(uninterrupted: Run, resumed: Run) -> None:
@@ -52,7 +61,7 @@ def test_a_resumed_run_has_the_same_metrics(uninterrupted: Run, resumed: Run) ->
         names = ("step", "reward/mean", "loss", "lr", "staleness/mean")
         return [tuple(line[name] for name in names) for line in run.lines("metrics.jsonl")]
 
-    assert [line[0] for line in figures(resumed)] == list(range(1, 31))
+    assert [line[0] for line in figures(resumed)] == list(range(1, 21))
     assert figures(resumed) == figures(uninterrupted)
 
 
@@ -67,7 +76,7 @@ def test_a_resume_is_a_new_attempt_of_the_same_run(uninterrupted: Run, resumed: 
 def test_a_completed_run_goes_on_with_more_steps_only(resumed: Run) -> None:
     again = resume(resumed.folder)
     assert again.code == 2
-    assert "has reached step 30 of trainer.steps=30" in again.output
+    assert "has reached step 20 of trainer.steps=20" in again.output
 
 
 @pytest.mark.all

@@ -54,7 +54,9 @@ def deliver_to_the_living(explorers: dict[str, ExplorerClient], version: Version
 
 @pytest.fixture(scope="module")
 def synchronizer(cluster: None) -> Synchronizer:
-    return Synchronizer.get_actor(SynchronizerConfig(slots=2, lease_s=600.0, timeout_s=LIMIT), namespace="pool")
+    return Synchronizer.get_actor(
+        SynchronizerConfig(slots=2, lease_s=600.0, timeout_s=LIMIT), namespace=local_ray.new_name()
+    )
 
 
 class Pools:

@@ -1,4 +1,4 @@
-"""One Ray, one pair of ranks and one run for the room, as each takes seconds to start."""
+"""One pair of ranks and one run for the room, as each takes seconds to start."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from trinity_sync.integrations.verl import open_run
 from trinity_sync.integrations.verl.run import VerlRun
 from trinity_sync.sync import SynchronizerConfig
 
-_numbers = itertools.count()
-
 
 @pytest.fixture(scope="package")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    with local_ray.running():
+    with local_ray.joined():
         models = tmp_path_factory.mktemp("models")
         ranks = start(models)
         make_models(models)
@@ -58,7 +56,7 @@ def make_run(pair: dict[str, Any]) -> Iterator[Callable[..., VerlRun]]:
     def make(root: Path, **options: Any) -> VerlRun:
         run = open_run(
             root,
-            f"run-{next(_numbers)}",
+            local_ray.new_name(),
             monitor_config=MonitorConfig(timeout_s=LIMIT),
             synchronizer_config=SynchronizerConfig(timeout_s=LIMIT),
             **options,

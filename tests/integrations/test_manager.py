@@ -417,20 +417,6 @@ def test_without_actors_a_manager_says_who_starts_them(ranks: list[Any]) -> None
     assert all("open_run before the workers" in str(error) for error in raised)
 
 
-def test_a_writer_that_is_killed_is_noticed_by_its_peers(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
-    every(ranks, "use", "fsdp2", run.namespace)
-    save(ranks, root, step)
-    wait(ranks)
-    ray.get(ranks[1].patch.remote("state", "fill", "hang"), timeout=LIMIT)
-    save(ranks, root, step + 1)
-    os.kill(ray.get(ranks[1].pid.remote(), timeout=LIMIT), signal.SIGKILL)
-    (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "wait_on_save_thread")
-    assert "the writer rank-1 on node" in str(raised)
-    (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "save_checkpoint", actor_path(root, step + 2), step + 2)
-    assert "a rank is gone" in str(raised)
-    assert read_tracker(root, FULL).step == step
-
-
 def test_what_verl_itself_saved_is_gone_on_from_and_stays_as_it_is(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:
@@ -449,3 +435,20 @@ def test_what_verl_itself_saved_is_gone_on_from_and_stays_as_it_is(
     assert [(info.step, info.state) for info in catalog.scan(root)] == [(3, "verl"), (5, "committed")]
     assert read_tracker(root, FULL).step == 5
     assert {path: path.read_bytes() for path in step_dir(root, 3).rglob("*") if path.is_file()} == files
+
+
+# ---- last, as new ranks take long to start
+
+
+def test_a_writer_that_is_killed_is_noticed_by_its_peers(ranks: list[Any], run: VerlRun, root: Path, step: int) -> None:
+    every(ranks, "use", "fsdp2", run.namespace)
+    save(ranks, root, step)
+    wait(ranks)
+    ray.get(ranks[1].patch.remote("state", "fill", "hang"), timeout=LIMIT)
+    save(ranks, root, step + 1)
+    os.kill(ray.get(ranks[1].pid.remote(), timeout=LIMIT), signal.SIGKILL)
+    (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "wait_on_save_thread")
+    assert "the writer rank-1 on node" in str(raised)
+    (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "save_checkpoint", actor_path(root, step + 2), step + 2)
+    assert "a rank is gone" in str(raised)
+    assert read_tracker(root, FULL).step == step

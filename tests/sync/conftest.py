@@ -1,10 +1,7 @@
-"""One Ray for the room, as its start would take longer than the tests, and in it for each module a synchronizer, agents
-and a trainer that only stages.
-"""
+"""For each module a synchronizer, agents and a trainer that only stages."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,10 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
-_numbers = itertools.count()
-
 
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[None]:
-    with local_ray.running():
+    with local_ray.joined():
         yield
 
 
@@ -34,7 +29,7 @@ def make_synchronizer(cluster: None) -> Iterator[Callable[..., Synchronizer]]:
 
     def make(**config: Any) -> Synchronizer:
         settings = SynchronizerConfig(**{"slots": 2, "lease_s": 600.0, "timeout_s": LIMIT, **config})
-        made.append(Synchronizer.get_actor(settings, namespace=f"run-{next(_numbers)}"))
+        made.append(Synchronizer.get_actor(settings, namespace=local_ray.new_name()))
         return made[-1]
 
     yield make
@@ -51,7 +46,7 @@ def make_agent(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Itera
     def make(
         synchronizer: SynchronizerClient, *, lead: AgentClient | None = None, node: str | None = None, **config: Any
     ) -> AgentClient:
-        settings = {"run_key": f"run-{next(_numbers)}", "root": str(root), "fallback": str(root / "fallback"), **config}
+        settings = {"run_key": local_ray.new_name(), "root": str(root), "fallback": str(root / "fallback"), **config}
         made.append(remote_agent(synchronizer, lead, node, settings))
         return made[-1]
 

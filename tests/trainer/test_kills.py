@@ -44,11 +44,10 @@ FEW = {("rank", 0), ("agent", 0), ("monitor", 0)}
 class Rank:
     """A rank in a process of its own."""
 
-    def __init__(self, saves: Saves, part: str) -> None:
+    def begin(self, saves: Saves, part: str) -> int:
+        """Be a rank of this run from now on; the process id."""
         self._backend = PretendBackend(NUMEL)
         self._saver = saves.saver(self._backend, part=part)
-
-    def pid(self) -> int:
         return os.getpid()
 
     def train_and_save(self, step: int, folder: Path) -> None:
@@ -56,24 +55,44 @@ class Rank:
         self._saver.save(step, folder)
 
 
-def drive(saves: Saves, first: int = 1) -> list[int]:
+class Ranks:
+    """The processes of two ranks, for one run after another: each takes seconds to load torch."""
+
+    def __init__(self) -> None:
+        self._actors: dict[str, Any] = {}
+
+    def begin(self, saves: Saves) -> list[int]:
+        """Let them be the ranks of this run; their process ids."""
+        for part in PARTS:
+            self._actors.setdefault(part, Rank.remote())
+        calls = [self._actors[part].begin.remote(saves, part) for part in PARTS]
+        return ray.get(calls, timeout=START_LIMIT)
+
+    def train_and_save(self, step: int, folder: Path) -> None:
+        ray.get([rank.train_and_save.remote(step, folder) for rank in self._actors.values()], timeout=LIMIT)
+
+    def end_the_first(self) -> None:
+        """It is killed, if it has not been yet; the next run gets another."""
+        local_ray.kill(self._actors.pop(PARTS[0]))
+
+
+@pytest.fixture(scope="module")
+def ranks(cluster: None) -> Ranks:
+    return Ranks()
+
+
+def drive(saves: Saves, ranks: Ranks, first: int = 1) -> list[int]:
     """Train and save some steps until it fails; the steps that were reported committed."""
-    ranks = [Rank.remote(saves, part) for part in PARTS]
-    started = ray.get([rank.pid.remote() for rank in ranks], timeout=START_LIMIT)
-    pids = {"rank": started[0]}
+    pids = {"rank": ranks.begin(saves)[0]}
     pids["agent"] = saves.agent.memory().result(LIMIT)["pid"]
     pids["monitor"] = ray.get(saves.monitor.describe.remote(), timeout=LIMIT)["pid"]
     saves.ready(pids)
     committed = []
-    try:
-        for step in range(first, first + STEPS):
-            folder = saves.begin(step, PARTS)
-            waiting = saves.monitor.wait_committed.remote(step, saves.attempt, LIMIT)
-            ray.get([rank.train_and_save.remote(step, folder) for rank in ranks], timeout=LIMIT)
-            committed.append(ray.get(waiting, timeout=LIMIT)["step"])
-    finally:
-        for rank in ranks:
-            ray.kill(rank)
+    for step in range(first, first + STEPS):
+        folder = saves.begin(step, PARTS)
+        waiting = saves.monitor.wait_committed.remote(step, saves.attempt, LIMIT)
+        ranks.train_and_save(step, folder)
+        committed.append(ray.get(waiting, timeout=LIMIT)["step"])
     return committed
 
 
@@ -111,16 +130,19 @@ def kill_later(pid: int, delay_s: float) -> None:
     [pytest.param(*trial, marks=() if trial in FEW else pytest.mark.all) for trial in TRIALS],
 )
 def test_a_process_killed_at_any_instant_of_a_save_tears_nothing(
-    cluster: None, tmp_path: Path, victim: str, seed: int
+    ranks: Ranks, tmp_path: Path, victim: str, seed: int
 ) -> None:
     draw = random.Random(f"{victim}-{seed}")
     delay = draw.uniform(0.0, 0.6)
     saves = Saves(tmp_path, ready=lambda pids: kill_later(pids[victim], delay))
     told: list[int] = []
     try:
-        told = drive(saves)
+        told = drive(saves, ranks)
     except (RunError, ray.exceptions.RayError):
         assert victim != "monitor", "it is started again, and nobody notices"
+    finally:
+        if victim == "rank":
+            ranks.end_the_first()
     assert victim != "monitor" or told == list(range(1, STEPS + 1))
     saves.end()
     assert_whole(saves.root, told)
@@ -129,7 +151,7 @@ def test_a_process_killed_at_any_instant_of_a_save_tears_nothing(
     first = start.step if start is not None else 0
     rollback.set_start(saves.root, first, 1)
     again = Saves(tmp_path, attempt=1)
-    assert drive(again, first + 1) == list(range(first + 1, first + 1 + STEPS))
+    assert drive(again, ranks, first + 1) == list(range(first + 1, first + 1 + STEPS))
     again.end()
     assert_whole(again.root, list(range(first + 1, first + 1 + STEPS)))
     assert list((again.root / ".staging").glob("*/")) == []
@@ -166,7 +188,7 @@ def _child(root: Path) -> None:
 
     with local_ray.running():
         saves = Saves(root, ready=ready)
-        ranks_done: list[Any] = drive(saves)
+        ranks_done: list[Any] = drive(saves, Ranks())
         print(*ranks_done, flush=True)
 
 
