@@ -102,14 +102,14 @@ class BenchJob(Job):
             return self._call("state_bytes")
         newest = max(self._folder.checkpoints.glob("global_step_*"), key=lambda folder: folder.stat().st_mtime)
         written = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
-        ranks = len(self._trainer.ranks)
+        ranks = len(self.actors.trainer.ranks)
         return [written // ranks] * ranks
 
     def _round(self, nbytes: int) -> dict[str, float]:
         found = {"step_s": statistics.median(self._train() for _ in range(3))}
-        each = nbytes // len(self._trainer.ranks)
+        each = nbytes // len(self.actors.trainer.ranks)
         found["one_copy_s"] = max(
-            ray.get(rank.handle.one_copy.remote(each), timeout=LIMIT_S) for rank in self._trainer.ranks
+            ray.get(rank.handle.one_copy.remote(each), timeout=LIMIT_S) for rank in self.actors.trainer.ranks
         )
         found["disk_s"] = _write(self.place / "raw", nbytes)
         found["verl/blocked_s"] = max(self._timed_in_folder("save_with_verl"))
@@ -141,7 +141,7 @@ class BenchJob(Job):
         self._call("save", step, folder)
         beside = [self._train()]
         blocked = max(self._call("save_blocked", step))
-        committed = self._monitor.wait_committed(step, 0, LIMIT_S, kind="full")
+        committed = self.actors.monitor.wait_committed(step, 0, LIMIT_S, kind="full")
         while not ended([committed]):
             beside.append(self._train())
         committed.result(LIMIT_S)
@@ -178,12 +178,12 @@ class BenchJob(Job):
     def _place(self, ranks: set[int], agents: set[int]) -> None:
         """Have the processes run on these cores."""
         self._call("run_on", ranks)
-        for agent in self._agents.values():
+        for agent in self.actors.agents.values():
             run_on(agent.memory().result(LIMIT_S)["pid"], agents)
 
     def _begin(self) -> str:
-        parts = [info.part for info in self._infos]
-        return str(self._monitor.begin(self._step, 0, "full", parts, {}).result(LIMIT_S))
+        parts = [info.part for info in self.actors.infos]
+        return str(self.actors.monitor.begin(self._step, 0, "full", parts, {}).result(LIMIT_S))
 
     def _ours(self) -> dict[str, float]:
         """One save, with steps beside it."""
@@ -223,17 +223,17 @@ class BenchJob(Job):
         }
 
     def _wait_committed(self, step: int) -> None:
-        self._monitor.wait_committed(step, 0, LIMIT_S, kind="full").result(LIMIT_S)
+        self.actors.monitor.wait_committed(step, 0, LIMIT_S, kind="full").result(LIMIT_S)
 
     def _written(self, timeout_s: float) -> bool:
-        calls = [self._agent_call(info, 0.0) for info in self._infos]
+        calls = [self._agent_call(info, 0.0) for info in self.actors.infos]
         return len(ended(calls, 5)) == len(calls) and all(call.is_answered() for call in calls)
 
     def _wait_written(self) -> None:
-        results([self._agent_call(info, LIMIT_S) for info in self._infos], LIMIT_S)
+        results([self._agent_call(info, LIMIT_S) for info in self.actors.infos], LIMIT_S)
 
     def _agent_call(self, info: RankInfo, timeout_s: float) -> Call[None]:
-        return self._agents[info.node].wait_state_written(info.part, timeout_s)
+        return self.actors.agents[info.node].wait_state_written(info.part, timeout_s)
 
     def _train(self) -> float:
         self._step += 1
@@ -253,7 +253,7 @@ class BenchJob(Job):
         def ask(rank: RankClient) -> Call[Any]:
             return Call(getattr(rank.handle, method).remote(*arguments), rank.who, method)
 
-        return self._trainer.all(ask, LIMIT_S)
+        return self.actors.trainer.all(ask, LIMIT_S)
 
 
 class _Memory:

@@ -577,7 +577,7 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
         cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
         run: Any = job.Job(cfg, folder, start, recorder, None, "run", False, None)  # type: ignore[arg-type]
         monitor = make_actor(default_hdfs_dir=place, mirror=run._mirror.settings)
-        run._monitor = MonitorClient(monitor)
+        run.actors.monitor = MonitorClient(monitor)
         for step in (10, 20):
             save(monitor, step)
         run._finish_copies(at_once=stopped)

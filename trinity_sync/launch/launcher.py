@@ -133,8 +133,8 @@ def _run(
                 job.loop()
             finally:
                 with contextlib.suppress(Exception):
-                    peaks.update(job.peak_memory())
-                job.close()
+                    peaks.update(job.actors.peak_memory())
+                job.actors.close()
     finally:
         _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
 

@@ -1,11 +1,12 @@
-"""The seam between the sync modes and the rest: what a mode does on the trainer's side and on an explorer's.
+"""The seam between the sync modes and the rest: what a mode does in the driver, in a rank and in an explorer.
 
-A mode is a `SyncMode`, the class that its option file under `conf/sync` names, from which both sides get their half. A
-version arrives *sealed* (all ranks staged, digests known). Then
+A mode is a `SyncMode`, the class that its option file under `conf/sync` names. A version arrives *sealed* (all ranks
+staged, digests known). Then
 
 1. driver: `Publisher.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
 2. driver: `Publisher.deliver(explorers, version)` has the explorers load it and returns their reports;
-3. explorer: `Transport.buckets(lease, broadcast, find_room)` yields the buckets of the parts, or other pieces, one
+3. rank, of a mode in which `ranks_take_part`: `SyncMode.send(broadcast, ...)` sends what the rank has staged;
+4. explorer: `Transport.buckets(lease, broadcast, find_room)` yields the buckets of the parts, or other pieces, one
    after another; `sync.loading` checks and applies them.
 
 Whatever fails raises; the version before stays in force.
@@ -26,12 +27,14 @@ from trinity_sync.actors.calls import ANSWER_S, results
 from trinity_sync.actors.explorer import ExplorerClient, LoadReport
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
-from trinity_sync.errors import WaitTimeout
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.layout import Cut, PartLayout
 
 if TYPE_CHECKING:
+    import mmap
+
     import torch
 
 
@@ -134,7 +137,7 @@ FindRoom = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
 
 
 class SyncMode(ABC):
-    """A sync mode: both of its halves. It is built in the driver, and once more in each explorer.
+    """A sync mode, as driver, ranks and explorers build it, each for itself.
 
     Args:
         settings: the keys of `sync` by name. A subclass names those that it needs, and its own, and leaves the rest to
@@ -156,6 +159,20 @@ class SyncMode(ABC):
     @abstractmethod
     def transport(self, side: ExplorerSide) -> Transport:
         """The explorer's half."""
+
+    def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
+        """Do a trainer rank's share of a broadcast; of modes whose `ranks_take_part`.
+
+        Args:
+            broadcast: what the publisher has all take part in.
+            part: name of the part that the rank staged.
+            layout: how that is laid out.
+            segment: the slot's bytes, mapped.
+
+        Returns:
+            Bytes sent.
+        """
+        raise RunError(f"{type(self).__name__} has nothing for a trainer rank to send")
 
 
 class Publisher(Protocol):

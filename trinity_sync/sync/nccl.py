@@ -64,6 +64,9 @@ class NcclMode(SyncMode):
     def transport(self, side: ExplorerSide) -> NcclTransport:
         return NcclTransport(side.name, side.layouts)
 
+    def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
+        return send(broadcast, part, layout, segment)
+
 
 class NcclPublisher:
     """The driver's half: commits the version, then leads rounds until every living explorer has it.

@@ -36,6 +36,7 @@ class WorkerSpec:
         micro_batch_size: sequences per forward and backward and rank, at most.
         temperature: of the sampler; log-probs are recomputed with it.
         seed: of the run.
+        sync: the sync mode: its class and its keys.
         wire_dtype: dtype of floating parameters in versions, as safetensors names it.
         bucket_bytes: unit of transfer and checking.
         checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
@@ -57,6 +58,7 @@ class WorkerSpec:
     micro_batch_size: int
     temperature: float
     seed: int
+    sync: dict[str, Any]
     wire_dtype: str
     bucket_bytes: int
     checkpoint_format: Literal["verl", "dcp"]
@@ -110,6 +112,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
         micro_batch_size=trainer.micro_batch_size,
         temperature=cfg.explorer.temperature,
         seed=cfg.seed,
+        sync=vars(cfg.sync),
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         bucket_bytes=cfg.sync.bucket_mb * 2**20,
         checkpoint_format="dcp" if cfg.checkpoint.format == "dcp" else "verl",

@@ -33,11 +33,12 @@ from trinity_sync.actors.rank import RankInfo
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.config import build
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.sync import nccl
+from trinity_sync.sync.base import SyncMode
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.saver import Saver
@@ -65,6 +66,7 @@ class TrinityWorker(TrainingWorker):
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
         super().__init__(_worker_config(spec))
+        self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
         self._segments: dict[int, mmap.mmap] = {}
         self._saver: Saver
         self._stager: WeightStager
@@ -188,7 +190,7 @@ class TrinityWorker(TrainingWorker):
 
     def send(self, broadcast: Broadcast) -> int:
         """Send this rank's staged part to the explorers of a broadcast; bytes sent."""
-        return nccl.send(broadcast, self._part, self._layout, self._segments[broadcast.slot])
+        return self._sync.send(broadcast, self._part, self._layout, self._segments[broadcast.slot])
 
     # -- checkpoints
 

@@ -1,0 +1,292 @@
+"""A run's actors: how they are built and connected, and their end.
+
+The order of the build is that of the start-up's longest path: explorers and trainer ranks load side by side; the agents
+come when the ranks know what they hold. What they import is imported here when it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from omegaconf import DictConfig
+
+from trinity_sync.checkpoint import rollback
+from trinity_sync.checkpoint.mirror.process import MirrorSettings
+from trinity_sync.checkpoint.mirror.run import RunMirror
+from trinity_sync.config import retention_policies, typed
+from trinity_sync.errors import ConfigError
+from trinity_sync.host import interrupts
+from trinity_sync.launch.agents import close_agents, start_agents
+from trinity_sync.launch.cluster import Cluster
+from trinity_sync.launch.start import Start
+from trinity_sync.tracking.recorder import Recorder
+from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.trainer.algorithms.base import algorithm_of
+
+if TYPE_CHECKING:
+    from trinity_sync.actors.agent import AgentClient
+    from trinity_sync.actors.calls import Call
+    from trinity_sync.actors.monitor import MonitorClient
+    from trinity_sync.actors.rank import RankInfo
+    from trinity_sync.actors.synchronizer import SynchronizerClient
+    from trinity_sync.checkpoint.relay import EventRelay
+    from trinity_sync.explorer.pool import ExplorerPool
+    from trinity_sync.trainer.group import TrainerGroup
+
+# How long the actors may take to say how much memory they used, when the run is over.
+_PEAK_MEMORY_S = 5.0
+
+
+class _Measured(Protocol):
+    """A client of an actor that tells its memory."""
+
+    def memory(self) -> Call[Mapping[str, object]]: ...
+
+
+class Actors:
+    """The actors of a run. Each attribute is there from when `start` has come to it.
+
+    Args:
+        cfg: the run's configuration.
+        folder: the run's folder.
+        start: what the run begins with.
+        recorder: takes what happens.
+        ray_cluster: where the actors run.
+        run_key: unique to the run.
+        use_gpu: ranks and explorers get a GPU each.
+        worker: class of the trainer's ranks; None: `TrinityWorker`.
+
+    Attributes:
+        trainer: the group of ranks.
+        synchronizer: knows the versions.
+        monitor: commits checkpoints.
+        infos: what each rank holds, in the order of the ranks.
+        agents: Ray node id -> the agent of that node.
+        pool: the explorers; None where the algorithm needs none.
+        model_path: folder or hub id of the model that ranks and explorers begin with.
+    """
+
+    trainer: TrainerGroup
+    synchronizer: SynchronizerClient
+    monitor: MonitorClient
+    infos: list[RankInfo]
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        folder: RunFolder,
+        start: Start,
+        recorder: Recorder,
+        ray_cluster: Cluster,
+        run_key: str,
+        use_gpu: bool,
+        worker: type | None = None,
+    ) -> None:
+        self._cfg = cfg
+        self._typed = typed(cfg)
+        self._folder = folder
+        self._start = start
+        self._recorder = recorder
+        self._cluster = ray_cluster
+        self._run_key = run_key
+        self._use_gpu = use_gpu
+        self._worker = worker
+        self._logs = str(folder.logs)
+        self._relay: EventRelay | None = None
+        self._roles: dict[str, Callable[[], Iterable[_Measured]]] = {}
+        self.explores = algorithm_of(self._typed.algorithm).explores
+        self.free = cfg.trainer.schedule == "free"
+        self.pool: ExplorerPool | None = None
+        self.agents: Mapping[str, AgentClient] = {}
+        self.model_path = str(cfg.model.path or folder.model)
+        if start.weights_only:
+            self.model_path = str(start.taken_weights(folder.model))
+
+    def start(self, mirror: RunMirror | None) -> None:
+        """Build and connect them, and restore what the run begins with.
+
+        Args:
+            mirror: where checkpoints are copied to.
+
+        Raises:
+            TrinityError: one of them cannot start, or not in time.
+        """
+        from trinity_sync.checkpoint.option import coordinator_option
+        from trinity_sync.sync import Synchronizer, SynchronizerConfig
+        from trinity_sync.trainer.spec import check_whole
+
+        cfg, start = self._cfg, self._start
+        self._phase("starting the coordinators")
+        self.trainer = self._make_trainer()  # first: what the ranks import takes longest
+        self._roles["trainer"] = lambda: self.trainer.ranks
+        rollback.set_start(start.checkpoints, start.step if start.continued else 0, self._recorder.attempt)
+        config = SynchronizerConfig(
+            slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
+        )
+        self.synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
+        self._roles["synchronizer"] = lambda: [self.synchronizer]
+        self.monitor = self._make_monitor(mirror)
+        self._roles["checkpoint_monitor"] = lambda: [self.monitor]
+        if self.explores:
+            self.pool = pool = self._make_pool()
+            self._roles["explorer"] = lambda: pool.clients.values()
+        self._phase("importing the engines, making the model")
+        self._make_model()
+        self._phase("loading trainer and explorers")
+        if self.pool is not None:
+            self.pool.start()
+        self.infos = self.trainer.initialise()
+        interrupts.check()
+        check_whole(self.infos, cfg.backend.strategy)
+        self._check_shared_folder()
+        self.agents = start_agents(
+            cfg,
+            self.infos,
+            self.trainer,
+            synchronizer=self.synchronizer,
+            make_coordinator=coordinator_option(self._typed.checkpoint, self.monitor.handle, self._recorder.attempt),
+            run_key=self._run_key,
+            fallback=self._folder.slots,
+            log_dir=self._logs,
+        )
+        self._roles["node_agent"] = lambda: self.agents.values()
+        if self.pool is not None:
+            # in a free run each explorer joins when it is up, and keeps nobody waiting
+            (self.pool.introduce if self.free else self.pool.attach)(self.agents)
+        self._restore()
+
+    def peak_memory(self) -> dict[str, int]:
+        """Return peak resident bytes per role, of several the largest. What does not answer is left out."""
+        from trinity_sync.actors.calls import ended
+
+        asked = [(role, client.memory()) for role, clients in self._roles.items() for client in clients()]
+        ended([call for _, call in asked], _PEAK_MEMORY_S)
+        peaks: dict[str, int] = {}
+        for role, call in asked:
+            with contextlib.suppress(Exception):
+                peak = call.result(0.0)["peak_rss"]
+                peaks[role] = max(peaks.get(role, 0), int(str(peak)))
+        return peaks
+
+    def close(self) -> None:
+        """Have the last events told, and shared memory given back while the agents live."""
+        if self._relay is not None:
+            with contextlib.suppress(Exception):
+                self._relay.close()
+        close_agents(self.agents)
+
+    # -- building
+
+    def _phase(self, what: str) -> None:
+        """Show what the run is at. Starting takes long, and an interrupt that was lost meanwhile is raised here."""
+        interrupts.check()
+        self._recorder.phase(what)
+
+    def _make_trainer(self) -> TrainerGroup:
+        from trinity_sync.trainer.group import TrainerGroup
+        from trinity_sync.trainer.spec import worker_spec
+
+        cfg = self._cfg
+        return TrainerGroup(
+            worker_spec(self._typed, self.model_path, self._logs),
+            worker=self._worker,
+            process_on_nodes=_placement(cfg.backend.ranks, self._cluster.gpus_per_node if self._use_gpu else 0),
+            use_gpu=self._use_gpu,
+            start_timeout_s=cfg.cluster.start_timeout_s,
+        )
+
+    def _make_monitor(self, mirror: RunMirror | None) -> MonitorClient:
+        from trinity_sync.actors.monitor import MonitorClient
+        from trinity_sync.checkpoint.monitor import MonitorConfig
+        from trinity_sync.checkpoint.option import monitor_option
+        from trinity_sync.checkpoint.relay import EventRelay
+
+        cfg = self._cfg
+        chosen, own = monitor_option(self._typed.checkpoint)
+        handle = chosen.get_actor(
+            self._cluster.namespace,
+            cfg.checkpoint.save_strategy,
+            str(self._start.checkpoints),
+            mirror.place if mirror is not None else None,
+            config=MonitorConfig(
+                attempt=self._recorder.attempt,
+                policies=retention_policies(cfg),
+                fsync=cfg.checkpoint.fsync,
+                timeout_s=cfg.checkpoint.timeout_s,
+                mirror=mirror.settings if mirror is not None else MirrorSettings(),
+                log_dir=self._logs,
+            ),
+            own=own,
+        )
+        client = MonitorClient(handle)
+        self._relay = EventRelay(client, self._recorder.event)
+        return client
+
+    def _make_pool(self) -> ExplorerPool:
+        from trinity_sync.explorer.pool import ExplorerPool
+        from trinity_sync.explorer.spec import explorer_spec
+
+        cfg = self._cfg
+        return ExplorerPool(
+            explorer_spec(self._typed, self.model_path, self._logs),
+            replicas=cfg.explorer.replicas,
+            synchronizer=self.synchronizer,
+            num_gpus=1.0 if self._use_gpu else 0.0,
+            max_restarts=cfg.explorer.max_restarts,
+            start_timeout_s=cfg.cluster.start_timeout_s,
+            timeout_s=cfg.explorer.timeout_s,
+            on_fault=self._recorder.fault,
+        )
+
+    def _make_model(self) -> None:
+        """Make the model that ranks and explorers begin with, where there is none yet."""
+        cfg, made, start = self._cfg, self._folder.model, self._start
+        if cfg.model.path is None and not (made / "config.json").exists():
+            self.trainer.make_model(dict(self._typed.model.architecture or {}), cfg.seed, str(made))
+        if start.weights_only:
+            from trinity_sync.checkpoint.export import export_checkpoint
+
+            assert start.folder is not None, "weights are taken from a checkpoint"
+            taken = start.taken_weights(made)
+            shutil.rmtree(taken, ignore_errors=True)
+            given = Path(cfg.model.path) if cfg.model.path else made
+            export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
+
+    def _check_shared_folder(self) -> None:
+        folder, token = str(self._start.checkpoints), secrets.token_hex(8)
+        limit = self._cfg.cluster.start_timeout_s
+        self.trainer.ranks[0].write_token(folder, token).result(limit)
+        seen = self.trainer.all(lambda rank: rank.read_token(folder, token), limit)
+        (self._start.checkpoints / f".token-{token}").unlink(missing_ok=True)
+        blind = [rank.who for rank, sees in zip(self.trainer.ranks, seen, strict=True) if not sees]
+        if blind:
+            raise ConfigError(
+                f"checkpoint.dir: {', '.join(blind)} cannot see what rank 0 writes to {folder}; "
+                f"it must be a folder that all nodes share"
+            )
+
+    def _restore(self) -> None:
+        """Have the ranks go on where the checkpoint was saved that the run begins with."""
+        cfg, step = self._cfg, self._start.step
+        if self._start.weights_only:
+            self.trainer.all(lambda rank: rank.begin_at(step), cfg.cluster.start_timeout_s)
+        elif self._start.folder is not None:
+            self._phase(f"restoring step {step}")
+            folder = str(self._start.folder)
+            self.trainer.all(lambda rank: rank.load(folder), cfg.checkpoint.timeout_s)
+
+
+def _placement(ranks: int, gpus_per_node: int) -> list[int]:
+    """Ranks per node: all on one where they fit (always on CPUs), else full nodes."""
+    if gpus_per_node == 0 or ranks <= gpus_per_node:
+        return [ranks]
+    if ranks % gpus_per_node:
+        raise ConfigError(
+            f"backend.ranks={ranks} does not fill nodes of {gpus_per_node} GPUs; use a multiple of that, or fewer"
+        )
+    return [gpus_per_node] * (ranks // gpus_per_node)
