@@ -94,7 +94,7 @@ class PartLayout:
             raise ValueError(f"{self.part}: {self.bucket_bytes} bytes per bucket; expected a multiple of {ALIGNMENT}")
         names: set[str] = set()
         end = 0
-        for (shard, offset), (*_, stop) in zip(self.entries, self.table, strict=True):
+        for shard, offset in self.entries:
             if shard.name in names:
                 raise ValueError(f"{self.part}: {shard.name} appears twice; give one shard with several rectangles")
             if offset < end or offset % ALIGNMENT:
@@ -102,7 +102,7 @@ class PartLayout:
                     f"{self.part}: {shard.name} starts at byte {offset}, in the shard before or misaligned"
                 )
             names.add(shard.name)
-            end = stop
+            end = offset + shard.nbytes
         if self.nbytes != end:
             raise ValueError(f"{self.part}: the segment has {self.nbytes} bytes but its shards end at {end}")
 

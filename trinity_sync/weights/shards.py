@@ -8,6 +8,7 @@ sequence of rectangles of that matrix, each stored row by row. That is enough fo
 
 from __future__ import annotations
 
+import functools
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
@@ -106,9 +107,13 @@ def matrix_view(shape: Sequence[int]) -> tuple[int, int]:
 
 def whole(name: str, dtype: str, shape: Sequence[int]) -> Shard:
     """The shard of a rank that holds all of a tensor."""
-    rows, cols = matrix_view(shape)
-    rects = (Rect(0, 0, 0, rows, cols),) if rows * cols else ()
-    return Shard(name, dtype, tuple(shape), rects)
+    return Shard(name, dtype, tuple(shape), _all(*matrix_view(shape)))
+
+
+@functools.lru_cache
+def _all(rows: int, cols: int) -> tuple[Rect, ...]:
+    """Return the rectangle of a whole tensor: one object for all of a shape, of which models have thousands."""
+    return (Rect(0, 0, 0, rows, cols),) if rows * cols else ()
 
 
 def row_slice(name: str, dtype: str, shape: Sequence[int], start: int, stop: int) -> Shard:
