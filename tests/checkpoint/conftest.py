@@ -14,7 +14,7 @@ import ray
 
 from tests import local_ray
 from trinity_sync.checkpoint import CheckpointMonitor
-from trinity_sync.checkpoint.lock import holder
+from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.checkpoint.monitor import MonitorConfig
 
 START_LIMIT = 120.0
@@ -75,7 +75,7 @@ def make_monitor(host: Any, root: Path) -> Callable[..., Any]:
         settings = MonitorConfig(**{"timeout_s": 60.0, **config})
         place = None
         if folder is not None:
-            place, settings = str(folder), replace(settings, holder=holder(folder))
+            place, settings = str(folder), replace(settings, writer=writer_of(folder))
         number = ray.get(host.make.remote(save_strategy, place, None, settings), timeout=START_LIMIT)
         return Hosted(host, number)
 
