@@ -182,7 +182,7 @@ class CheckpointDisk:
     # ---- afterwards
 
     def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[Pruned], list[str]]:
-        """Put out of sight what the policies give up; returns that, and warnings. `empty_trash` then frees the bytes.
+        """Put out of sight what the policies give up; return that, and warnings. `empty_trash` then frees the bytes.
 
         Args:
             saving: steps of which something is being saved.
@@ -209,7 +209,7 @@ class CheckpointDisk:
         return pruned, warnings
 
     def empty_trash(self) -> list[str]:
-        """Free the bytes of what was put out of sight; returns what went wrong."""
+        """Free the bytes of what was put out of sight; return what went wrong."""
         return trash.empty_trash(self.root) if self.root is not None else []
 
     def full_steps(self) -> list[int]:

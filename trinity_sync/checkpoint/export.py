@@ -142,7 +142,7 @@ def _write_weights(
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[str, str]:
-    """Write all files; returns the digests of the weights as written and in the usual wire dtype."""
+    """Write all files; return the digests of the weights as written and in the usual wire dtype."""
     written, in_wire = [], []
     done, total = 0, sum(map(nbytes, infos.values()))
 

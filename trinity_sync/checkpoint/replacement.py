@@ -179,7 +179,7 @@ def finish_exchange(root: Path, staging: Path, clock: Callable[[], float]) -> No
 
 
 def _change_places(place: Path, source: Path, target: Path) -> Path | None:
-    """Make `source` visible as `target`; returns where that is now which was there; None: nothing was."""
+    """Make `source` visible as `target`; return where that is now which was there; None: nothing was."""
     if not target.exists():
         source.rename(target)
         return None
@@ -208,9 +208,13 @@ def _put_back(source: Path, target: Path, aside: Path | None, manifest: Manifest
 
 
 def _trash_or_abandon(place: Path, aside: Path, successor: Manifest) -> Path | None:
-    """End what a commit has taken the place of; returns what of it is in the trash now, to be purged. Files of others
-    stay with the step; a full checkpoint that has files which the new one lacks, and what cannot be read: these
-    are set aside as ``abandoned-*``.
+    """Trash what a commit has taken the place of, or set it aside.
+
+    Files of others stay with the step. A full checkpoint that has files which the new one lacks, and what cannot be
+    read, are set aside as ``abandoned-*``.
+
+    Returns:
+        What is in the trash now, to be deleted; None: it was set aside.
     """
     # Before the old one goes, else a power cut could bring back its name without its files. A commit does this within
     # its claim, though it may be slow: while it can fail the new one may have to go again, so nobody is to lease that

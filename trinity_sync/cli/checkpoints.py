@@ -34,7 +34,7 @@ PATH_HELP = "folder of a run, of its checkpoints, or of one step"
 
 
 def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
-    """Add list, inspect, verify, prune, pin and unpin to the parser of `trinity-sync ckpt`; returns its commands."""
+    """Add list, inspect, verify, prune, pin and unpin to the parser of `trinity-sync ckpt`; return its commands."""
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, command: Callable[[argparse.Namespace], int], text: str, step: str) -> argparse.ArgumentParser:
@@ -369,7 +369,7 @@ def _shown(value: object) -> str:
 
 
 def print_json(value: object) -> int:
-    """Print one JSON document; returns the exit code 0."""
+    """Print one JSON document; return the exit code 0."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
     return 0
 

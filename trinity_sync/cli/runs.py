@@ -53,7 +53,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def start(arguments: Sequence[str], *, resume: Resume | None = None) -> int:
-    """Hand a command line, without the program and `run`, to Hydra; returns the exit code."""
+    """Hand a command line, without the program and `run`, to Hydra; return the exit code."""
     import hydra
 
     from trinity_sync import config

@@ -85,7 +85,7 @@ class TurnQueue:
         return ticket is not None and self._turns.pop(ticket, None) is not None
 
     def grant(self, now: float) -> list[str]:
-        """Give out all turns that the strategy allows now; returns their tickets."""
+        """Give out all turns that the strategy allows now; return their tickets."""
         granted = []
         for turn in self.select(lambda turn: turn.collective and not turn.granted):
             turn.granted, turn.since = True, now

@@ -87,7 +87,7 @@ class Mirror:
     # ---- looking
 
     def probe(self) -> list[int]:
-        """Find out whether the place can be written, read and listed; returns its `steps`."""
+        """Find out whether the place can be written, read and listed; return its `steps`."""
         name = f".probe-{os.getpid()}"
         self._storage.write(name, "probe")
         read = self._storage.read(name)
