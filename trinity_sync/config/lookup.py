@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from trinity_sync.config.options import TARGET
 from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
 
@@ -107,6 +108,8 @@ def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
     """
     named, others = f"{key}.{TARGET}", {name: value for name, value in values.items() if name != TARGET}
     found = load_class(named, str(values.get(TARGET)), kind)
+    if wrong := mistyped(found, others):
+        raise ConfigError(f"{key}.{wrong}")
     try:
         return found(**others)
     except TypeError as error:
