@@ -63,6 +63,11 @@ def write(own: Path, module: str, source: str, option: str, text: str) -> None:
     file.write_text(text)
 
 
+def option(target: str, base: str, **keys: Any) -> str:
+    """An option file for a class with keys of its own beside those of `base`."""
+    return OmegaConf.to_yaml({"defaults": [base, "/schema/own_keys@_here_", "_self_"], "_target_": target, **keys})
+
+
 def composed(own: Path, *overrides: str) -> DictConfig:
     return config.compose(overrides, config_dir=own / "conf")
 
@@ -240,6 +245,23 @@ def test_a_retention_policy_that_is_not_there_is_refused_with_its_key(keep_odd: 
     assert not imported(keep_odd)
 
 
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("assert False", "AssertionError: (PLACE:2)"),
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere' (PLACE:2)"),
+        ("def", "SyntaxError: invalid syntax (policies.py, line 2)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_its_file_and_line(
+    keep_odd: Path, source: str, told: str
+) -> None:
+    module = keep_odd / "of_mine" / "policies.py"
+    module.write_text(f"class KeepOdd: ...\n{source}\n")
+    message = refused(composed(keep_odd, "retention=[keep_odd]"), config.check_inputs)
+    assert message.endswith(f"which cannot be used: its import raises {told}".replace("PLACE", str(module)))
+
+
 def test_a_class_that_is_no_policy_is_refused_with_its_key(keep_odd: Path) -> None:
     cfg = composed(keep_odd, "retention=[keep_odd]", "retention.policies.keep_odd._target_=of_mine.policies.NoPolicy")
     config.check(cfg)
@@ -315,21 +337,16 @@ class HalfAMode(SyncMode):
     def publisher(self, side): ...
 """
 
-RDMA_OPTION = """
-defaults:
-  - /base/sync@_here_
-  - /schema/own_keys@_here_
-  - _self_
-
-_target_: of_mine.rdma.RdmaMode
-mode: rdma
-device: mlx5_0
-"""
-
 
 @pytest.fixture
 def rdma(own: Path) -> Path:
-    write(own, "rdma", RDMA, "sync/rdma", RDMA_OPTION)
+    write(
+        own,
+        "rdma",
+        RDMA,
+        "sync/rdma",
+        option("of_mine.rdma.RdmaMode", "/base/sync@_here_", mode="rdma", device="mlx5_0"),
+    )
     return own
 
 
@@ -483,21 +500,16 @@ class TinyOption(BackendConfig, BackendOption):
         return engine
 """
 
-TINY_OPTION = """
-defaults:
-  - /schema/own_keys@_here_
-  - /base/backend@_here_
-  - _self_
-
-_target_: of_mine.tiny.TinyOption
-strategy: tiny
-depth: 2
-"""
-
 
 @pytest.fixture
 def tiny(own: Path) -> Path:
-    write(own, "tiny", TINY, "backend/tiny", TINY_OPTION)
+    write(
+        own,
+        "tiny",
+        TINY,
+        "backend/tiny",
+        option("of_mine.tiny.TinyOption", "/base/backend@_here_", strategy="tiny", depth=2),
+    )
     return own
 
 
@@ -609,21 +621,10 @@ class Mute:
         pass
 """
 
-PARROT_OPTION = """
-defaults:
-  - hf
-  - /schema/own_keys@_here_
-  - _self_
-
-_target_: of_mine.parrot.Parrot
-kind: parrot
-word: hello
-"""
-
 
 @pytest.fixture
 def parrot(own: Path) -> Path:
-    write(own, "parrot", PARROT, "explorer/parrot", PARROT_OPTION)
+    write(own, "parrot", PARROT, "explorer/parrot", option("of_mine.parrot.Parrot", "hf", kind="parrot", word="hello"))
     return own
 
 
@@ -712,21 +713,10 @@ class Other:
     pass
 """
 
-RAFT_OPTION = """
-defaults:
-  - grpo
-  - /schema/own_keys@_here_
-  - _self_
-
-_target_: of_mine.raft.Raft
-kind: raft
-best: 4
-"""
-
 
 @pytest.fixture
 def raft(own: Path) -> Path:
-    write(own, "raft", RAFT, "algorithm/raft", RAFT_OPTION)
+    write(own, "raft", RAFT, "algorithm/raft", option("of_mine.raft.Raft", "grpo", kind="raft", best=4))
     return own
 
 
