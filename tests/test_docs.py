@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -12,8 +13,11 @@ from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts
+from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.record import Prompt
+from trinity_sync.sync.base import Delivery, SyncMode
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers
+from trinity_sync.trainer.spec import worker_spec
 
 ROOT = config.conf_dir().parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -63,9 +67,9 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = (ROOT / "docs" / "extending.md").read_text()
     files = dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert set(files) == {
-        *("my_tasks.py", "my_trackers.py", "my_policies.py"),
+        *("my_tasks.py", "my_trackers.py", "my_policies.py", "my_modes.py", "my_backends.py"),
         *("my_conf/task/sums.yaml", "my_conf/tracker/csv.yaml", "my_conf/retention/keep_mondays.yaml"),
-        "my_conf/sync/rdma.yaml",
+        *("my_conf/sync/waves.yaml", "my_conf/backend/gathered.yaml"),
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -108,8 +112,36 @@ def test_the_policy_of_the_guide_composes_and_keeps_mondays(examples: Path) -> N
     assert mondays.kept(saved, monday + 5 * 7 * 86400) == {}
 
 
-def test_the_sync_mode_of_the_guide_composes(examples: Path) -> None:
-    cfg = config.compose(["sync=rdma"], config_dir=examples / "my_conf")
-    assert (cfg.sync.mode, cfg.sync.device) == ("rdma", "mlx5_0")
-    with pytest.raises(ConfigError, match=r"sync._target_.*my_package"):
-        config.check(cfg)
+def test_the_sync_mode_of_the_guide_composes_and_delivers_in_waves(
+    examples: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg = config.compose(["sync=waves", "sync.at_once=2"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    waves: list[list[str]] = []
+
+    def load(side: Any, explorers: dict[str, Any], version: Version) -> Delivery:
+        waves.append(list(explorers))
+        return Delivery(reports=[*explorers.values()])
+
+    monkeypatch.setattr("trinity_sync.sync.memory.deliver_each", load)
+    side: Any = None
+    publisher = config.build("sync", config.plain(cfg.sync), SyncMode).publisher(side)  # type: ignore[type-abstract]
+    explorers: Any = {"a": 1, "b": 2, "c": 3}
+    assert publisher.deliver(explorers, Version(0, 5)).reports == [1, 2, 3]
+    assert waves == [["a", "b"], ["c"]]
+    cfg.sync.at_once = 0
+    with pytest.raises(ConfigError, match=r"^sync\.at_once is 0; must be at least 1$"):
+        config.check_inputs(cfg)
+
+
+def test_the_backend_of_the_guide_composes_and_sets_what_verl_knows(examples: Path) -> None:
+    cfg = config.compose(["backend=gathered"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    spec = worker_spec(cfg, "model", "logs")
+    engine, _ = spec.backend.engine_configs(spec.engine, spec.optimizer)
+    assert (engine.strategy, engine.reshard_after_forward) == ("fsdp2", False)
+    cfg.backend.overrides = {"reshard_after_forward": True}
+    with pytest.raises(ConfigError, match=r"would take the place of backend\.reshard"):
+        config.check_inputs(cfg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import explorer_spec
+from trinity_sync.launch.app import explain
 from trinity_sync.launch.start import _check_engine
 from trinity_sync.models.factory import make_model
 from trinity_sync.protocol.members import Member
@@ -61,6 +63,11 @@ def write(own: Path, module: str, source: str, option: str, text: str) -> None:
     file.write_text(text)
 
 
+def option(target: str, base: str, **keys: Any) -> str:
+    """An option file for a class with keys of its own beside those of `base`."""
+    return OmegaConf.to_yaml({"defaults": [base, "/schema/own_keys@_here_", "_self_"], "_target_": target, **keys})
+
+
 def composed(own: Path, *overrides: str) -> DictConfig:
     return config.compose(overrides, config_dir=own / "conf")
 
@@ -70,6 +77,65 @@ def refused(cfg: DictConfig, check: Any = config.check) -> str:
         check(cfg)
     assert caught.value.exit_code == 2
     return str(caught.value)
+
+
+GUEST = Path(__file__).parent / "guest"
+
+
+@pytest.fixture
+def guest(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The package of `tests/e2e/test_guest.py`, where it can be imported and composed from."""
+    monkeypatch.syspath_prepend(str(GUEST))
+    yield GUEST
+    for name in [name for name in sys.modules if name.partition(".")[0] == "guest"]:
+        del sys.modules[name]
+
+
+# keys
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("sync.mb_per_ss=1", r"sync.mb_per_ss is no setting; sync has mode, .*, mb_per_s \(did you mean mb_per_s\?\)"),
+        ("sync.intervall=1", r"sync.intervall is no setting; .* \(did you mean interval\?\)"),
+        ("backend.unit_param=1", r"backend.unit_param is no setting; .* \(did you mean unit_params\?\)"),
+        ("backend.ranges=1", r"backend.ranges is no setting; .* \(did you mean ranks\?\)"),
+    ],
+)
+def test_a_key_that_no_option_file_has_is_refused_beside_keys_of_ones_own(
+    guest: Path, override: str, told: str
+) -> None:
+    with pytest.raises((OmegaConfBaseException, HydraException)) as caught:
+        composed(guest, "sync=paced", "backend=wrapped", override)
+    assert re.fullmatch(told, explain(caught.value))
+    composed(guest, "sync=paced", "backend=wrapped", f"+{override}", "backend.overrides.forward_prefetch=true")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("sync.mb_per_s=fast", "sync.mb_per_s is fast; must be a number"),
+        ("sync.mb_per_s=0", "sync.mb_per_s is 0; must be more than 0"),
+        ("backend.unit_params=many", "backend.unit_params is many; must be a whole number"),
+        ("+backend.colour=red", "backend._target_ is guest.backend.WrappedOption, which cannot be used: .*'colour'"),
+        ("backend.unit_params=0", "backend.unit_params is 0; must be at least 1"),
+        (
+            "backend.overrides.wrap_policy=1",
+            "backend.overrides.wrap_policy would take the place of backend.unit_params.*",
+        ),
+        (
+            "retention.policies.keep_best_of_each.window=wide",
+            "retention.policies.keep_best_of_each.window is wide; must be a whole number",
+        ),
+    ],
+)
+def test_a_value_that_a_class_of_ones_own_cannot_take_is_told_with_its_key(
+    guest: Path, override: str, told: str
+) -> None:
+    cfg = composed(guest, "retention=keep_best_of_each", "sync=paced", "backend=wrapped", override)
+    config.check(cfg)
+    assert re.fullmatch(told, refused(cfg, config.check_inputs))
 
 
 # names
@@ -179,6 +245,23 @@ def test_a_retention_policy_that_is_not_there_is_refused_with_its_key(keep_odd: 
     assert not imported(keep_odd)
 
 
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("assert False", "AssertionError: (PLACE:2)"),
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere' (PLACE:2)"),
+        ("def", "SyntaxError: invalid syntax (policies.py, line 2)"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_its_file_and_line(
+    keep_odd: Path, source: str, told: str
+) -> None:
+    module = keep_odd / "of_mine" / "policies.py"
+    module.write_text(f"class KeepOdd: ...\n{source}\n")
+    message = refused(composed(keep_odd, "retention=[keep_odd]"), config.check_inputs)
+    assert message.endswith(f"which cannot be used: its import raises {told}".replace("PLACE", str(module)))
+
+
 def test_a_class_that_is_no_policy_is_refused_with_its_key(keep_odd: Path) -> None:
     cfg = composed(keep_odd, "retention=[keep_odd]", "retention.policies.keep_odd._target_=of_mine.policies.NoPolicy")
     config.check(cfg)
@@ -254,21 +337,16 @@ class HalfAMode(SyncMode):
     def publisher(self, side): ...
 """
 
-RDMA_OPTION = """
-defaults:
-  - /base/sync@_here_
-  - /schema/own_keys@_here_
-  - _self_
-
-_target_: of_mine.rdma.RdmaMode
-mode: rdma
-device: mlx5_0
-"""
-
 
 @pytest.fixture
 def rdma(own: Path) -> Path:
-    write(own, "rdma", RDMA, "sync/rdma", RDMA_OPTION)
+    write(
+        own,
+        "rdma",
+        RDMA,
+        "sync/rdma",
+        option("of_mine.rdma.RdmaMode", "/base/sync@_here_", mode="rdma", device="mlx5_0"),
+    )
     return own
 
 
@@ -374,7 +452,7 @@ def test_every_sync_mode_of_ours_gives_both_halves(mode: str) -> None:
     cfg = config.compose([f"sync={mode}"])
     built: Any = config.build("sync", config.plain(cfg.sync), SyncMode)
     side: Any = SimpleNamespace(store=object(), use_gpu=False)
-    assert built.publisher(side).name == mode
+    assert callable(built.publisher(side).deliver)
     assert callable(built.transport)
 
 
@@ -422,21 +500,16 @@ class TinyOption(BackendConfig, BackendOption):
         return engine
 """
 
-TINY_OPTION = """
-defaults:
-  - /schema/own_keys@_here_
-  - /base/backend@_here_
-  - _self_
-
-_target_: of_mine.tiny.TinyOption
-strategy: tiny
-depth: 2
-"""
-
 
 @pytest.fixture
 def tiny(own: Path) -> Path:
-    write(own, "tiny", TINY, "backend/tiny", TINY_OPTION)
+    write(
+        own,
+        "tiny",
+        TINY,
+        "backend/tiny",
+        option("of_mine.tiny.TinyOption", "/base/backend@_here_", strategy="tiny", depth=2),
+    )
     return own
 
 
@@ -548,21 +621,10 @@ class Mute:
         pass
 """
 
-PARROT_OPTION = """
-defaults:
-  - hf
-  - /schema/own_keys@_here_
-  - _self_
-
-_target_: of_mine.parrot.Parrot
-kind: parrot
-word: hello
-"""
-
 
 @pytest.fixture
 def parrot(own: Path) -> Path:
-    write(own, "parrot", PARROT, "explorer/parrot", PARROT_OPTION)
+    write(own, "parrot", PARROT, "explorer/parrot", option("of_mine.parrot.Parrot", "hf", kind="parrot", word="hello"))
     return own
 
 
@@ -651,21 +713,10 @@ class Other:
     pass
 """
 
-RAFT_OPTION = """
-defaults:
-  - grpo
-  - /schema/own_keys@_here_
-  - _self_
-
-_target_: of_mine.raft.Raft
-kind: raft
-best: 4
-"""
-
 
 @pytest.fixture
 def raft(own: Path) -> Path:
-    write(own, "raft", RAFT, "algorithm/raft", RAFT_OPTION)
+    write(own, "raft", RAFT, "algorithm/raft", option("of_mine.raft.Raft", "grpo", kind="raft", best=4))
     return own
 
 

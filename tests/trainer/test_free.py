@@ -24,8 +24,8 @@ LIMIT = 30.0
 
 
 def settings(**changes: Any) -> LoopSettings:
-    given: dict[str, Any] = {"steps": 4, "first": 1, "attempt": 0, "sync_interval": 1, "max_staleness": 9}
-    given |= {"save_interval": 0, "sync_timeout_s": LIMIT, "step_timeout_s": LIMIT}
+    given: dict[str, Any] = {"steps": 4, "first": 1, "attempt": 0, "mode": "memory", "sync_interval": 1}
+    given |= {"max_staleness": 9, "save_interval": 0, "sync_timeout_s": LIMIT, "step_timeout_s": LIMIT}
     return LoopSettings(**(given | changes))
 
 
@@ -34,8 +34,6 @@ class World:
 
     Versions below `stuck` are sealed at once; the others when `sealing` is set, by the training of step `seals_at`.
     """
-
-    name = "memory"
 
     def __init__(self, *, slots_taken: frozenset[int] = frozenset(), stuck: int = 99, seals_at: int = 0) -> None:
         self.happened: list[Any] = []

@@ -20,7 +20,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.lookup import load, load_class, missing
+from trinity_sync.config.composition import plain
+from trinity_sync.config.lookup import build, load, load_class, missing
 from trinity_sync.config.options import LABELS, TARGET, own_labels, own_targets
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
@@ -61,8 +62,8 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_own_classes(cfg: DictConfig) -> None:
-    """Check the user's own classes that take part in saving, and what a backend or an algorithm of theirs has to say of
-    a configuration that has passed `check`.
+    """Check the user's own classes that take part in saving; build a backend and an algorithm of theirs once, and check
+    what they have to say of a configuration that has passed `check`.
 
     Raises:
         ConfigError: a class that is named cannot be used, or there are problems, each with its key.
@@ -79,6 +80,8 @@ def check_own_classes(cfg: DictConfig) -> None:
         group: load_class(f"{group}.{TARGET}", target, load(group, _CHECKING[group]))
         for group, target in targets.items()
     }
+    for group in foreign:  # first, so that its checks may rely on types
+        build(group, plain(cfg[group]), classes[group])
     checks = [check for group in foreign for check in classes[group].all_checks()]
     problems = list(_run([*checks, partial(_check_batch, classes)], partial(OmegaConf.select, cfg)))
     if problems:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 
 from trinity_sync.config.options import TARGET
 from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
 
@@ -67,9 +69,9 @@ def load(key: str, name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
                 continue  # a class within a class has no module in the middle
-            raise _useless(key, name, error) from error
+            raise _useless(key, name, _told(error)) from error
         except Exception as error:
-            raise _useless(key, name, error) from error
+            raise _useless(key, name, _told(error)) from error
         try:
             for part in parts[depth:]:
                 found = getattr(found, part)
@@ -107,6 +109,8 @@ def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
     """
     named, others = f"{key}.{TARGET}", {name: value for name, value in values.items() if name != TARGET}
     found = load_class(named, str(values.get(TARGET)), kind)
+    if wrong := mistyped(found, others):
+        raise ConfigError(f"{key}.{wrong}")
     try:
         return found(**others)
     except TypeError as error:
@@ -115,6 +119,13 @@ def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
 
 def _useless(key: str, name: str, reason: object) -> ConfigError:
     return ConfigError(f"{key} is {name}, which cannot be used: {' '.join(str(reason).split())}")
+
+
+def _told(error: Exception) -> str:
+    """What an import raised, and where; a `SyntaxError` says that itself."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    where = "" if place.filename.startswith("<") else f" ({place.filename}:{place.lineno})"
+    return f"its import raises {type(error).__name__}: {error}{where}"
 
 
 def _find(name: str, place: Sequence[str] | None) -> ModuleSpec | None:

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, OmegaConf
 
+from trinity_sync.config.options import LABELS
 from trinity_sync.protocol.quantities import QUANTITY
 from trinity_sync.protocol.retention import POLICIES, Policy
 
@@ -329,5 +330,11 @@ def register() -> None:
             node[key]._set_flag("struct", False)
         store.store(group="schema", name=name, node=node)
     # an option file of the user's own lists this where its class has keys that no option of ours has
-    store.store(group="schema", name="own_keys", node=OmegaConf.create({}, flags={"struct": False}))
+    any_key = OmegaConf.create({}, flags={"struct": False})
+    store.store(group="schema", name="own_keys", node=any_key)
+    # and this comes when all option files have been read: what none has given is no setting, but with a '+' in front
+    closed = OmegaConf.create({group: {} for group in LABELS} | {"backend": {"overrides": any_key}})
+    for group in LABELS:
+        closed[group]._set_flag("struct", True)
+    store.store(group="schema", name="closed", node=closed)
     OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers), replace=True)

@@ -301,10 +301,10 @@ def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> st
     kind = re.search(r"object_type=(\w+)", text)
     schema = next((node for node in config.SCHEMA.values() if kind and node.__name__ == kind[1]), None)
     node = getattr(cause, "parent_node", None)
-    if schema:
-        known = [f.name for f in fields(schema) if f.name != "_target_"] + ([] if parent else ["experiment"])
-    else:
-        known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    if schema:  # an option of the user's own may have given it keys beside those
+        known = [name for name in dict.fromkeys([*(f.name for f in fields(schema)), *known]) if name != "_target_"]
+        known += [] if parent else ["experiment"]
     told = f"{key} is no setting"
     if known:
         told += f"; {parent or 'the configuration'} has {', '.join(known)}{_near(last, known)}"

@@ -146,6 +146,7 @@ class Job:
             steps=cfg.trainer.steps,
             first=self._start.step + 1,
             attempt=self._recorder.attempt,
+            mode=cfg.sync.mode,
             sync_interval=cfg.sync.interval,
             max_staleness=cfg.sync.max_staleness,
             save_interval=cfg.checkpoint.interval,

@@ -19,6 +19,7 @@ from typing import ClassVar
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.quantities import DURATION, QUANTITY, SIZE, Quantity
+from trinity_sync.protocol.typed import mistyped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +266,8 @@ def make_policy(name: str, policy: type[Policy], fields: Mapping[str, object]) -
                 values[declared.name] = quantity.parse(given)
             except ValueError as error:
                 raise ConfigError(f"{key}.{declared.name} is {given}; must be {error}") from None
+    if wrong := mistyped(policy, values):
+        raise ConfigError(f"{key}.{wrong}")
     try:
         return policy(**values)
     except TypeError as error:
@@ -371,10 +374,10 @@ def _against(checkpoint: CheckpointFacts, rules: Collection[Policy], keep_state_
 
 
 def _at_least_one(key: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if value < 1:
         raise ConfigError(f"{key} is {value!r}; it has to be a whole number of at least 1")
 
 
 def _more_than_nothing(key: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+    if not value > 0:
         raise ConfigError(f"{key} is {value!r}; it has to be a number greater than 0")

@@ -176,13 +176,7 @@ class SyncMode(ABC):
 
 
 class Publisher(Protocol):
-    """The driver's half of a sync mode.
-
-    Attributes:
-        name: of the mode, in events.
-    """
-
-    name: str
+    """The driver's half of a sync mode."""
 
     def publish(self, sealed: Sealed) -> None:
         """Make the version available to explorers and commit it. Blocks until it is."""

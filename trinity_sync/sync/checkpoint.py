@@ -58,8 +58,6 @@ class CheckpointPublisher:
         durable: fsync versions that are written for sync only (`sync.durable`).
     """
 
-    name = "checkpoint"
-
     def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool) -> None:
         self._side = side
         self._store = store

@@ -37,8 +37,6 @@ class MemoryMode(SyncMode):
 class MemoryPublisher:
     """The driver's half. The slot is the transport: publishing is committing."""
 
-    name = "memory"
-
     def __init__(self, side: TrainerSide) -> None:
         self._side = side
 

@@ -76,8 +76,6 @@ class NcclPublisher:
         transport: ``gloo`` or ``nccl``.
     """
 
-    name = "nccl"
-
     def __init__(self, side: TrainerSide, transport: str) -> None:
         self._side = side
         self._transport = transport

@@ -101,7 +101,7 @@ class FreeLoop:
         log: Log,
         stop: threading.Event | None = None,
     ) -> None:
-        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, mode=mode.name, log=log)
+        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log)
         self._settings = settings
         self._source = source
         self._mode = mode

@@ -74,7 +74,7 @@ class TrainingLoop:
         restored: tuple[int, Callable[[Version, int], None]] | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, mode=mode.name, log=log)
+        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log)
         self._stop = stop
         self._restored = restored
         self._settings = settings

@@ -44,6 +44,7 @@ class LoopSettings:
         steps: the last step.
         first: the first step to do (1, or one past the step that was resumed).
         attempt: the run's attempt.
+        mode: what the sync mode is called in events, the label of its option.
         sync_interval: steps between versions.
         max_staleness: largest staleness that a sample may have.
         save_interval: steps between full checkpoints, 0 for the last only.
@@ -53,6 +54,7 @@ class LoopSettings:
     steps: int
     first: int
     attempt: int
+    mode: str
     sync_interval: int
     max_staleness: int
     save_interval: int
@@ -99,7 +101,6 @@ class Steps:
         trainer: the group of ranks, initialised and attached.
         synchronizer: the run's synchronizer.
         parts: names of the parts that make a version.
-        mode: name of the sync mode.
         log: takes what is reported.
     """
 
@@ -110,14 +111,12 @@ class Steps:
         trainer: TrainerGroup,
         synchronizer: SynchronizerClient,
         parts: list[str],
-        mode: str,
         log: Log,
     ) -> None:
         self._settings = settings
         self._trainer = trainer
         self._synchronizer = synchronizer
         self._parts = parts
-        self._mode = mode
         self._log = log
 
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
@@ -203,7 +202,7 @@ class Steps:
         self._log.event(
             "publish",
             version=sealed.version.step,
-            mode=self._mode,
+            mode=self._settings.mode,
             encoding="full",
             digest=sealed.digest,
             bytes_full=nbytes,

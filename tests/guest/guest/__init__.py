@@ -1,0 +1,1 @@
+"""A package of somebody else's: options for a run that Trinity Sync knows nothing of."""

@@ -1,0 +1,34 @@
+"""Whether what a configuration gives a class is of the types with which the class annotates it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", NoneType: "null"}
+
+
+def mistyped(kind: type, values: Mapping[str, object]) -> str | None:
+    """Say which value is of another type than the constructor's argument; None: none is, as far as can be told.
+
+    Args:
+        kind: the class: a dataclass, or one whose constructor is annotated. Judged are flags, numbers, texts, null, and
+            unions of them; a whole number is a number, too.
+        values: arguments of the constructor by name.
+    """
+    try:
+        hints = get_type_hints(kind if is_dataclass(kind) else kind.__init__)  # type: ignore[misc]
+    except Exception:  # names that only a type checker knows
+        return None
+    for name, value in values.items():
+        hint: Any = hints.get(name, Any)
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        if all(one in _KINDS for one in kinds) and not any(_is(value, one) for one in kinds):
+            return f"{name} is {value}; must be {' or '.join(_KINDS[one] for one in kinds)}"
+    return None
+
+
+def _is(value: object, kind: type) -> bool:
+    return type(value) is kind or (kind is float and type(value) is int)
