@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from trinity_sync.config.checks import check
 from trinity_sync.config.comparison import ABSENT, Difference, config_diff, config_digest
-from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote, typed
+from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain, quote
 from trinity_sync.config.lookup import build, load, load_class
+from trinity_sync.config.objects import typed
 from trinity_sync.config.options import TARGET, chosen_by_option
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy, retention_policies

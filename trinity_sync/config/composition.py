@@ -13,8 +13,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from trinity_sync.config.schema import Config
-
 _SEARCH_PATH = "hydra.searchpath"
 
 
@@ -81,17 +79,6 @@ def plain(node: DictConfig) -> dict[str, Any]:
     values = OmegaConf.to_container(node, resolve=True)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def typed(cfg: DictConfig) -> Config:
-    """A whole configuration as the dataclasses of the schema, interpolations resolved: what all read that are neither
-    of `config` nor of `launch`. A key that only a class of the user's own has is an attribute, too; `task`, whose class
-    may be anybody's, is a dictionary.
-    """
-    found = OmegaConf.to_object(cfg)
-    assert isinstance(found, Config)
-    found.task = plain(cfg.task)
-    return found
 
 
 def dtype_name(short: str) -> str:
