@@ -64,8 +64,9 @@ class Yielding:
         if self._hurried or time.monotonic() >= self._deadline:
             return work()
         if self._pieces is None:
-            self._pieces = SimpleQueue()
-            in_background(partial(self._serve, self._pieces), "yielding")
+            pieces: _Pieces = SimpleQueue()
+            in_background(partial(self._serve, pieces), "yielding")
+            self._pieces = pieces
         made: Future[object] = Future()
         self._pieces.put((work, made))
         return made.result()
