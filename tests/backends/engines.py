@@ -9,7 +9,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -82,13 +81,13 @@ class Ranks:
     ) -> None:
         self._folder = folder
         self._ranks = ranks
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOADED)
         self._processes = [
-            context.Process(target=target or _rank, args=(rank, ranks, port, folder, list(cases), saved))
+            context.Process(target=target or _rank, args=(rank, ranks, self._store.port, folder, list(cases), saved))
             for rank in range(ranks)
         ]
         before = {name: os.environ.get(name) for name in PLATFORM}
@@ -113,6 +112,14 @@ class Ranks:
         return [list(of_case) for of_case in zip(*found, strict=True)]
 
 
+def join_group(port: int, rank: int, ranks: int) -> None:
+    """Make the default group, through the store that the starter of the ranks has at this port."""
+    import torch.distributed as dist
+
+    store = dist.PrefixStore(f"{ranks} ranks", dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group("gloo", rank=rank, world_size=ranks, store=store)
+
+
 def _facts_file(folder: Path, ranks: int, rank: int) -> Path:
     return folder / f"facts-{ranks}-{rank}.json"
 
@@ -128,7 +135,7 @@ def _rank(
     refused = _torch_refuses_cpu_parameters()
     import verl  # noqa: F401 - loads the platform
 
-    dist.init_process_group("gloo", rank=rank, world_size=ranks, init_method=f"tcp://127.0.0.1:{port}")
+    join_group(port, rank, ranks)
     models = folder / f"models-{ranks}"
     if rank == 0:
         make_models(models)

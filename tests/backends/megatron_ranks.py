@@ -17,7 +17,7 @@ from typing import Any
 from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
-from tests.backends.engines import refused
+from tests.backends.engines import join_group, refused
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.digested_file import digest_file
 
@@ -86,8 +86,7 @@ def run(
         if rank >= world:
             facts += [{} for _ in mine]
             continue
-        port += 1
-        dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}")
+        join_group(port, rank, world)
         dist.barrier()
         facts += [{**_case(case, models, folder), "cuda": torch.cuda.is_available()} for case in mine]
         dist.barrier()

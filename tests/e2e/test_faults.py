@@ -18,6 +18,7 @@ from tests.e2e.runs import Run, kill_at, launch, resume, start
 from trinity_sync.checkpoint import verification
 
 LONG = ("trainer.steps=400", "checkpoint.interval=5")
+LONG_ENOUGH = ("trainer.steps=120", "checkpoint.interval=5")  # of which each tenth part is shown
 STATE_FILES = 6  # of two ranks: model, optimizer and the rest
 
 
@@ -64,8 +65,8 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_a_signal_ends_a_run_cleanly(folder: Path, end: Callable[[int], None]) -> None:
-    started = start(folder, *LONG)
-    started.wait_for_line("step 12/400")
+    started = start(folder, *LONG_ENOUGH)
+    started.wait_for_line("step 12/120")
     pid = started.process.pid
     (ray_folder,) = ray_folders(pid)
     assert any("/dev/shm/" in place for place in leftovers(pid))
@@ -90,8 +91,8 @@ def test_an_interrupted_run_goes_on_after_its_last_checkpoint(folder: Path) -> N
 
 
 def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> None:
-    started = start(folder, *LONG)
-    kill_at(started, "step 12/400", lambda run: run.pid_of("trainer-rank-1"))
+    started = start(folder, *LONG_ENOUGH)
+    kill_at(started, "step 12/120", lambda run: run.pid_of("trainer-rank-1"))
     run = started.finish(limit_s=60)
     assert run.code == 1
     assert "trainer rank 1 died while it was to" in run.output
