@@ -18,8 +18,8 @@ from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
 from tests.backends.engines import join_group, refused
+from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.parts import FileTuple
-from trinity_sync.weights.digested_file import digest_file
 
 VOCABULARY = 37  # no multiple of anything: the engines pad it
 

@@ -21,10 +21,11 @@ from ray.exceptions import RayError
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
-from trinity_sync.checkpoint import disk, layout, monitor, rollback, verification, writers
+from trinity_sync.checkpoint import disk, monitor, rollback, verification, writers
 from trinity_sync.checkpoint.layout import Manifest, file_entry, staging_dir
 from trinity_sync.checkpoint.lock import locked, writer_of
 from trinity_sync.errors import TrinityError, WaitTimeout
+from trinity_sync.host import file_digest
 from trinity_sync.protocol.decisions import Commit
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT
@@ -475,6 +476,6 @@ def observed(ledger: Ledger) -> Iterator[None]:
         mock.patch.object(monitor, "ray", ray),
         mock.patch.object(writers, "ray", ray),
         mock.patch.object(writers, "_TICK_S", 2.0),  # half a second would only take longer,
-        mock.patch.object(layout, "_CHUNK", 1 << 12),  # and so would buffers of 4 MB for files of 50 bytes
+        mock.patch.object(file_digest, "PIECE_BYTES", 1 << 12),  # and so would buffers of 4 MB for files of 50 bytes
     ):
         yield

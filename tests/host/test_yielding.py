@@ -89,7 +89,7 @@ import os, sys, threading, time
 from trinity_sync.host.yielding import Yielding, piece
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 def work():
-    until = time.thread_time() + 0.02
+    until = time.thread_time() + 0.005
     while time.thread_time() < until: pass
 with Yielding(3600.0) as yielding:
     print("begun", flush=True)
@@ -131,4 +131,4 @@ def test_beside_a_process_that_fills_the_processor_it_gets_next_to_nothing_until
             other.kill()
             program.kill()
     if os.sched_getscheduler(0) != os.SCHED_IDLE:  # else both have the same rights
-        assert done < 25, "of about 50 with equal rights"
+        assert done < 100, "of about 200 with equal rights"

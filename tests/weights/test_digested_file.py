@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from trinity_sync.host.file_digest import digest_file
 from trinity_sync.weights import digested_file as module
-from trinity_sync.weights.digested_file import DigestedFile, digest_file
+from trinity_sync.weights.digested_file import DigestedFile
 
-PIECE = module._PIECE_BYTES
+PIECE = module.PIECE_BYTES
 LENGTHS = [0, 1, 4095, 4096, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE, 2 * PIECE + 4097]
 
 

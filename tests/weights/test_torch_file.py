@@ -129,7 +129,7 @@ def test_what_changes_after_the_deadline_is_not_in_the_file(tmp_path: Path) -> N
 
 
 def test_the_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
-    from trinity_sync.weights.digested_file import digest_file
+    from trinity_sync.host.file_digest import digest_file
 
     planned = plan({"x.pt": state(2)})
     segment = bytearray(planned.nbytes)

@@ -42,8 +42,8 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import sync_folder, sync_tree
+from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.files import FileEntry
-from trinity_sync.weights.digested_file import digest_file
 
 #: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes
 #: a small common file (a config) again must not change the committed one under its readers.

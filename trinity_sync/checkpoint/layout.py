@@ -31,9 +31,9 @@ import xxhash
 
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
+from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.files import MANIFEST, FileEntry
 from trinity_sync.protocol.parts import KINDS, Kind, covers
-from trinity_sync.weights.digested_file import digest_file
 
 FORMAT = 1
 TRAINER_STATE = "trainer_state.json"

@@ -17,9 +17,9 @@ from trinity_sync.checkpoint.layout import (
     read_error,
     read_manifest,
 )
+from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.weights.digested_file import digest_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Files that are digested while they are written, and the digest of those that are there already.
+"""Files that are digested while they are written.
 
 A byte of a checkpoint is read once from memory: it is digested, written and forgotten. What is to be on the disk anyway
 goes there without a stay in the page cache, which costs a tenth of the processor time (0.1 s in place of 1.8 s for
@@ -11,7 +11,6 @@ import errno
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,14 +20,13 @@ import numpy as np
 from xxhash import xxh3_128
 
 from trinity_sync.host.durable import write_all
+from trinity_sync.host.file_digest import PIECE_BYTES
 from trinity_sync.host.yielding import piece
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
     from numpy.typing import NDArray
 
-_PIECE_BYTES = 4 << 20
-"""A multiple of all disks' blocks, and little enough to stay in the processor's cache."""
 _SMALL_BYTES = 64 << 10
 """Less is taken into the buffer at once: asking another thread would take longer."""
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -59,7 +57,7 @@ class DigestedFile:
         self._hasher = xxh3_128()
         self._size = 0
         self._held = 0
-        self._buffer = mmap.mmap(-1, _PIECE_BYTES)  # where a page begins, as direct writes need it
+        self._buffer = mmap.mmap(-1, PIECE_BYTES)  # where a page begins, as direct writes need it
         self._place = np.frombuffer(self._buffer, np.uint8)
         self._descriptor = self._open(_DIRECT if durable else 0)
 
@@ -77,8 +75,8 @@ class DigestedFile:
         source = np.frombuffer(memoryview(data), np.uint8)
         start = 0
         while start < len(source):
-            taken = source[start : start + _PIECE_BYTES - self._held]
-            if len(taken) < _SMALL_BYTES and self._held + len(taken) < _PIECE_BYTES:
+            taken = source[start : start + PIECE_BYTES - self._held]
+            if len(taken) < _SMALL_BYTES and self._held + len(taken) < PIECE_BYTES:
                 self._take(taken)
             else:
                 piece(partial(self._take, taken))
@@ -114,7 +112,7 @@ class DigestedFile:
         end = self._held + len(data)
         self._place[self._held : end] = data
         self._held = end
-        if end == _PIECE_BYTES:
+        if end == PIECE_BYTES:
             self._put()
 
     def _put(self) -> None:
@@ -132,37 +130,10 @@ class DigestedFile:
 
     def _written(self) -> int:
         """How much of the buffer is in the file."""
-        return os.lseek(self._descriptor, 0, os.SEEK_CUR) % _PIECE_BYTES
+        return os.lseek(self._descriptor, 0, os.SEEK_CUR) % PIECE_BYTES
 
     def _leave_direct(self) -> bool:
         """Write by way of the page cache from now on; whether that was not so before."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
         return bool(flags & _DIRECT)
-
-
-def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
-    """(bytes, xxh3_128 hex) of a file. Best right after writing, from the page cache.
-
-    Args:
-        durable: fsync it as well.
-        progress: called with the bytes read so far.
-    """
-    hasher = xxh3_128()
-    size = 0
-    buffer = bytearray(_PIECE_BYTES)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
-
-        def read() -> int:
-            count = file.readinto(buffer)
-            hasher.update(view[:count])
-            return count
-
-        while count := piece(read):
-            size += count
-            if progress is not None:
-                progress(size)
-        if durable:
-            os.fsync(file.fileno())
-    return size, str(hasher.hexdigest())

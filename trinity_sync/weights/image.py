@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from trinity_sync.errors import RunError
-from trinity_sync.weights.digested_file import DigestedFile, digest_file
+from trinity_sync.host.file_digest import digest_file
+from trinity_sync.weights.digested_file import DigestedFile
 from trinity_sync.weights.layout import Segment
 
 Extent = tuple[int, int, int]

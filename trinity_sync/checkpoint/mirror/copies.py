@@ -42,10 +42,10 @@ from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.checkpoint.prune import facts_of
 from trinity_sync.checkpoint.tracker_files import TRACKERS
 from trinity_sync.errors import RunError
+from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy, decide
-from trinity_sync.weights.digested_file import digest_file
 
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"
