@@ -46,17 +46,27 @@ class Yielding:
         self._deadline = time.monotonic() + patience_s
         self._hurried = False
         self._pieces: _Pieces | None = None
+        self._policy: int | None = None
+        self._maker: int | None = None
 
     def hurry(self) -> None:
-        """Yield no more: somebody waits. From any thread."""
+        """Yield no more: somebody waits. From any thread. The piece that is being made ends where it is, in a better
+        class if the system permits that.
+        """
         self._hurried = True
+        maker, policy = self._maker, self._policy
+        if maker is not None and policy is not None:
+            with suppress(OSError):  # no privileges, or it has ended
+                os.sched_setscheduler(maker, policy, os.sched_param(0))
 
     def __enter__(self) -> Yielding:
         _here.yielding = self
+        self._policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
         return self
 
     def __exit__(self, *error: object) -> None:
         _here.yielding = None
+        self._maker = None
         if self._pieces is not None:
             self._pieces.put(None)
 
@@ -73,6 +83,7 @@ class Yielding:
 
     def _serve(self, pieces: _Pieces) -> None:
         run_when_idle()
+        self._maker = threading.get_native_id()
         while (given := pieces.get()) is not None:
             work, made = given
             try:
