@@ -139,7 +139,7 @@ def test_the_backend_of_the_guide_composes_and_sets_what_verl_knows(examples: Pa
     cfg = config.compose(["backend=gathered"], config_dir=examples / "my_conf")
     config.check(cfg)
     config.check_inputs(cfg)
-    spec = worker_spec(cfg, "model", "logs")
+    spec = worker_spec(config.typed(cfg), "model", "logs")
     engine, _ = spec.backend.engine_configs(spec.engine, spec.optimizer)
     assert (engine.strategy, engine.reshard_after_forward) == ("fsdp2", False)
     cfg.backend.overrides = {"reshard_after_forward": True}
