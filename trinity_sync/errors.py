@@ -1,6 +1,6 @@
 """The errors that users see. Every layer raises these; the command line turns them into one paragraph and an exit code.
 
-Lowest of all modules: it imports nothing of the project, so any room may use it.
+Lowest of all modules: it imports nothing of the project, so any package may use it.
 """
 
 from __future__ import annotations

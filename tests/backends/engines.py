@@ -468,10 +468,10 @@ class Lazy:
 
     def _hold(self) -> None:
         self.held += 1
-        self._snapshot.hold_until_copied(LIMIT_S)
+        self._snapshot.wait_until_copied(LIMIT_S)
 
     def write(self, folder: Path, meeting: Any = None) -> None:
-        from trinity_sync.weights.image import fill
+        from trinity_sync.weights.image import write_image
 
         folder.mkdir(parents=True, exist_ok=True)
         names = self._snapshot.names - {"dcp"}
@@ -479,7 +479,7 @@ class Lazy:
             copied = partial(self._snapshot.copied, timeout_s=LIMIT_S)
             self._backend.write_distributed(self._snapshot.live("dcp"), copied, folder / "dcp", meeting)
         for image in self._snapshot.file_images(folder, LIMIT_S, names):
-            fill(Path(image.path), image.extents, self._segment, durable=False)
+            write_image(Path(image.path), image.extents, self._segment, durable=False)
 
 
 def _hash(state: Mapping[str, Any]) -> str:

@@ -271,7 +271,7 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
         copying, write = backend.begin_save(saved, meetings().begin("the state"), lazily=True)
     facts["rng_saved"] = _rng()
     backend.before_change(reached.set)
-    backend.before_change(lambda: copying.hold_until_copied(60))
+    backend.before_change(lambda: copying.wait_until_copied(60))
     files: list[Path | FileTuple] = []
     writer = threading.Thread(target=lambda: files.extend(write()))
     writer.start()
@@ -301,7 +301,7 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
 
     second = folder / f"{case['save']}-second"
     copying_second, write_second = backend.begin_save(second, meetings().begin("the second state"), lazily=True)
-    backend.before_change(lambda: copying_second.hold_until_copied(60))
+    backend.before_change(lambda: copying_second.wait_until_copied(60))
     writer = threading.Thread(target=write_second)
     writer.start()
     _train(engine, 3)

@@ -245,7 +245,7 @@ def test_the_actor_ends_with_the_last_that_it_serves(cluster: None) -> None:
     with pytest.raises(RayActorError):
         ray.get(first.pid.remote(), timeout=LIMIT)
     assert ray.get(actor.memory.remote(), timeout=LIMIT)["torch"] is False
-    waiting = actor.hold.remote()
+    waiting = actor.lifeline.remote()
     second.die.remote()
     with pytest.raises(RayActorError):
         ray.get(waiting, timeout=LIMIT)

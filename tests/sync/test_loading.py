@@ -23,7 +23,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import Bucket, FindRoom, TrainerSide
+from trinity_sync.sync.base import Bucket, FindDestination, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
@@ -79,9 +79,9 @@ class Altered:
         self._source = MemoryTransport(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
         self._times = times
 
-    def buckets(self, lease: Any, broadcast: Any, find_room: FindRoom) -> Iterator[Bucket]:
+    def buckets(self, lease: Any, broadcast: Any, find_destination: FindDestination) -> Iterator[Bucket]:
         self._times -= 1
-        for bucket in self._source.buckets(lease, broadcast, find_room):
+        for bucket in self._source.buckets(lease, broadcast, find_destination):
             copy = bytearray(bucket.data)
             if self._times >= 0 and bucket.layout.part == PART and bucket.number == BYTE // BUCKET_BYTES:
                 copy[BYTE % BUCKET_BYTES] ^= 0xFF
@@ -193,11 +193,11 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
     member = Member.new("explorer-0")
 
     class Slow(MemoryTransport):
-        def buckets(self, lease: Any, broadcast: Any, find_room: FindRoom) -> Iterator[Bucket]:
+        def buckets(self, lease: Any, broadcast: Any, find_destination: FindDestination) -> Iterator[Bucket]:
             trainer.synchronizer.drop_reader(member).result(LIMIT)
             for seed in (26, 27):
                 trainer.publish(random_weights(seed))
-            yield from super().buckets(lease, broadcast, find_room)
+            yield from super().buckets(lease, broadcast, find_destination)
 
     slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
     loader = make_loader(trainer, empty(weights), transport=slow, verify="off", member=member)

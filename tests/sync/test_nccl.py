@@ -167,9 +167,9 @@ def test_a_round_is_led_for_the_version_that_the_ranks_have_staged_only(
         mode.deliver(explorers, older.version)
 
 
-def test_a_load_without_an_invitation_is_refused(trainer: PretendTrainer, explorers: dict[str, ExplorerClient]) -> None:
+def test_a_load_without_a_broadcast_is_refused(trainer: PretendTrainer, explorers: dict[str, ExplorerClient]) -> None:
     version = trainer.publish(random_weights(13)).version
-    with pytest.raises(RunError, match=rf"explorer-0 was to load version {version} without an invitation to a round$"):
+    with pytest.raises(RunError, match=rf"to load version {version}, but was not asked to any broadcast$"):
         explorers["explorer-0"].load(version).result(LIMIT)
 
 

@@ -22,7 +22,7 @@ import ray
 import torch
 
 from tests import local_ray
-from tests.trainer.test_state_saver import LIMIT, PretendBackend, Saves
+from tests.trainer.test_agent_saver import LIMIT, PretendBackend, Saves
 from trinity_sync.checkpoint import catalog, rollback, verification
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.tracker_files import read_tracker

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.test_state_saver import LIMIT, PART, PretendBackend
+from tests.trainer.test_agent_saver import LIMIT, PART, PretendBackend
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.versions import Version

@@ -165,13 +165,13 @@ def test_only_bytes_that_stay_together_as_they_are_have_a_room() -> None:
     )
     receiver = Receiver(destinations)
     pieces = one.pieces("tensor")
-    rooms = [receiver.room(one, number, "tensor") for number in range(len(pieces))]
+    rooms = [receiver.destination(one, number, "tensor") for number in range(len(pieces))]
     found = {start: room.data_ptr() for (start, _), room in zip(pieces, rooms, strict=True) if room is not None}
     at = {shard.name: offset for shard, offset in one.entries}
     rows, small = destinations["rows"], destinations["small"]
     expected = {at["rows"] + 64 * row: rows[2 + row].data_ptr() for row in range(3)}
     assert found == {**expected, at["small"]: small.data_ptr()}
-    assert all(receiver.room(one, number, "bucket") is not None for number in range(3))
+    assert all(receiver.destination(one, number, "bucket") is not None for number in range(3))
 
 
 def test_a_segment_that_is_too_short_is_refused() -> None:

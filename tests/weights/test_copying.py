@@ -30,9 +30,9 @@ def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyP
     copying = Copying(pairs(), CPU, "a state")
     copying.copy(in_background=True)
     with pytest.raises(WaitTimeout, match=r"the snapshot .*copy a state"):
-        copying.hold_until_copied(0.01)
+        copying.wait_until_copied(0.01)
     reached.set()
-    assert copying.hold_until_copied(60) >= 0
+    assert copying.wait_until_copied(60) >= 0
     source += 1
     copying.wait_whole(60)
     assert torch.equal(target, source - 1)
@@ -42,7 +42,7 @@ def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyP
 def test_a_copy_that_fails_lets_training_go_on_and_fails_the_save(in_background: bool) -> None:
     copying = Copying([(torch.ones(3), torch.ones(4))], CPU, "a state")
     copying.copy(in_background=in_background)
-    copying.hold_until_copied(60)
+    copying.wait_until_copied(60)
     with pytest.raises(RunError, match="a state could not be copied"):
         copying.wait_whole(60)
 
@@ -57,7 +57,7 @@ def test_a_copy_whose_thread_cannot_start_lets_training_go_on_and_fails_the_save
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", cannot)
         copying.copy(in_background=True)
-    copying.hold_until_copied(1)
+    copying.wait_until_copied(1)
     with pytest.raises(RunError, match="a state could not be copied: can't start new thread"):
         copying.wait_whole(1)
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights import snapshot as snapshot_module
 from trinity_sync.weights.copying import Copying
-from trinity_sync.weights.image import ImageError, fill
+from trinity_sync.weights.image import ImageError, write_image
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.torch_file import storages, write_skeleton
 
@@ -44,7 +44,7 @@ def write(files: dict[str, Any], folder: Path, *, in_background: bool = True) ->
     segment = bytearray(planned.nbytes + 100)
     images = copied(planned, segment, in_background=in_background).file_images(folder, LIMIT)
     for image in images:
-        fill(Path(image.path), image.extents, segment, durable=False)
+        write_image(Path(image.path), image.extents, segment, durable=False)
     return [Path(image.path) for image in images]
 
 
@@ -121,10 +121,10 @@ def test_what_changes_after_the_deadline_is_not_in_the_file(tmp_path: Path) -> N
     planned = plan({"x.pt": value})
     segment = bytearray(planned.nbytes)
     snapshot = copied(planned, segment)
-    snapshot.hold_until_copied(LIMIT)
+    snapshot.wait_until_copied(LIMIT)
     value["weight"].zero_()
     (image,) = snapshot.file_images(tmp_path, LIMIT)
-    fill(Path(image.path), image.extents, segment, durable=True)
+    write_image(Path(image.path), image.extents, segment, durable=True)
     assert torch.load(image.path, weights_only=True)["weight"].eq(1).all()
 
 
@@ -134,7 +134,7 @@ def test_the_digest_is_that_of_the_whole_file(tmp_path: Path) -> None:
     planned = plan({"x.pt": state(2)})
     segment = bytearray(planned.nbytes)
     (image,) = copied(planned, segment).file_images(tmp_path, LIMIT)
-    assert fill(Path(image.path), image.extents, segment, durable=False) == digest_file(Path(image.path))
+    assert write_image(Path(image.path), image.extents, segment, durable=False) == digest_file(Path(image.path))
 
 
 def test_a_tensor_shared_by_two_files_is_copied_once(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_copy_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Copying, "_copy", lambda self: None)
     snapshot = copied(plan({"x": torch.ones(3)}), bytearray(64))
     with pytest.raises(WaitTimeout, match="the state of step 7"):
-        snapshot.hold_until_copied(0.01)
+        snapshot.wait_until_copied(0.01)
 
 
 def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Copying, "_copy_one", broken)
     snapshot = copied(plan({"x": torch.ones(3)}), bytearray(64))
-    snapshot.hold_until_copied(LIMIT)
+    snapshot.wait_until_copied(LIMIT)
     with pytest.raises(RunError, match="the state of step 7 could not be copied: device lost"):
         snapshot.file_images(tmp_path, LIMIT)
     assert list(tmp_path.iterdir()) == []
@@ -202,4 +202,4 @@ def test_extents_that_do_not_fit_are_refused(tmp_path: Path, extents: list[tuple
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     with pytest.raises(ImageError, match="do not fit"):
-        fill(path, extents, bytes(100), durable=False)
+        write_image(path, extents, bytes(100), durable=False)

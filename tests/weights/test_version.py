@@ -105,7 +105,7 @@ def test_what_is_received_where_it_belongs_is_what_was_staged(
     for layout, segment in zip(version.layouts, staged(version), strict=True):
         pieces = list(enumerate(layout.pieces("tensor")))
         for number, (start, stop) in rng.sample(pieces, len(pieces)):
-            room = receiver.room(layout, number, "tensor")
+            room = receiver.destination(layout, number, "tensor")
             if room is None:
                 receiver.take(layout, number, segment[start:stop], cut="tensor")
             else:

@@ -208,9 +208,9 @@ class MonitorClient(Client):
 
     # -- a writer
 
-    def hold(self, node_id: str, job_id: str, life: str) -> Call[None]:
+    def lifeline(self, node_id: str, job_id: str, life: str) -> Call[None]:
         """Make a call that is not answered while the writer lives; see `watch`."""
-        return self._call(f"let the writer {job_id} be watched", "hold", node_id, job_id, life)
+        return self._call(f"let the writer {job_id} be watched", "lifeline", node_id, job_id, life)
 
     def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[ObjectRef[None]]) -> Call[None]:
         """Have the writer's death noticed: `owned` holds the reference to its call of `hold`."""

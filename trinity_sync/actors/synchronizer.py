@@ -116,9 +116,9 @@ class SynchronizerClient(Client):
 
     # -- watching agents and ranks
 
-    def hold(self) -> Call[None]:
+    def lifeline(self) -> Call[None]:
         """Make a call that is never answered; see `watch`."""
-        return self._ask("hold")
+        return self._ask("lifeline")
 
     def watch(self, member: Member, owned: Sequence[ObjectRef[None]]) -> None:
         """Have the death of a node agent or a rank noticed: `owned` holds the reference to its call of `hold`."""

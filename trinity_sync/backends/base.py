@@ -93,7 +93,7 @@ class Backend(Protocol):
         ...
 
 
-class WritesItself(Protocol):
+class SelfWritingBackend(Protocol):
     """A backend whose checkpoint format is more than one object per file: it writes its files itself."""
 
     deadline: Deadline

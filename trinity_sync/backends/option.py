@@ -25,7 +25,7 @@ class BackendOption(ABC):
         engine_keys: fields of verl's engine config that other keys set, and those keys.
         reads: labels (`backend.strategy`) of the backends whose full checkpoints this one can load, as far as
             `check_resume` allows it. Of others it takes the weights.
-        writes_itself: its checkpoints are more than one object per file, so it writes them itself.
+        writes_own_files: its checkpoints are more than one object per file, so it writes them itself.
     """
 
     strategy: str
@@ -34,7 +34,7 @@ class BackendOption(ABC):
     checks: ClassVar[tuple[Check, ...]] = ()
     engine_keys: ClassVar[Mapping[str, str]] = {}
     reads: ClassVar[frozenset[str]] = frozenset()
-    writes_itself: ClassVar[bool] = False
+    writes_own_files: ClassVar[bool] = False
 
     # -- in the driver
 
@@ -95,7 +95,7 @@ class BackendOption(ABC):
     @abstractmethod
     def view(self, engine: Any, wire_dtype: str) -> Any:
         """The rank's view of the engine, once that is initialised: a `trinity_sync.backends.base.Backend`, of which one
-        that `writes_itself` has the saving of `WritesItself` instead.
+        that `writes_own_files` has the saving of `SelfWritingBackend` instead.
 
         Args:
             wire_dtype: in which floating parameters travel, as safetensors names it.

@@ -381,7 +381,7 @@ class CheckpointCoordinator:
         """Let the monitor notice this process's death: it holds a reference that only this process can keep alive."""
         with self._lock:
             if self._watch is None:
-                held = self._monitor.hold(self._node_id, self._job_id, self._life)
+                held = self._monitor.lifeline(self._node_id, self._job_id, self._life)
                 watching = self._monitor.watch(self._node_id, self._job_id, self._life, [held.reference])
                 self._watch = (held, watching)
 

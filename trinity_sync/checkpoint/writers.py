@@ -186,7 +186,7 @@ class Writers:
 
     # ---- watching the writers
 
-    async def hold(self, node_id: str, job_id: str, life: str) -> None:
+    async def lifeline(self, node_id: str, job_id: str, life: str) -> None:
         """Never returns while the writer lives: what it would return belongs to the writer; see `watch`."""
         await self._watched.setdefault((node_id, job_id, life), asyncio.Event()).wait()
 

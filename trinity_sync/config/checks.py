@@ -28,7 +28,7 @@ from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
 
-# What the classes have to be that options of these groups name. As text, since their rooms lie above this one.
+# What the classes have to be that options of these groups name. As text, since their packages lie above this one.
 _CHECKING = {
     "backend": "trinity_sync.backends.option.BackendOption",
     "algorithm": "trinity_sync.trainer.algorithms.base.Algorithm",

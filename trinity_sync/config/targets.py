@@ -16,7 +16,7 @@ from trinity_sync.config.options import TARGET
 from trinity_sync.config.retention import retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 
-# Named as text, since the rooms of these classes lie above this one.
+# Named as text, since the packages of these classes lie above this one.
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
 
 

@@ -72,7 +72,11 @@ class Explorer:
         layouts = LayoutCache(agents, spec.timeout_s)
         mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
         side = ExplorerSide(
-            name=spec.name, agents=agents, layouts=layouts, timeout_s=spec.timeout_s, hold=partial(_hold, spec)
+            name=spec.name,
+            agents=agents,
+            layouts=layouts,
+            timeout_s=spec.timeout_s,
+            lease_folder=partial(_lease_folder, spec),
         )
         self._loader = WeightLoader(
             spec.member,
@@ -140,7 +144,7 @@ class Explorer:
 
 
 @contextmanager
-def _hold(
+def _lease_folder(
     spec: ExplorerSpec, folder: Path, version: Version, clock: Callable[[], float] = time.time
 ) -> Iterator[Callable[[], None]]:
     """Keep a version's folder while it is read; without this a newer version's commit may delete it. The hold ends

@@ -13,7 +13,7 @@ from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
 if TYPE_CHECKING:
-    from trinity_sync.explorer.free import FreeRollout
+    from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import RolloutData
     from trinity_sync.sync.base import Publisher
@@ -63,7 +63,7 @@ def free_data(cfg: DictConfig, start: Start, pool: ExplorerPool, recorder: Recor
         pool: the explorers.
         recorder: takes their loads and faults.
     """
-    from trinity_sync.explorer.free import FreeRollout
+    from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.samples.queue import QueueRules
     from trinity_sync.trainer.saves import data_position
     from trinity_sync.trainer.steps import record_load

@@ -24,7 +24,7 @@ from trinity_sync.tracking.run_folder import RunFolder
 if TYPE_CHECKING:
     from trinity_sync.protocol.versions import Version
     from trinity_sync.sync.base import Publisher
-    from trinity_sync.trainer.free import FreeLoop
+    from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.loop import TrainingLoop
     from trinity_sync.trainer.published import PublishedState
     from trinity_sync.trainer.saves import FullSaves, SaveSettings
@@ -137,7 +137,7 @@ class Job:
         return build("sync", plain(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
 
     def _make_loop(self, saves: FullSaves, mode: Publisher, published: PublishedState) -> FreeLoop | TrainingLoop:
-        from trinity_sync.trainer.free import FreeLoop
+        from trinity_sync.trainer.free_loop import FreeLoop
         from trinity_sync.trainer.loop import TrainingLoop
         from trinity_sync.trainer.steps import LoopSettings
 

@@ -111,7 +111,7 @@ class NodeAgent:
         )
         self._coordinator: Coordinator | None = None
         # While this process lives, so does the call; the synchronizer watches it.
-        self._held: Call[None] | None = None
+        self._lifeline: Call[None] | None = None
 
     async def register(
         self, layouts: dict[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
@@ -125,8 +125,8 @@ class NodeAgent:
         self._layouts = dict(layouts)
         if make_coordinator is not None:
             self._coordinator = await self._run(make_coordinator)
-        self._held = self._synchronizer.hold()
-        self._synchronizer.watch(this_process(f"the agent of node {self._node}"), [self._held.reference])
+        self._lifeline = self._synchronizer.lifeline()
+        self._synchronizer.watch(this_process(f"the agent of node {self._node}"), [self._lifeline.reference])
         return await self._run(self._create)
 
     def _create(self) -> Slots:

@@ -16,7 +16,7 @@ from trinity_sync.actors.agent import Coordinator, StatePart
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.yielding import PATIENCE, Yielding
 from trinity_sync.protocol.parts import FileTuple
-from trinity_sync.weights.image import fill
+from trinity_sync.weights.image import write_image
 from trinity_sync.weights.slots import SlotArena
 
 
@@ -119,7 +119,7 @@ class StateSlots:
             begun.set()
             with work:
                 return [
-                    (path, *fill(Path(given.folder) / path, extents, segment, durable=self._durable))
+                    (path, *write_image(Path(given.folder) / path, extents, segment, durable=self._durable))
                     for path, extents in given.files
                 ]
 

@@ -6,8 +6,8 @@ staged, digests known). Then
 1. driver: `Publisher.publish(sealed)` makes the bytes available and commits the version at the synchronizer;
 2. driver: `Publisher.deliver(explorers, version)` has the explorers load it and returns their reports;
 3. rank, of a mode in which `ranks_take_part`: `SyncMode.send(broadcast, ...)` sends what the rank has staged;
-4. explorer: `Transport.buckets(lease, broadcast, find_room)` yields the buckets of the parts, or other pieces, one
-   after another; `sync.loading` checks and applies them.
+4. explorer: `Transport.buckets(lease, broadcast, find_destination)` yields the buckets of the parts, or other pieces,
+   one after another; `sync.loading` checks and applies them.
 
 Whatever fails raises; the version before stays in force.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class StateDictStore(Protocol):
-    """The checkpoint room's side of a weights-only save, passed in."""
+    """The checkpoint package's side of a weights-only save, passed in."""
 
     def begin(self, version: Version, nodes: list[str]) -> Path:
         """A staging folder for the version; one part per node is expected."""
@@ -58,7 +58,7 @@ class StateDictStore(Protocol):
         ...
 
 
-Hold = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
+LeaseFolder = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
 """Keeps the folder of a version from being deleted while the context is open; raises `RunError` where it is gone. Ends
 by itself some time after the last call of what the context gives, so that who hangs holds nothing up for ever.
 """
@@ -66,7 +66,7 @@ by itself some time after the last call of what the context gives, so that who h
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSide:
-    """What the modes may ask of the trainer's side, passed in so that rooms stay apart.
+    """What the modes may ask of the trainer's side, passed in so that packages stay apart.
 
     Attributes:
         synchronizer: the run's synchronizer.
@@ -94,14 +94,14 @@ class ExplorerSide:
         agents: Ray node id -> agent.
         layouts: layouts that were seen before.
         timeout_s: limit of each wait (`sync.timeout_s`).
-        hold: keeps a version's folder while it is read; None: nobody deletes folders.
+        lease_folder: keeps a version's folder while it is read; None: nobody deletes folders.
     """
 
     name: str
     agents: Mapping[str, AgentClient]
     layouts: LayoutCache
     timeout_s: float
-    hold: Hold | None = None
+    lease_folder: LeaseFolder | None = None
 
 
 @dataclass
@@ -132,8 +132,8 @@ class Bucket(NamedTuple):
     cut: Cut = "bucket"
 
 
-FindRoom = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
-"""`Receiver.room`: where a piece (layout, number, cut) may be received without a copy afterwards, or None."""
+FindDestination = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
+"""`Receiver.destination`: where a piece (layout, number, cut) may be received without a copy afterwards, or None."""
 
 
 class SyncMode(ABC):
@@ -190,7 +190,9 @@ class Publisher(Protocol):
 class Transport(Protocol):
     """The explorer's half of a sync mode: where the bytes of a leased version come from."""
 
-    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(
+        self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
+    ) -> Generator[Bucket, None, None]:
         """Every piece of every part once. Once the generator is closed nothing is written any more."""
         ...
 

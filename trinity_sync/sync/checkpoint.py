@@ -19,8 +19,8 @@ from trinity_sync.sync.base import (
     Bucket,
     Delivery,
     ExplorerSide,
-    FindRoom,
-    Hold,
+    FindDestination,
+    LeaseFolder,
     StateDictStore,
     SyncMode,
     TrainerSide,
@@ -46,7 +46,7 @@ class CheckpointMode(SyncMode):
         return CheckpointPublisher(side, side.store, self._durable)
 
     def transport(self, side: ExplorerSide) -> CheckpointTransport:
-        return CheckpointTransport(side.hold)
+        return CheckpointTransport(side.lease_folder)
 
 
 class CheckpointPublisher:
@@ -91,21 +91,26 @@ class CheckpointTransport:
     it is used, into memory of one bucket. Nothing is mapped, see `ShardFile`.
 
     Args:
-        hold: see `Hold`; passed in by who knows the checkpoint room. None: nobody deletes folders.
+        lease_folder: see `LeaseFolder`; passed in by who knows checkpoints. None: nobody deletes folders.
     """
 
-    def __init__(self, hold: Hold | None = None) -> None:
-        self._hold = hold
-        self._room = bytearray()
+    def __init__(self, lease_folder: LeaseFolder | None = None) -> None:
+        self._lease_folder = lease_folder
+        self._buffer = bytearray()
 
-    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(
+        self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
+    ) -> Generator[Bucket, None, None]:
         if lease.location is None:
             raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
         folder = Path(lease.location)
-        with self._hold(folder, lease.version) if self._hold else nullcontext(_nothing) as go_on, ExitStack() as opened:
+        with (
+            self._lease_folder(folder, lease.version) if self._lease_folder else nullcontext(_nothing) as go_on,
+            ExitStack() as opened,
+        ):
             files = [(info, opened.enter_context(self._open(folder, info))) for _, info in sorted(lease.parts.items())]
             for info, file in files:
-                for bucket in self._read(file, info, find_room):
+                for bucket in self._read(file, info, find_destination):
                     go_on()
                     yield bucket
 
@@ -116,19 +121,21 @@ class CheckpointTransport:
             raise RunError(f"{file.path} is laid out as {file.layout.digest}, the version was staged as {info.layout}")
         return file
 
-    def _read(self, file: ShardFile, info: PartInfo, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def _read(
+        self, file: ShardFile, info: PartInfo, find_destination: FindDestination
+    ) -> Generator[Bucket, None, None]:
         layout = file.layout
         cut: Cut = "tensor" if info.buckets is None else "bucket"
         for number, (start, stop) in enumerate(layout.pieces(cut)):
             # What has to be checked before it is used is not read to where it is used.
-            place = find_room(layout, number, cut) if info.buckets is None else None
+            place = find_destination(layout, number, cut) if info.buckets is None else None
             if place is not None and not place.is_cuda:
                 file.read(start, place.numpy().data)
                 yield Bucket(layout, number, None, None, cut)
                 continue
-            if len(self._room) < stop - start:
-                self._room = bytearray(max(layout.bucket_bytes, stop - start))
-            data = memoryview(self._room)[: stop - start]
+            if len(self._buffer) < stop - start:
+                self._buffer = bytearray(max(layout.bucket_bytes, stop - start))
+            data = memoryview(self._buffer)[: stop - start]
             file.read(start, data)
             yield Bucket(layout, number, data, None if info.buckets is None else info.buckets[number], cut)
 

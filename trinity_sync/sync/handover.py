@@ -184,7 +184,7 @@ class HandoverClient:
         member = this_process(name)
         key = (self.client.handle._actor_id.hex(), member)
         if key not in _attached:
-            held = self.client.hold()
+            held = self.client.lifeline()
             _attached[key] = (held, self.client.attach(member, [held.reference]))
         return member
 

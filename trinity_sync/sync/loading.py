@@ -126,7 +126,7 @@ class WeightLoader:
         moved = 0
         if self._verify == "full":
             self._receiver.begin()
-        with closing(self._transport.buckets(lease, broadcast, self._receiver.room)) as buckets:
+        with closing(self._transport.buckets(lease, broadcast, self._receiver.destination)) as buckets:
             for layout, number, data, digest, cut in buckets:
                 if data is None:
                     self._receiver.received(layout, number, cut)

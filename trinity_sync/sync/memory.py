@@ -14,7 +14,7 @@ from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindRoom, SyncMode, TrainerSide, deliver_each
+from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, SyncMode, TrainerSide, deliver_each
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.slots import MappedSegments
 
@@ -64,7 +64,9 @@ class MemoryTransport:
         self._segments = MappedSegments()
         self._node = ray.get_runtime_context().get_node_id()
 
-    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(
+        self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
+    ) -> Generator[Bucket, None, None]:
         from trinity_sync.weights.apply import in_buckets
 
         for _, info in sorted(lease.parts.items()):

@@ -25,7 +25,7 @@ from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindRoom, SyncMode, TrainerSide
+from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, SyncMode, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.process_group import Group, begin_broadcast
 from trinity_sync.sync.round_group import close, forget, give_up, open_group, wait
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _AHEAD = 4
 """Pieces on their way at a time."""
 
-_ROOMS = 2
+_BUFFERS = 2
 """Of them in memory beside the model: one is applied while the next one comes."""
 
 
@@ -183,7 +183,7 @@ def _send(broadcast: Broadcast, group: Group, layout: PartLayout, segment: mmap.
 
 class NcclTransport:
     """The explorer's half: receives the parts one sender after another, piece by piece. What can be received where it
-    belongs is; the rest arrives in rooms that are kept, and is copied from there while the next pieces come.
+    belongs is; the rest arrives in buffers that are kept, and is copied from there while the next pieces come.
 
     Args:
         name: the explorer's name.
@@ -193,17 +193,19 @@ class NcclTransport:
     def __init__(self, name: str, layouts: LayoutCache) -> None:
         self._name = name
         self._layouts = layouts
-        self._rooms: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
 
-    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(
+        self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
+    ) -> Generator[Bucket, None, None]:
         if broadcast is None:
-            raise RunError(f"{self._name} was to load version {lease.version} without an invitation to a round")
+            raise RunError(f"{self._name} was to load version {lease.version}, but was not asked to any broadcast")
         rank = 1 + broadcast.explorers.index(self._name)
         for index, part in enumerate(broadcast.senders):
             info = lease.parts[part]
             layout = self._layouts.get(info)
             arriving = _Arriving(
-                open_group(broadcast, index, rank), broadcast, layout, find_room, self._make_rooms(layout)
+                open_group(broadcast, index, rank), broadcast, layout, find_destination, self._make_buffers(layout)
             )
             try:
                 for number, data in arriving:
@@ -211,17 +213,17 @@ class NcclTransport:
                     yield Bucket(layout, number, self._arrived(data), digest, broadcast.cut)
             finally:
                 if not arriving.close():
-                    self._rooms = []
+                    self._buffers = []
 
     def _arrived(self, data: np.ndarray | None) -> np.ndarray | None:
         return data
 
-    def _make_rooms(self, layout: PartLayout) -> list[torch.Tensor]:
+    def _make_buffers(self, layout: PartLayout) -> list[torch.Tensor]:
         import torch
 
-        if not self._rooms or self._rooms[0].numel() < layout.bucket_bytes:
-            self._rooms = [torch.empty(layout.bucket_bytes, dtype=torch.uint8) for _ in range(_ROOMS)]
-        return self._rooms
+        if not self._buffers or self._buffers[0].numel() < layout.bucket_bytes:
+            self._buffers = [torch.empty(layout.bucket_bytes, dtype=torch.uint8) for _ in range(_BUFFERS)]
+        return self._buffers
 
 
 class _Arriving:
@@ -232,20 +234,25 @@ class _Arriving:
         group: the group of the sender and all explorers.
         broadcast: the round.
         layout: how the part is laid out.
-        find_room: see `FindRoom`.
-        rooms: memory for pieces that have no place of their own.
+        find_destination: see `FindDestination`.
+        buffers: memory for pieces that have no place of their own.
     """
 
     def __init__(
-        self, group: Group, broadcast: Broadcast, layout: PartLayout, find_room: FindRoom, rooms: list[torch.Tensor]
+        self,
+        group: Group,
+        broadcast: Broadcast,
+        layout: PartLayout,
+        find_destination: FindDestination,
+        buffers: list[torch.Tensor],
     ) -> None:
         self._groups = [group]
         self._broadcast = broadcast
         self._layout = layout
         self._sizes = [stop - start for start, stop in layout.pieces(broadcast.cut)]
         # What has to be checked before it is used cannot be received where it is used.
-        self._find_room = find_room if broadcast.cut == "tensor" else _nowhere
-        self._free = list(rooms)
+        self._find_destination = find_destination if broadcast.cut == "tensor" else _nowhere
+        self._free = list(buffers)
         self._next = 0
         self._under_way: deque[_Receiving] = deque()
 
@@ -257,8 +264,8 @@ class _Arriving:
             self._under_way.popleft()
             self._go_on()
             yield number, receiving.data()
-            if receiving.room is not None:
-                self._free.append(receiving.room)
+            if receiving.buffer is not None:
+                self._free.append(receiving.buffer)
 
     def close(self) -> bool:
         """Wait until nothing arrives any more, in whatever way it ends: no byte is to come in where others are by then.
@@ -283,13 +290,13 @@ class _Arriving:
 
     def _go_on(self) -> None:
         while self._next < len(self._sizes) and len(self._under_way) < _AHEAD:
-            place = self._find_room(self._layout, self._next, self._broadcast.cut)
+            place = self._find_destination(self._layout, self._next, self._broadcast.cut)
             if place is not None and not self._reaches(place):
                 place = None
             if place is None and not self._free:
                 return
-            room = None if place is not None else self._free.pop()
-            self._under_way.append(_Receiving(self._groups[0], place, room, self._sizes[self._next], self._broadcast))
+            buffer = None if place is not None else self._free.pop()
+            self._under_way.append(_Receiving(self._groups[0], place, buffer, self._sizes[self._next], self._broadcast))
             self._next += 1
 
     def _reaches(self, place: torch.Tensor) -> bool:
@@ -309,20 +316,20 @@ class _Receiving:
     Args:
         group: the group of the sender and all explorers.
         place: memory in which the piece belongs, or None.
-        room: memory of the CPU for its bytes, where there is no such place.
+        buffer: memory of the CPU for its bytes, where there is no such place.
         nbytes: length of the piece.
         broadcast: the round.
     """
 
     def __init__(
-        self, group: Group, place: torch.Tensor | None, room: torch.Tensor | None, nbytes: int, broadcast: Broadcast
+        self, group: Group, place: torch.Tensor | None, buffer: torch.Tensor | None, nbytes: int, broadcast: Broadcast
     ) -> None:
         import torch
 
-        self.room = room
-        self._bytes = None if room is None else room[:nbytes]
+        self.buffer = buffer
+        self._bytes = None if buffer is None else buffer[:nbytes]
         target = place if self._bytes is None else self._bytes
-        assert target is not None, "a piece has a place or a room"
+        assert target is not None, "a piece has a place or a buffer"
         # NCCL knows no memory but the device's.
         there = broadcast.transport == "gloo" or target.is_cuda
         self._target = target if there else torch.empty(nbytes, dtype=torch.uint8, device="cuda")
@@ -337,9 +344,9 @@ class _Receiving:
             self._copy_to.copy_(self._target)
 
     def data(self) -> np.ndarray | None:
-        """Return the bytes in the room, None where they are in their place."""
+        """Return the bytes in the buffer, None where they are in their place."""
         return None if self._bytes is None else self._bytes.numpy()
 
 
 def _nowhere(layout: PartLayout, number: int, cut: Cut) -> None:
-    """Find no place, for pieces that all arrive in rooms (a `FindRoom`)."""
+    """Find no place, for pieces that all arrive in buffers (a `FindDestination`)."""

@@ -149,7 +149,7 @@ class SynchronizerActor(Handover):
 
     # -- watching agents and ranks
 
-    async def hold(self) -> None:
+    async def lifeline(self) -> None:
         """Never returns. What it would return belongs to the caller; see `watch`."""
         await asyncio.Event().wait()
 

@@ -48,14 +48,14 @@ class TrainerGroup:
         actor = ray.remote(rank_actor(worker))
         common = {"WORLD_SIZE": str(sum(process_on_nodes)), "WG_PREFIX": secrets.token_hex(4), "WG_BACKEND": "ray"}
         self.ranks: list[RankClient] = []
-        for room in _rooms(process_on_nodes, use_gpu, start_timeout_s):
-            for index in range(room.bundle_count):
+        for group in _reserve(process_on_nodes, use_gpu, start_timeout_s):
+            for index in range(group.bundle_count):
                 rank = len(self.ranks)
-                environment = {**common, "RANK": str(rank), "RAY_LOCAL_WORLD_SIZE": str(room.bundle_count)}
+                environment = {**common, "RANK": str(rank), "RAY_LOCAL_WORLD_SIZE": str(group.bundle_count)}
                 handle = actor.options(
                     num_cpus=1,
                     num_gpus=1 if use_gpu else 0,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=index),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
                 ).remote(spec, environment, spec.log_dir)
                 self.ranks.append(RankClient(handle, rank))
         self._importing = [rank.import_engine() for rank in self.ranks]
@@ -86,7 +86,7 @@ class TrainerGroup:
         return results([ask(rank) for rank in self.ranks], timeout_s)
 
 
-def _rooms(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -> list[PlacementGroup]:
+def _reserve(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -> list[PlacementGroup]:
     """Reserve processors (and GPUs) for the ranks of each node, in the order of the nodes' addresses."""
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {})}
     groups = [placement_group([bundle] * ranks, strategy="STRICT_PACK") for ranks in process_on_nodes]

@@ -19,7 +19,7 @@ from trinity_sync.checkpoint import CheckpointCoordinator
 class Snapshotting(Protocol):
     """A copy that may still be under way."""
 
-    def hold_until_copied(self, timeout_s: float) -> float:
+    def wait_until_copied(self, timeout_s: float) -> float:
         """Wait until the state may change; seconds waited."""
         ...
 
@@ -81,15 +81,15 @@ class Saver(ABC):
 
     def _ready(self, step: int) -> None:
         """Wait until what was saved before is in other hands, or done."""
-        self._hold()
+        self._wait_copied()
         self._coordinator.settle()
 
     @abstractmethod
     def _begin(self, step: int, folder: Path, meeting: Meeting) -> None:
         """Copy, and have the copy written in the background."""
 
-    def _hold(self) -> None:
+    def _wait_copied(self) -> None:
         """Wait for the copy, on the training thread, before the state changes."""
         if self._copying is not None:
-            self._blocked_s += self._copying.hold_until_copied(self._timeout_s)
+            self._blocked_s += self._copying.wait_until_copied(self._timeout_s)
             self._copying = None

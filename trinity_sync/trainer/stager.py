@@ -56,7 +56,7 @@ class WeightStager:
         self._copied.set()
         self._held_since: float | None = None
         if self._may_be_lazy:
-            backend.before_change(self.hold)
+            backend.before_change(self.wait_copied)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> float:
         """Copy into the slot and tell the agent. Collective where the engine offloads.
@@ -70,7 +70,7 @@ class WeightStager:
             Seconds in which the rank stood still so far.
         """
         started = time.perf_counter()
-        self.hold()
+        self.wait_copied()
         sources = self._backend.sources()
         if not self._segments:
             return time.perf_counter() - started
@@ -85,7 +85,7 @@ class WeightStager:
         threading.Thread(target=self._copy, args=arguments, name=f"stage-{version.step}", daemon=True).start()
         return begun
 
-    def hold(self) -> None:
+    def wait_copied(self) -> None:
         """Wait until the weights may change. Called on the training thread.
 
         Raises:

@@ -39,13 +39,13 @@ from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync.base import SyncMode
+from trinity_sync.trainer.agent_saver import AgentSaver
+from trinity_sync.trainer.backend_saver import BackendSaver
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.saver import Saver
 from trinity_sync.trainer.spec import WorkerSpec
 from trinity_sync.trainer.stager import WeightStager
-from trinity_sync.trainer.state_saver import StateSaver
-from trinity_sync.trainer.whole_saver import WholeSaver
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import pin_segment
@@ -110,8 +110,8 @@ class TrinityWorker(TrainingWorker):
             timeout_s: limit of the waits for a background save, seconds.
         """
         # While this process lives, so does the call: in a free run no other may be under way when it dies.
-        self._held = synchronizer.hold()
-        synchronizer.watch(this_process(f"trainer rank {self.rank}"), [self._held.reference])
+        self._lifeline = synchronizer.lifeline()
+        synchronizer.watch(this_process(f"trainer rank {self.rank}"), [self._lifeline.reference])
         self._segments = {
             slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
         }
@@ -127,10 +127,10 @@ class TrinityWorker(TrainingWorker):
         )
         coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self.rank}")
         meetings = Meetings.of_default_group(timeout_s)
-        if self._spec.backend.writes_itself:
-            self._saver = WholeSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
+        if self._spec.backend.writes_own_files:
+            self._saver = BackendSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
             return
-        self._saver = StateSaver(
+        self._saver = AgentSaver(
             self._backend,
             agent,
             coordinator,

@@ -139,14 +139,14 @@ class Receiver:
             for device in self._cuda_devices:
                 torch.cuda.current_stream(device).synchronize()
 
-    def room(self, layout: PartLayout, number: int, cut: Cut) -> torch.Tensor | None:
+    def destination(self, layout: PartLayout, number: int, cut: Cut) -> torch.Tensor | None:
         """The place in the destinations to which a piece can be received at once: uint8, of the piece's length, on the
         destination's device. None where its bytes have to be cast or belong to several places. `received` comes next.
         """
-        return self._plan(layout, cut).rooms[number]
+        return self._plan(layout, cut).destinations[number]
 
     def received(self, layout: PartLayout, number: int, cut: Cut) -> None:
-        """A piece is in its `room`."""
+        """A piece is at its `destination`."""
         for copy in self._plan(layout, cut).copies[number]:
             self._note(copy.rows)
 

@@ -25,7 +25,7 @@ class Copying:
 
     Args:
         pairs: a source and its target on the host, contiguous and of the same shape and dtype. The sources must not
-            change until `hold_until_copied` returns. Gone through by the thread that copies.
+            change until `wait_until_copied` returns. Gone through by the thread that copies.
         devices: where the sources are.
         what: is copied, for errors, such as ``"the state of step 20"``.
     """
@@ -59,7 +59,7 @@ class Copying:
             self._error = error
             self._copied.set()
 
-    def hold_until_copied(self, timeout_s: float) -> float:
+    def wait_until_copied(self, timeout_s: float) -> float:
         """Wait until the sources may change; seconds waited. An error of the copy is left to `wait_whole`.
 
         Raises:
@@ -77,7 +77,7 @@ class Copying:
             RunError: the copy failed.
             WaitTimeout: it takes longer than `timeout_s`.
         """
-        self.hold_until_copied(timeout_s)
+        self.wait_until_copied(timeout_s)
         if self._error is not None:
             raise RunError(f"{self._what} could not be copied: {self._error}") from self._error
 

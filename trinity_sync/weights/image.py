@@ -26,7 +26,7 @@ class ImageError(RunError):
     """The extents do not fit the file or the segment."""
 
 
-def fill(path: Path, extents: Sequence[Extent], segment: Segment, *, durable: bool) -> tuple[int, str]:
+def write_image(path: Path, extents: Sequence[Extent], segment: Segment, *, durable: bool) -> tuple[int, str]:
     """Put bytes of a segment into the holes of a file.
 
     Args:

@@ -66,13 +66,13 @@ class LoadPlan(NamedTuple):
         digest: the digest of the layout.
         pieces: (start, stop) of each piece in the segment.
         copies: the copies that each piece is taken with.
-        rooms: for each piece the destination's bytes, where it can be received there as it is; else None.
+        destinations: for each piece the destination's bytes, where it can be received there as it is; else None.
     """
 
     digest: str
     pieces: list[tuple[int, int]]
     copies: list[list[Copy]]
-    rooms: list[torch.Tensor | None]
+    destinations: list[torch.Tensor | None]
 
 
 def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mapping[str, torch.Tensor]) -> LoadPlan:
@@ -84,7 +84,7 @@ def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mappi
         matrices: the destinations' matrix views, by name.
     """
     copies: list[list[Copy]] = [[] for _ in pieces]
-    rooms: list[torch.Tensor | None] = [None] * len(pieces)
+    destinations: list[torch.Tensor | None] = [None] * len(pieces)
     starts, ends = [start for start, _ in pieces], [stop for _, stop in pieces]
     for shard, offset in layout.entries:
         cutter = _Cutter(shard, offset, matrices[shard.name], ends)
@@ -93,8 +93,8 @@ def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mappi
             begin = starts[number]
             copies[number].append(copy._replace(start=copy.start - begin, stop=copy.stop - begin))
         for number in range(bisect_left(starts, offset), bisect_left(starts, offset + shard.nbytes)):
-            rooms[number] = cutter.room(*pieces[number])
-    return LoadPlan(layout.digest, pieces, copies, rooms)
+            destinations[number] = cutter.destination(*pieces[number])
+    return LoadPlan(layout.digest, pieces, copies, destinations)
 
 
 class _Run(NamedTuple):
@@ -147,7 +147,7 @@ class _Cutter:
         for start, first, last in self._runs:
             yield from self._flat(start, first, last)
 
-    def room(self, start: int, stop: int) -> torch.Tensor | None:
+    def destination(self, start: int, stop: int) -> torch.Tensor | None:
         """The destination's bytes for these of the segment, where they belong there one after another as they are."""
         if self._bytes is None:
             return None

@@ -8,7 +8,7 @@ for what is left. The method is that of CheckFreq (Mohan et al., FAST 2021) and 
 One rank's snapshot, in order:
 
 1. `plan(state)` finds the storages of the state and gives each its place in a segment;
-2. `Snapshot(plan, segment).copy()` begins to copy; `hold_until_copied` is called before the state changes;
+2. `Snapshot(plan, segment).copy()` begins to copy; `wait_until_copied` is called before the state changes;
 3. `file_images(folder)` writes the skeletons of the files and says which bytes of the segment go where in them.
 """
 
@@ -77,7 +77,7 @@ class Snapshot:
     With CUDA the segment should be page-locked (`weights.staging.pin_segment`); see `weights.copying`.
 
     Args:
-        plan: the place of each storage of the state. Its tensors must not change until `hold_until_copied` returns.
+        plan: the place of each storage of the state. Its tensors must not change until `wait_until_copied` returns.
         segment: writable, at least ``plan.nbytes``; nobody reads it meanwhile.
         what: names the snapshot in errors, such as ``"the state of step 20"``.
     """
@@ -102,13 +102,13 @@ class Snapshot:
         """Begin to copy, once; all is copied when this returns, unless `in_background`."""
         self._copying.copy(in_background=in_background)
 
-    def hold_until_copied(self, timeout_s: float) -> float:
+    def wait_until_copied(self, timeout_s: float) -> float:
         """Wait until the state may change; seconds waited. An error of the copy is left to `file_images`.
 
         Raises:
             WaitTimeout: the copy takes longer than `timeout_s`.
         """
-        return self._copying.hold_until_copied(timeout_s)
+        return self._copying.wait_until_copied(timeout_s)
 
     def live(self, name: str) -> object:
         """A value of the state as it was planned, with tensors that training changes; `copied` has what they held."""

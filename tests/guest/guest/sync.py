@@ -7,7 +7,7 @@ from typing import Any
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.versions import Lease
-from trinity_sync.sync.base import Bucket, ExplorerSide, FindRoom
+from trinity_sync.sync.base import Bucket, ExplorerSide, FindDestination
 from trinity_sync.sync.memory import MemoryMode, MemoryTransport
 
 
@@ -35,9 +35,11 @@ class PacedTransport(MemoryTransport):
         super().__init__(side.agents, side.layouts, side.timeout_s)
         self._bytes_per_s = bytes_per_s
 
-    def buckets(self, lease: Lease, broadcast: Broadcast | None, find_room: FindRoom) -> Generator[Bucket, None, None]:
+    def buckets(
+        self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
+    ) -> Generator[Bucket, None, None]:
         due = time.monotonic()
-        for bucket in super().buckets(lease, broadcast, find_room):
+        for bucket in super().buckets(lease, broadcast, find_destination):
             time.sleep(max(0.0, due - time.monotonic()))
             due += len(bucket.data) / self._bytes_per_s
             yield bucket

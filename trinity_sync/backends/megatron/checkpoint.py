@@ -74,7 +74,7 @@ class Checkpoints:
             folder: the checkpoint's.
             meeting: the meeting of the save's ranks.
             in_background: the state does not change before the copy is waited for.
-            durable: see `WritesItself.begin_save`.
+            durable: see `SelfWritingBackend.begin_save`.
 
         Returns:
             The copy, and what writes it: to be called on a background thread of every rank; returns this rank's files.

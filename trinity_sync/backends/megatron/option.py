@@ -111,7 +111,7 @@ class MegatronOption(MegatronConfig, BackendOption):
         "seed": "seed",
     }
     reads: ClassVar[frozenset[str]] = frozenset({"megatron"})
-    writes_itself: ClassVar[bool] = True
+    writes_own_files: ClassVar[bool] = True
 
     @classmethod
     def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:

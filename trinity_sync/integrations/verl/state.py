@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trinity_sync.protocol.parts import FileTuple
-from trinity_sync.weights.image import fill
+from trinity_sync.weights.image import write_image
 from trinity_sync.weights.snapshot import Snapshot, plan
 
 
@@ -49,5 +49,5 @@ def _write(snapshot: Snapshot, memory: mmap.mmap, name: str, folder: Path, stagi
     # The copy is whole already, so there is nothing to wait for.
     (image,) = snapshot.file_images(folder, 0.0, {name})
     path = Path(image.path)
-    size, digest = fill(path, image.extents, memory, durable=durable)
+    size, digest = write_image(path, image.extents, memory, durable=durable)
     return path.relative_to(staging).as_posix(), size, digest

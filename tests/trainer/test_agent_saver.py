@@ -27,7 +27,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
-from trinity_sync.trainer.state_saver import StateSaver
+from trinity_sync.trainer.agent_saver import AgentSaver
 
 LIMIT = 60.0
 PART = "rank-00000"
@@ -108,11 +108,11 @@ class Saves:
     def __reduce__(self) -> Any:
         return _restored, ({name: value for name, value in vars(self).items() if name != "ready"},)
 
-    def saver(self, backend: Any, *, lazy: bool = True, part: str = PART) -> StateSaver:
+    def saver(self, backend: Any, *, lazy: bool = True, part: str = PART) -> AgentSaver:
         backend.part = part
         coordinator = CheckpointCoordinator(self.monitor, job_id=part, timeout_s=LIMIT, attempt=self.attempt)
         options: dict[str, Any] = {"writes_metadata": part == PART, "form": "verl", "lazy": lazy}
-        return StateSaver(backend, self.agent, coordinator, meetings(1)[0], part, **options)
+        return AgentSaver(backend, self.agent, coordinator, meetings(1)[0], part, **options)
 
     def begin(self, step: int, parts: list[str] | None = None) -> Path:
         return Path(ray.get(self.monitor.begin.remote(step, self.attempt, FULL, parts or [PART]), timeout=LIMIT))

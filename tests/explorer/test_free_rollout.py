@@ -15,7 +15,7 @@ from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer import ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free
-from trinity_sync.explorer.free import LOAD_TRIES, FreeRollout
+from trinity_sync.explorer.free_rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.queue import QueueRules

@@ -1,5 +1,5 @@
-"""Saves of a rank whose backend copies and writes its training state as a whole (`backends.base.WritesItself`), instead
-of `state_saver.StateSaver`, which lays the tensors of a state out in shared memory for the node agent to write.
+"""Saves of a rank whose backend copies and writes its training state itself (`backends.base.SelfWritingBackend`),
+instead of `agent_saver.AgentSaver`, which lays the tensors of a state out in shared memory for the node agent to write.
 
 The training thread stands still while the save is planned and, at the optimizer's next step, for what is left of the
 copy; a background thread of each rank writes. With ``checkpoint.snapshot=eager``, or where the engine's storage may
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trinity_sync.backends.base import WritesItself
+from trinity_sync.backends.base import SelfWritingBackend
 from trinity_sync.backends.meetings import Meeting, Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.protocol.parts import FileTuple
@@ -19,7 +19,7 @@ from trinity_sync.trainer.saver import Saver
 _ACTOR = "actor"
 
 
-class WholeSaver(Saver):
+class BackendSaver(Saver):
     """Saves of one rank.
 
     Args:
@@ -28,12 +28,18 @@ class WholeSaver(Saver):
     """
 
     def __init__(
-        self, backend: WritesItself, coordinator: CheckpointCoordinator, meetings: Meetings, part: str, *, lazy: bool
+        self,
+        backend: SelfWritingBackend,
+        coordinator: CheckpointCoordinator,
+        meetings: Meetings,
+        part: str,
+        *,
+        lazy: bool,
     ) -> None:
         super().__init__(backend.deadline, coordinator, meetings, part, lazy=lazy)
         self._backend = backend
         if self._lazy:
-            backend.before_change(self._hold)
+            backend.before_change(self._wait_copied)
 
     def prepare(self) -> None:
         """Do nothing: there is no segment to be made."""

@@ -27,7 +27,7 @@ from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
 from trinity_sync.weights.staging import pin_segment, unpin_segment
 
 
-class StateSaver(Saver):
+class AgentSaver(Saver):
     """Saves of one rank.
 
     Args:
@@ -60,7 +60,7 @@ class StateSaver(Saver):
         self._written: Call[None] | None = None
         self._segment: mmap.mmap | None = None
         if self._lazy:
-            backend.before_change(self._hold)
+            backend.before_change(self._wait_copied)
 
     def prepare(self) -> None:
         """Have the agent make the segment, so that the first save does not wait for it. Once the optimizer has its

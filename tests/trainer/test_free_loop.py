@@ -17,7 +17,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
-from trinity_sync.trainer.free import FreeLoop
+from trinity_sync.trainer.free_loop import FreeLoop
 from trinity_sync.trainer.steps import LoopSettings
 
 LIMIT = 30.0

@@ -15,12 +15,12 @@ import ray
 import torch
 
 from tests import local_ray
-from tests.trainer.test_state_saver import LIMIT, Saves, meetings
+from tests.trainer.test_agent_saver import LIMIT, Saves, meetings
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import RunError
-from trinity_sync.trainer.whole_saver import WholeSaver
+from trinity_sync.trainer.backend_saver import BackendSaver
 from trinity_sync.weights.copying import Copying
 
 PARTS = ["rank-00000", "rank-00001"]
@@ -98,7 +98,7 @@ def test_what_a_rank_fails_of_fails_the_step_on_all_ranks_which_name_it_and_the_
     backends = [PretendBackend(part) for part in PARTS]
     coordinators = [Telling(saves.monitor, job_id=part, timeout_s=LIMIT, attempt=0) for part in PARTS]
     savers = [
-        WholeSaver(backend, coordinator, own, part, lazy=True)
+        BackendSaver(backend, coordinator, own, part, lazy=True)
         for backend, coordinator, own, part in zip(backends, coordinators, meetings(2), PARTS, strict=True)
     ]
 
