@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     try:
-        return options.command(options)
+        return int(options.command(options))
     except TrinityError as error:
         return _refuse(error)
     except BrokenPipeError:

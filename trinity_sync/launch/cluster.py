@@ -226,7 +226,7 @@ def _lives(process: psutil.Process) -> bool:
     stays in the list of processes for good.
     """
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
 

@@ -170,6 +170,6 @@ def _cluster_has_gpus(address: str) -> bool:
     except (ConnectionError, ValueError, RuntimeError):
         return False  # the real connection attempt reports it
     try:
-        return ray.cluster_resources().get("GPU", 0) > 0
+        return bool(ray.cluster_resources().get("GPU", 0) > 0)
     finally:
         ray.shutdown()

@@ -294,7 +294,7 @@ class NodeAgent:
             await self._release(lease)
 
     async def _release(self, lease: Lease) -> bool:
-        return await self._synchronizer.release(lease.id).reference
+        return bool(await self._synchronizer.release(lease.id).reference)
 
     async def restore_published(self, version: Version, slot: int, folder: str) -> None:
         """Fill a slot with what `save_published` wrote, and report its parts as if their ranks had staged them."""

@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from trinity_sync.actors.calls import ANSWER_S, Call, ended
 from trinity_sync.actors.monitor import Committed, MonitorClient
@@ -262,7 +262,7 @@ class FullSaves:
 def data_position(folder: Path) -> Mapping[str, object] | None:
     """Read what `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
     try:
-        state = json.loads((folder / TRAINER_STATE).read_text())
+        state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file
         return None
     return state.get("data")

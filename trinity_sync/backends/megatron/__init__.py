@@ -9,6 +9,6 @@
 - `resume`: whether a checkpoint can be loaded in a layout.
 - `backend`: `trinity_sync.backends.base.Backend` on top of these.
 
-But for `option` and `resume`, nothing here is imported by a run with another backend: megatron-core takes seconds to
-import.
+But for `option`, `families` and `resume`, nothing here is imported by a run with another backend: megatron-core takes
+seconds to import.
 """

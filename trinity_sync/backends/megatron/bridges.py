@@ -23,8 +23,8 @@ from mbridge.models.qwen3 import Qwen3Bridge
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
+from trinity_sync.backends.megatron.families import FAMILIES
 from trinity_sync.backends.megatron.layers import local_layers
-from trinity_sync.backends.megatron.option import FAMILIES
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:

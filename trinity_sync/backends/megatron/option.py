@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trinity_sync.backends.megatron.families import FAMILIES
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.schema import Config, MegatronConfig
-
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Model families of transformers that can be trained."""
 
 _TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
 """Fields of megatron-core's `TransformerConfig` that other keys set."""
