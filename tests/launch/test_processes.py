@@ -38,16 +38,18 @@ class Asking(Job):
 
     def loop(self) -> None:
         super().loop()
-        actors: dict[str, Any] = {
-            "trainer": self._trainer.ranks[0].handle,
-            "explorer": self._pool.clients["explorer-0"].handle,
-            "node agent": next(iter(self._agents.values())).handle,
-            "synchronizer": self._synchronizer.handle,
-            "checkpoint monitor": self._monitor.handle,
+        actors = self.actors
+        assert actors.pool is not None
+        clients: dict[str, Any] = {
+            "trainer": actors.trainer.ranks[0],
+            "explorer": actors.pool.clients["explorer-0"],
+            "node agent": next(iter(actors.agents.values())),
+            "synchronizer": actors.synchronizer,
+            "checkpoint monitor": actors.monitor,
         }
-        for kind, actor in actors.items():
+        for kind, client in clients.items():
             # a lambda is sent as it is: a function of this module would have the process import all of it
-            names = actor.__ray_call__.remote(
+            names = client.handle.__ray_call__.remote(
                 lambda _: [name for name, found in sys.modules.items() if found is not None]
             )
             self.loaded[kind] = {name.partition(".")[0] for name in ray.get(names, timeout=LIMIT_S)}
