@@ -528,6 +528,13 @@ def test_the_digest_survives_saving_and_loading(tmp_path: Path) -> None:
     assert config_digest(OmegaConf.load(tmp_path / "config.yaml")) == config_digest(compose())
 
 
+def test_a_task_that_ends_the_program_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"^task\._target_ is exits\.Task, which cannot be used"):
+        check_inputs(with_task(_target_="exits.Task"))
+
+
 def test_a_run_of_before_savers_were_options_has_the_same_digest_and_no_difference() -> None:
     before = OmegaConf.create(config.plain(compose()))
     for name in ("monitor", "coordinator"):

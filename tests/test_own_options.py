@@ -250,6 +250,7 @@ def test_a_retention_policy_that_is_not_there_is_refused_with_its_key(keep_odd: 
     [
         ("assert False", "AssertionError: (PLACE:2)"),
         ("import nowhere", "ModuleNotFoundError: No module named 'nowhere' (PLACE:2)"),
+        ("import sys; sys.exit(0)", "SystemExit: 0 (PLACE:2)"),
         ("def", "SyntaxError: invalid syntax (policies.py, line 2)"),
     ],
 )
@@ -296,10 +297,14 @@ def forget(own: Path) -> None:
 
 
 def test_the_classes_of_our_options_may_be_named_by_saved_settings_and_their_neighbours_not(tmp_path: Path) -> None:
-    config.check_saved_target("key", "trinity_sync.protocol.retention.KeepLast", [], tmp_path)
+    key = "retention.policies.mine._target_"
+    config.check_saved_target(key, "trinity_sync.protocol.retention.KeepLast", [], tmp_path)
+    for elsewhere in ("task.reward._target_", "tracker.mine._target_", "explorer._target_"):
+        with pytest.raises(ConfigError, match="would be imported and run"):
+            config.check_saved_target(elsewhere, "trinity_sync.protocol.retention.KeepLast", [], tmp_path)
     for name in ("trinity_sync.protocol.retention.make_policy", "trinity_sync.config.lookup.load"):
         with pytest.raises(ConfigError, match="would be imported and run"):
-            config.check_saved_target("key", name, [], tmp_path)
+            config.check_saved_target(key, name, [], tmp_path)
 
 
 def test_saved_policies_of_an_older_version_are_known_by_their_names(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import contextlib
 import threading
 from collections.abc import Callable
 
-from trinity_sync.actors.monitor import MonitorClient
-from trinity_sync.errors import RunError
+from trinity_sync.actors.calls import Call
+from trinity_sync.actors.monitor import Event, MonitorClient
+from trinity_sync.errors import RunError, WaitTimeout
 
 _INTERVAL_S = 1.0
 _CALL_S = 10.0
@@ -23,6 +24,7 @@ class EventRelay:
 
     def __init__(self, monitor: MonitorClient, sink: Callable[..., None]) -> None:
         self._monitor, self._sink = monitor, sink
+        self._asked: Call[list[Event]] | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
@@ -39,10 +41,15 @@ class EventRelay:
                 self._fetch()
 
     def _fetch(self) -> None:
+        self._asked = self._asked or self._monitor.drain_events()
         try:
-            events = self._monitor.drain_events().result(_CALL_S)
+            events = self._asked.result(_CALL_S)
+        except WaitTimeout:
+            return  # what it tells in the end is told to nobody else: the same answer is waited for next time
         except RunError:
+            self._asked = None
             return  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
+        self._asked = None
         for event in events:
             fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
             self._sink(event["event"], **fields)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity_sync.config.options import TARGET
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
@@ -70,7 +70,7 @@ def load(key: str, name: str) -> Any:
             if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
                 continue  # a class within a class has no module in the middle
             raise _useless(key, name, _told(error)) from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _useless(key, name, _told(error)) from error
         try:
             for part in parts[depth:]:
@@ -113,7 +113,9 @@ def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
         raise ConfigError(f"{key}.{wrong}")
     try:
         return found(**others)
-    except TypeError as error:
+    except TrinityError:
+        raise
+    except Exception as error:
         raise _useless(named, str(values.get(TARGET)), error) from error
 
 
@@ -121,7 +123,7 @@ def _useless(key: str, name: str, reason: object) -> ConfigError:
     return ConfigError(f"{key} is {name}, which cannot be used: {' '.join(str(reason).split())}")
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """What an import raised, and where; a `SyntaxError` says that itself."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     where = "" if place.filename.startswith("<") else f" ({place.filename}:{place.lineno})"

@@ -33,7 +33,14 @@ def own_options(group: str) -> Mapping[str, Mapping[str, object]]:
 @cache
 def own_targets() -> frozenset[str]:
     """The classes that our options name."""
-    return frozenset(name for group in GROUPS for option in own_options(group).values() for name in _targets(option))
+    return frozenset(name for group in GROUPS for name in own_targets_of(group))
+
+
+@cache
+def own_targets_of(group: str) -> frozenset[str]:
+    """The classes that our options of a group name; none where they name no class that they configure."""
+    options = own_options(group).values() if group in GROUPS else ()
+    return frozenset(name for option in options for name in _targets(option))
 
 
 @cache

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import compose, search_path
-from trinity_sync.config.options import own_targets
+from trinity_sync.config.options import own_targets_of
 from trinity_sync.errors import ConfigError
 
 OWN = ("trinity_sync.tasks", "trinity_sync.tracking.tensorboard", "trinity_sync.tracking.wandb")
@@ -95,6 +95,13 @@ def check_saved_targets(
                 f"{key} is {value} in the saved settings of {where}, which programs that are started would heed; where "
                 f"you trust it, give {key}=... again"
             )
+    written = dict(_written(_values(ours.hydra)))
+    for key, value in _written(hydra):
+        if written.get(key) != value and (key, value) not in given:
+            raise ConfigError(
+                f"{key} is {value} in the saved settings of {where}, which says what is written, and where; where you "
+                f"trust it, give {key}=... again"
+            )
     if hydra["job"].get("chdir") and ("hydra.job.chdir", True) not in given:
         raise ConfigError(
             f"hydra.job.chdir is true in the saved settings of {where}, so that the run's processes would look for "
@@ -107,16 +114,16 @@ def check_saved_targets(
     for key, name in _named(values, ""):
         if (key, name) not in given:
             check_saved_target(key, name, allowed, where)
-    key = "model.trust_remote_code"
-    if OmegaConf.select(cfg, key) and (key, True) not in given:
-        raise ConfigError(
-            f"{key}=true in the saved settings of {where} lets code run that comes with a model; where you trust it, "
-            f"give {key}=true again"
-        )
+    for key, value in _leaves(_plain_values(cfg), ""):
+        if key.rpartition(".")[2] == "trust_remote_code" and value and (key, value) not in given:
+            raise ConfigError(
+                f"{key}={str(value).lower()} in the saved settings of {where} lets code run that comes with a model; "
+                f"where you trust it, give {key}={str(value).lower()} again"
+            )
 
 
 def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path) -> None:
-    """That a class which a run's settings name is ours, or allowed.
+    """That a class which a run's settings name is one of ours for that place, or allowed.
 
     Args:
         key: that names it, not one of Hydra's own.
@@ -125,7 +132,8 @@ def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path)
     Raises:
         ConfigError: it is not.
     """
-    if name not in own_targets():
+    # elsewhere than in its own group a class may be given what it must not be: a model's code to be run
+    if name not in own_targets_of(key.partition(".")[0]):
         _check(key, name, (*OWN, *allowed), where)
 
 
@@ -200,6 +208,17 @@ def _interpolated(node: Any, key: str) -> Iterator[tuple[str, str, Any]]:
                 yield place, text, node[part]
             except OmegaConfBaseException:
                 yield place, text, _UNKNOWN
+
+
+def _plain_values(cfg: DictConfig) -> Any:
+    """What the settings come to, but for Hydra's own."""
+    return OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), resolve=True)
+
+
+def _written(hydra: Any) -> Iterator[tuple[str, Any]]:
+    """(key, value) of what Hydra and Python's logging are told of the files that they write."""
+    for part in ("job_logging", "hydra_logging", "output_subdir"):
+        yield from _leaves(hydra.get(part), f"hydra.{part}")
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

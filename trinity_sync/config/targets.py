@@ -77,7 +77,7 @@ def instantiate_target(node: DictConfig, **kwargs: Any) -> Any:
     """
     try:
         return instantiate(node, **kwargs)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a module may end the program when it is imported
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, TrinityError):
@@ -86,7 +86,7 @@ def instantiate_target(node: DictConfig, **kwargs: Any) -> Any:
         raise ConfigError(_target_text(node, error)) from error
 
 
-def _target_text(node: DictConfig, error: Exception) -> str:
+def _target_text(node: DictConfig, error: BaseException) -> str:
     text = str(error)
     named = re.search(r"full_key: (\S+)", text)
     key = named[1] if named else str(node._get_full_key(None) or "")

@@ -144,6 +144,7 @@ class Actors:
         interrupts.check()
         check_whole(self.infos, cfg.backend.strategy)
         self._check_shared_folder()
+        self.monitor.describe().result(cfg.cluster.start_timeout_s)  # a run whose monitor cannot start saves nothing
         self.agents = start_agents(
             cfg,
             self.infos,

@@ -74,7 +74,7 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
         if settings.address is not None:
             check_reachable(settings.address)
             try:
-                with _own_sigterm():
+                with own_sigterm():
                     ray.init(address=settings.address, runtime_env={"env_vars": dict(env)}, **common)
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise ConfigError(
@@ -86,7 +86,7 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
             # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime
             # environment.
             local = {**env, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-            with _environment(local), _own_sigterm():
+            with _environment(local), own_sigterm():
                 start_ray(
                     settings.start_timeout_s,
                     num_cpus=settings.num_cpus or max(cpus, os.cpu_count() or 1),
@@ -290,14 +290,20 @@ def _locked_folder(root: Path, prefix: str) -> tuple[Path, int]:
 
 
 @contextlib.contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Keep the driver's handler of SIGTERM: `ray.init` replaces it by one that ends the process on the spot."""
+def own_sigterm() -> Iterator[None]:
+    """Keep the driver's handler of SIGTERM: `ray.init` replaces it by one that ends the process on the spot. One that
+    comes meanwhile interrupts.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as end:
+        if end.code == signal.SIGTERM:
+            raise KeyboardInterrupt from None
+        raise
     finally:
         signal.signal(signal.SIGTERM, handler)
 

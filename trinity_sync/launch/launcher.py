@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
-from trinity_sync.launch.cluster import check_reachable, cluster
+from trinity_sync.launch.cluster import check_reachable, cluster, own_sigterm
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
@@ -166,7 +166,8 @@ def _cluster_has_gpus(address: str) -> bool:
 
     check_reachable(address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        with own_sigterm():
+            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (ConnectionError, ValueError, RuntimeError):
         return False  # the real connection attempt reports it
     try:
