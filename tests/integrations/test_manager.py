@@ -343,7 +343,7 @@ def test_a_rank_that_cannot_write_is_told_to_all_ranks(ranks: list[Any], run: Ve
     every(ranks, "use", "fsdp2", run.namespace)
     save(ranks, root, step, 1)
     wait(ranks)
-    ray.get(ranks[1].patch.remote("state", "fill", "fail"), timeout=LIMIT)
+    ray.get(ranks[1].patch.remote("state", "write_image", "fail"), timeout=LIMIT)
     save(ranks, root, step + 1, 1)
     for error in outcomes(ranks, "manager", "fsdp2", "wait_on_save_thread"):
         assert f"the checkpoint of step {step + 1} failed: " in str(error)
@@ -444,7 +444,7 @@ def test_a_writer_that_is_killed_is_noticed_by_its_peers(ranks: list[Any], run: 
     every(ranks, "use", "fsdp2", run.namespace)
     save(ranks, root, step)
     wait(ranks)
-    ray.get(ranks[1].patch.remote("state", "fill", "hang"), timeout=LIMIT)
+    ray.get(ranks[1].patch.remote("state", "write_image", "hang"), timeout=LIMIT)
     save(ranks, root, step + 1)
     os.kill(ray.get(ranks[1].pid.remote(), timeout=LIMIT), signal.SIGKILL)
     (raised,) = outcomes(ranks[:1], "manager", "fsdp2", "wait_on_save_thread")
