@@ -58,7 +58,7 @@ def _ways(job: BenchJob) -> dict[str, _Save]:
     def ours() -> _Begun:
         step = job._step
         job._call("save", step, job._begin())
-        committed = job._monitor.wait_committed(step, 0, LIMIT_S, kind="full")
+        committed = job.actors.monitor.wait_committed(step, 0, LIMIT_S, kind="full")
         return lambda: bool(ended([committed])), lambda: committed.result(LIMIT_S)
 
     def verls(fsync: bool) -> _Save:
