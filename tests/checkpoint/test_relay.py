@@ -49,6 +49,11 @@ def test_what_a_slow_monitor_tells_late_is_recorded(monkeypatch: Any) -> None:
     assert told(Monitor(late), monkeypatch, 2) == [("fault", {"where": "retention", "error": "disk"})]
 
 
+def test_what_came_after_a_late_answer_is_fetched_at_the_end_too(monkeypatch: Any) -> None:
+    late = Answer(WaitTimeout("the checkpoint monitor", "tell its events", 10.0), [FAULT])
+    assert len(told(Monitor(late, Answer([FAULT, FAULT])), monkeypatch, 2)) == 3
+
+
 def test_a_monitor_that_is_gone_for_a_while_is_asked_again(monkeypatch: Any) -> None:
     events = told(Monitor(Answer(RunError("it died")), Answer([FAULT, FAULT])), monkeypatch, 2)
     assert [event for event, _ in events] == ["fault", "fault"]

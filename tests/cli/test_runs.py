@@ -453,6 +453,12 @@ def test_what_the_settings_of_a_foreign_folder_name_is_not_run(
     assert not rewards.exists()
 
 
+def test_code_of_a_model_that_is_given_again_is_let_run(launcher: StandIn) -> None:
+    folder = first_run("trainer.steps=10", "model.trust_remote_code=true")
+    assert cli.main(["resume", str(folder)]) == 2
+    assert cli.main(["resume", str(folder), "model.trust_remote_code=true"]) == 0
+
+
 def test_plain_interpolations_of_saved_settings_are_resolved_as_before(launcher: StandIn) -> None:
     folder = first_run(
         "trainer.steps=10", "trainer.warmup_steps=${seed}", "+checkpoint.mirror_options.a='${oc.env:HOME}/${name}'"

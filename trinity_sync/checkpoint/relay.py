@@ -33,6 +33,8 @@ class EventRelay:
         """Fetch what is there, and stop. What a monitor that does not answer knows is lost."""
         self._closed.set()
         self._thread.join(_CALL_S + _INTERVAL_S)
+        if self._asked is not None:
+            self._fetch()  # what was asked for earlier, and then what came since
         self._fetch()
 
     def _run(self) -> None:

@@ -114,7 +114,7 @@ def check_saved_targets(
     for key, name in _named(values, ""):
         if (key, name) not in given:
             check_saved_target(key, name, allowed, where)
-    for key, value in _leaves(_plain_values(cfg), ""):
+    for key, value in _leaves(values, ""):
         if key.rpartition(".")[2] == "trust_remote_code" and value and (key, value) not in given:
             raise ConfigError(
                 f"{key}={str(value).lower()} in the saved settings of {where} lets code run that comes with a model; "
@@ -210,11 +210,6 @@ def _interpolated(node: Any, key: str) -> Iterator[tuple[str, str, Any]]:
                 yield place, text, _UNKNOWN
 
 
-def _plain_values(cfg: DictConfig) -> Any:
-    """What the settings come to, but for Hydra's own."""
-    return OmegaConf.to_container(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]), resolve=True)
-
-
 def _written(hydra: Any) -> Iterator[tuple[str, Any]]:
     """(key, value) of what Hydra and Python's logging are told of the files that they write."""
     for part in ("job_logging", "hydra_logging", "output_subdir"):
@@ -224,7 +219,7 @@ def _written(hydra: Any) -> Iterator[tuple[str, Any]]:
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict | list):
         for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _leaves(inner, f"{key}.{part}")
+            yield from _leaves(inner, f"{key}.{part}" if key else str(part))
     else:
         yield key, value
 

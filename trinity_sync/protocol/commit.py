@@ -274,12 +274,7 @@ class CommitBook:
     # ---- answers of the one who carries out the decisions
 
     def commit_done(self, step: int, kind: Kind, *, beside: bool = False) -> list[Decision]:
-        """Note that a commit was carried out.
-
-        Args:
-            kind: what the step was committed as.
-            beside: it lies beside its place, as decided or for what was there.
-        """
+        """Note that the step is visible as `kind` now; `beside`: beside its place, as decided or for what was there."""
         entry = self._steps[step]
         assert entry.committing == kind, f"step {step} was not being committed as {kind}"
         decisions: list[Decision] = []
