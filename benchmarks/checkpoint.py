@@ -78,7 +78,7 @@ class BenchJob(Job):
         type(self).found = {
             "state_bytes": sum(state_bytes),
             "ranks": len(state_bytes),
-            "peak_rss": self.peak_memory(),
+            "peak_rss": self.actors.peak_memory(),
             "memory": {"training": training.peak, "with_a_save": saving.peak, "more": saving.peak - training.peak},
             **measured,
         }
@@ -381,12 +381,12 @@ def _summary(values: list[float]) -> dict[str, float]:
 
 def _batch(sequences: int, tokens: int) -> PairBatch:
     draw = np.random.default_rng(1)
-    rows = [draw.integers(3, 25, tokens // 2) for _ in range(2 * sequences)]
+    rows = [draw.integers(3, 25, tokens // 2).tolist() for _ in range(2 * sequences)]
     return PairBatch.of(rows[:sequences], rows[sequences:])
 
 
 def _write(path: Path, nbytes: int) -> float:
-    piece = np.ones(1 << 20, np.uint8)
+    piece = np.ones(1 << 20, np.uint8).data
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for _ in range(nbytes >> 20):

@@ -226,7 +226,8 @@ class Fleet:
         """Both ends of something over that group; seconds until both are done."""
         rank, explorer = next(iter(self.ranks.values())), next(iter(self.explorers.values()))
         calls = [getattr(rank, sending).remote(*args), getattr(explorer, receiving).remote(*args)]
-        return max(ray.get(calls, timeout=LIMIT_S))
+        seconds: list[float] = ray.get(calls, timeout=LIMIT_S)
+        return max(seconds)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Of all processes."""
@@ -262,6 +263,9 @@ class _Silent:
 
     def fault(self, where: str, error: BaseException | str) -> None:
         print(f"{where}: {error}", file=sys.stderr)
+
+    def saving(self, step: int) -> None:
+        pass
 
 
 def _status(pid: int) -> dict[str, int]:
@@ -421,6 +425,7 @@ def measure_growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for number in range(1, options.syncs + 1):
             if number == options.syncs // 2:
                 newest = fleet.synchronizer.client.newest().result(LIMIT_S)
+                assert newest is not None
                 held = ray.get(fleet.explorers["explorer-1"].stop_reading.remote(tuple(newest)), timeout=LIMIT_S)
             fleet.sync("memory")
             if number in (options.syncs // 10, options.syncs // 2, options.syncs):
@@ -559,14 +564,14 @@ def _write_and_read(folder: Path, number: int, nbytes: int) -> dict[str, float]:
     new pages for both alike: on a virtual machine a page that was free for a while can cost ten times its copy.
     """
     room = _room.setdefault(nbytes, np.ones(nbytes, np.uint8))
-    view = memoryview(room)
+    view = room.data
     path = folder / f"raw-{number}"
     began = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         for start in range(0, nbytes, 4 << 20):
             file.write(view[start : start + (4 << 20)])
     written = time.perf_counter()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_READ) as mapping:
+    with path.open("rb") as read, mmap.mmap(read.fileno(), nbytes, access=mmap.ACCESS_READ) as mapping:
         found = np.frombuffer(mapping, np.uint8)
         np.copyto(room, found)
         del found

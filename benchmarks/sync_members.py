@@ -8,7 +8,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
 from trinity_sync.sync.nccl import NcclTransport
+from trinity_sync.sync.process_group import begin_broadcast, make_group
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import row_slice, whole
 from trinity_sync.weights.slots import map_segment
@@ -87,9 +88,8 @@ class Member:
 
     def open_raw(self, host: str, port: int, rank: int, size: int) -> None:
         """Enter a group for plain broadcasts."""
-        limit = timedelta(seconds=LIMIT_S)
-        store = dist.TCPStore(host, port, is_master=False, timeout=limit)
-        self._raw = dist.ProcessGroupGloo(dist.PrefixStore("raw", store), rank, size, limit)
+        store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=LIMIT_S))
+        self._raw = make_group(dist.PrefixStore("raw", store), rank, size, "gloo", LIMIT_S)
 
     def raw_broadcast(self, nbytes: int) -> float:
         """Broadcast bytes from rank 0 in messages of 64 MiB, one after another; seconds."""
@@ -102,9 +102,7 @@ class Member:
         return time.perf_counter() - began
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
-        self._raw.broadcast([tensor], options).wait()
+        begin_broadcast(self._raw, tensor, LIMIT_S).wait()
 
 
 class Rank(Member):
@@ -164,7 +162,7 @@ class Rank(Member):
         """One broadcast per parameter; seconds."""
         self._broadcast(torch.ones(1, dtype=torch.uint8))
         began = time.perf_counter()
-        stream.broadcast_each(self._raw, self._state.items(), timeout_s=LIMIT_S)
+        stream.broadcast(self._raw, self._state.items(), timeout_s=LIMIT_S)
         return time.perf_counter() - began
 
 
@@ -193,6 +191,7 @@ class BenchExplorer(Member):
         self._model = {tensor: torch.ones(shape, dtype=torch.bfloat16) for tensor, shape in shapes.items()}
         self._loaders: dict[tuple[str, str], WeightLoader] = {}
         self._how = ("memory", "full")
+        self._copies: tuple[np.ndarray, np.ndarray] | None = None
 
     def use(self, mode: str, verify: str) -> None:
         """How the next loads go."""
@@ -206,11 +205,12 @@ class BenchExplorer(Member):
         mode, verify = self._how
         if self._how not in self._loaders:
             layouts = LayoutCache(self._agents, LIMIT_S)
-            transport: Any = {
+            transports: dict[str, Callable[[], Any]] = {
                 "memory": lambda: MemoryTransport(self._agents, layouts, LIMIT_S),
                 "checkpoint": CheckpointTransport,
                 "nccl": lambda: NcclTransport(self._name, layouts),
-            }[mode]()
+            }
+            transport = transports[mode]()
             arguments = (
                 members.Member.new(self._name),
                 self._model,
@@ -231,7 +231,7 @@ class BenchExplorer(Member):
 
     def one_copy(self) -> float:
         """A single-thread copy of the model's bytes between two existing buffers; seconds."""
-        if getattr(self, "_copies", None) is None:
+        if self._copies is None:
             nbytes = sum(tensor.nbytes for tensor in self._model.values())
             self._copies = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
         source, target = self._copies
