@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host import hardware
 from trinity_sync.tracking.files import write_json
 
 Status = Literal["running", "completed", "failed", "interrupted"]
@@ -50,6 +51,13 @@ class GitState(TypedDict):
     dirty: bool
 
 
+class VersionJson(TypedDict):
+    """A version of the weights: its step, and its digest in hex."""
+
+    step: int
+    digest: str
+
+
 class AttemptJson(TypedDict, total=False):
     """One attempt, as run.json has it."""
 
@@ -57,6 +65,7 @@ class AttemptJson(TypedDict, total=False):
     status: str | None
     resumed_from: int | None
     command: str | None
+    config_digest: str | None
     host: str | None
     started: float | None
     ended: float | None
@@ -69,9 +78,10 @@ class RunJson(AttemptJson, total=False):
     seed: int | None
     git: GitState | None
     packages: dict[str, str]
+    hardware: dict[str, str]
     threads: int | dict[str, int] | None
-    config_digest: str | None
     reproducible: bool
+    last_version: VersionJson | None
     attempts: list[AttemptJson]
 
 
@@ -86,10 +96,12 @@ class RunRecord:
         seed: the run's seed.
         git: the state of the working directory's repository, None outside of one.
         packages: version of Python and of the distributions that decide the numbers.
+        hardware: of the driver's machine, what decides how numbers are rounded, see `host.hardware`.
         host: name of the driver's machine.
         threads: CPU threads per process (they change sums, hence digests), one number or one per role.
         config_digest: the digest of the resolved config.
         reproducible: whether running it again gives the same digests; a run whose parts go at their own pace does not.
+        last_version: the newest version of the weights, once the attempt has ended.
         started, ended: Unix seconds of this attempt; `ended` is None while it runs.
         error: why the attempt failed.
         attempts: the earlier attempts, oldest first.
@@ -101,6 +113,7 @@ class RunRecord:
     seed: int | None
     git: GitState | None
     packages: dict[str, str]
+    hardware: dict[str, str]
     host: str
     threads: int | dict[str, int] | None
     config_digest: str | None
@@ -110,6 +123,7 @@ class RunRecord:
     started: float | None = None
     ended: float | None = None
     error: str | None = None
+    last_version: VersionJson | None = None
     attempts: list[AttemptJson] = field(default_factory=list)
     clock: Callable[[], float] = time.time
 
@@ -148,6 +162,7 @@ class RunRecord:
             seed=seed,
             git=git_state(source or Path.cwd()),
             packages=package_versions(),
+            hardware=hardware.describe(),
             host=socket.gethostname(),
             threads=dict(threads) if isinstance(threads, Mapping) else threads,
             config_digest=config_digest,
@@ -166,12 +181,13 @@ class RunRecord:
         self.status, self.started, self.ended, self.error = "running", self.clock(), None, None
         self._write()
 
-    def finish(self, status: Status, error: str | None = None) -> None:
+    def finish(self, status: Status, error: str | None = None, last_version: VersionJson | None = None) -> None:
         """Write how the attempt ended.
 
         Args:
             status: completed, failed or interrupted.
             error: one paragraph on why, for a person.
+            last_version: the newest that was published or committed.
 
         Raises:
             RunError: the disk refuses.
@@ -179,6 +195,7 @@ class RunRecord:
         if status not in ENDINGS:
             raise ValueError(f"a run ends as one of {', '.join(ENDINGS)}, not as {status!r}")
         self.status, self.ended, self.error = status, self.clock(), error
+        self.last_version = last_version
         self._write()
 
     def to_json(self) -> RunJson:
@@ -190,10 +207,12 @@ class RunRecord:
             "seed": self.seed,
             "git": self.git,
             "packages": self.packages,
+            "hardware": self.hardware,
             "host": self.host,
             "threads": self.threads,
             "config_digest": self.config_digest,
             "reproducible": self.reproducible,
+            "last_version": self.last_version,
             "started": self.started,
             "ended": self.ended,
             "error": self.error,
@@ -206,6 +225,7 @@ class RunRecord:
             "status": self.status,
             "resumed_from": self.resumed_from,
             "command": self.command,
+            "config_digest": self.config_digest,
             "host": self.host,
             "started": self.started,
             "ended": self.ended,
@@ -274,6 +294,7 @@ def _earlier_attempts(record: RunJson) -> list[AttemptJson]:
                 "attempt": record["attempt"],
                 "status": record.get("status"),
                 "command": record.get("command"),
+                "config_digest": record.get("config_digest"),
                 "host": record.get("host"),
                 "started": record.get("started"),
                 "ended": record.get("ended"),

@@ -20,9 +20,9 @@ from trinity_sync.host.memory import peak_rss
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.closing import render_summary
 from trinity_sync.tracking.live import LiveView, Mode
-from trinity_sync.tracking.record import RunRecord, Status
+from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
-from trinity_sync.tracking.summary import Summary, summarise, wall_seconds, write_summary
+from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
 from trinity_sync.tracking.trackers import TrackedRun, Tracker, Trackers
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ class Recorder:
         attempt(self._metrics.close)
         attempt(self._events.close)
         # The record ends first: its end bounds the wall time, and how the run ended matters more than its figures.
-        attempt(lambda: self._record.finish(status, error))
+        attempt(lambda: self._record.finish(status, error, self._last_version()))
         attempt(conclude)
         self._trackers.close()
         self._write_report()
@@ -281,6 +281,13 @@ class Recorder:
         except RunError as problem:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)
+
+    def _last_version(self) -> VersionJson | None:
+        try:
+            digests = version_digests(jsonl.read(self.folder.events))
+        except RunError:
+            return None  # that the events cannot be read is said where they are needed
+        return [VersionJson(step=int(step), digest=digest) for step, digest in digests.items()][-1] if digests else None
 
     def _write_report(self) -> None:
         if self._report is None:

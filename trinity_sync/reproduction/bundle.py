@@ -1,0 +1,121 @@
+"""A run in one file that reproduces elsewhere: its settings, what it computed, where it ran, and the versions of the
+packages as constraints for pip. JSON with a digest of itself.
+
+What says where the run lived stays out: folders, addresses, options of mirrors and trackers (they may hold secrets),
+and the command line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import xxhash
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.reproduction.outcome import Number, Outcome
+from trinity_sync.tracking.files import plain, write_json
+from trinity_sync.tracking.record import RunJson
+
+FORMAT = 1
+_KEYS = {"bundle", "run", "config_name", "overrides", "config", "digests", "metrics", "constraints", "self"}
+_OF_RUN = ("seed", "git", "packages", "threads", "hardware", "config_digest", "reproducible", "status")
+_NOT_A_DISTRIBUTION = ("python", "trinity-sync")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A run as it is sent.
+
+    Attributes:
+        record: of its run.json, what tells of the place in which it ran.
+        config_name: the primary config.
+        overrides: of the command line, as text.
+        config: all settings, resolved.
+        outcome: what it computed.
+    """
+
+    record: RunJson
+    config_name: str
+    overrides: tuple[str, ...]
+    config: Mapping[str, Any]
+    outcome: Outcome
+
+    def write(self, path: Path) -> None:
+        """Write the file.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        packages = self.record.get("packages") or {}
+        content = {
+            "bundle": FORMAT,
+            "run": {key: value for key, value in self.record.items() if key in _OF_RUN},
+            "config_name": self.config_name,
+            "overrides": list(self.overrides),
+            "config": self.config,
+            "digests": {str(step): digest for step, digest in self.outcome.digests.items()},
+            "metrics": {str(step): values for step, values in self.outcome.metrics.items()},
+            "constraints": [
+                f"{name}=={version}" for name, version in packages.items() if name not in _NOT_A_DISTRIBUTION
+            ],
+        }
+        text = {name: plain(value) for name, value in content.items()}
+        write_json(path, {**text, "self": _digest(text)})
+
+
+def read_bundle(path: Path) -> Bundle:
+    """Read a file that `Bundle.write` has written.
+
+    Raises:
+        ConfigError: it cannot be read, is none, is from a newer version, or was changed since it was written.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read as a bundle of a run: {error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("bundle"), int):
+        raise ConfigError(f"{path} is no bundle of a run; `trinity-sync reproduce --bundle RUN_DIR` writes one")
+    if content["bundle"] > FORMAT:
+        raise ConfigError(
+            f"{path} has format {content['bundle']}, written by a newer version; this one reads up to {FORMAT}"
+        )
+    expected = content.pop("self", None)
+    if content.keys() != _KEYS - {"self"} or expected != _digest(content):
+        raise ConfigError(f"{path} was changed after it was written: its digest is another one; ask for it again")
+    try:
+        return Bundle(
+            record=cast(RunJson, _mapping(content["run"])),
+            config_name=str(content["config_name"]),
+            overrides=tuple(map(str, content["overrides"])),
+            config=_mapping(content["config"]),
+            outcome=Outcome(
+                digests={int(step): str(digest) for step, digest in _mapping(content["digests"]).items()},
+                metrics={int(step): _numbers(values) for step, values in _mapping(content["metrics"]).items()},
+            ),
+        )
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read as a bundle of a run: {error}") from error
+
+
+def _digest(content: Mapping[str, object]) -> str:
+    """xxh3_128 hex of canonical JSON: UTF-8, sorted keys, no blanks."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def _mapping(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r:.60} where a mapping should be")
+    return value
+
+
+def _numbers(value: object) -> dict[str, Number]:
+    values = _mapping(value)
+    for name, number in values.items():
+        if not isinstance(number, int | float | None):
+            raise TypeError(f"{name} is {number!r:.60} where a number should be")
+    return values

@@ -1,0 +1,146 @@
+"""What a run computed, apart from how long it took: the digest of each version and the metrics of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.tracking import jsonl
+from trinity_sync.tracking.record import RunJson
+from trinity_sync.tracking.summary import version_digests
+
+Number = int | float | None
+"""A metric as JSON has it; None stands for what is not finite."""
+
+_MEASURED = ("timing/", "perf/", "samples/waited_s", "samples/ready")
+"""Metrics, by the beginning of their names, that tell of the machine and not of what was computed."""
+_OF_THE_LINE = ("attempt", "step", "time")
+
+
+class Unequal(NamedTuple):
+    """One value that is not the same: of which step, what it is called, and what it was then and is now.
+
+    `what` is ``digest`` or the name of a metric; None stands for what was not there, or was not finite.
+    """
+
+    step: int
+    what: str
+    old: object
+    new: object
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run computed.
+
+    Attributes:
+        digests: digest of the weights by step, 0 for the initial ones; of the steps that were published or committed.
+        metrics: numbers by step and name, without what was only measured.
+    """
+
+    digests: Mapping[int, str] = field(default_factory=dict)
+    metrics: Mapping[int, Mapping[str, Number]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """The last step that anything is known of; 0: none."""
+        return max((*self.digests, *self.metrics), default=0)
+
+    def up_to(self, step: int) -> Outcome:
+        """Leave out what came after a step."""
+        return Outcome(
+            digests={at: digest for at, digest in self.digests.items() if at <= step},
+            metrics={at: values for at, values in self.metrics.items() if at <= step},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """How two outcomes compare.
+
+    Attributes:
+        versions, values: how many digests and numbers both have.
+        unequal: what is not the same, by step; of one step the metrics first, which were there before its version.
+        absent: steps that only the old one has a digest or metrics of.
+    """
+
+    versions: int
+    values: int
+    unequal: tuple[Unequal, ...]
+    absent: tuple[int, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Whether there was something to compare, all of the old one, and nothing differs."""
+        return self.versions + self.values > 0 and not self.unequal and not self.absent
+
+    @property
+    def first_version(self) -> Unequal | None:
+        """The first version that differs."""
+        return next((one for one in self.unequal if one.what == DIGEST), None)
+
+    @property
+    def first_metrics(self) -> list[Unequal]:
+        """The metrics that differ at the first step where any does."""
+        metrics = [one for one in self.unequal if one.what != DIGEST]
+        return [one for one in metrics if one.step == metrics[0].step]
+
+
+DIGEST = "digest"
+
+
+def compare(old: Outcome, new: Outcome) -> Comparison:
+    """Compare what a run computed with what its repetition did, bit for bit.
+
+    What only the new one has says nothing: it may have published at a step at which the old one did not.
+    """
+    versions, values = 0, 0
+    unequal: list[Unequal] = []
+    absent: list[int] = []
+    for step in sorted({*old.digests, *old.metrics}):
+        before, after = old.metrics.get(step), new.metrics.get(step)
+        if before is not None and after is not None:
+            for name in sorted({*before, *after}):
+                values += 1
+                if before.get(name) != after.get(name) or (name in before) != (name in after):
+                    unequal.append(Unequal(step, name, before.get(name), after.get(name)))
+        if step in old.digests and step in new.digests:
+            versions += 1
+            if old.digests[step] != new.digests[step]:
+                unequal.append(Unequal(step, DIGEST, old.digests[step], new.digests[step]))
+        if (before is not None and after is None) or (step in old.digests and step not in new.digests):
+            absent.append(step)
+    return Comparison(versions=versions, values=values, unequal=tuple(unequal), absent=tuple(absent))
+
+
+def read_outcome(folder: Path, record: RunJson) -> Outcome:
+    """Read what a run computed from its folder; where its logs are not there, its record may have the last version.
+
+    Args:
+        record: its run.json.
+
+    Raises:
+        ConfigError: a log cannot be read, or is damaged.
+    """
+    try:
+        metrics, events = jsonl.read(folder / "metrics.jsonl"), jsonl.read(folder / "events.jsonl")
+    except RunError as error:
+        raise ConfigError(str(error)) from error
+    digests = {int(step): digest for step, digest in version_digests(events).items()}
+    last = record.get("last_version")
+    if not events and last is not None:
+        digests = {last["step"]: last["digest"]}
+    lines = [(jsonl.metrics_step(line), line) for line in metrics]
+    return Outcome(digests=digests, metrics={step: computed(line) for step, line in lines if step is not None})
+
+
+def computed(line: Mapping[str, object]) -> dict[str, Number]:
+    """The numbers of a line of metrics that follow from the configuration alone."""
+    return {
+        name: value
+        for name, value in line.items()
+        if name not in _OF_THE_LINE and not name.startswith(_MEASURED) and isinstance(value, int | float | None)
+    }
