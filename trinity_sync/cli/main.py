@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from trinity_sync import __version__
-from trinity_sync.cli import runs
+from trinity_sync.cli import reproduce, runs
 from trinity_sync.errors import TrinityError
 
 _DESCRIPTION = """\
@@ -81,6 +81,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     runs.add_commands(commands)
+    reproduce.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # what its commands need is imported only where one is asked for

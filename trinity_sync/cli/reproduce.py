@@ -1,5 +1,5 @@
-"""The command `trinity-sync reproduce`: run what somebody ran once more, in a new folder, and say whether the same comes
-of it, version by version and metric by metric; or write what is needed for that to one file.
+"""The command `trinity-sync reproduce`: run what somebody ran once more, in a new folder, and say whether the same
+comes of it, version by version and metric by metric; or write to one file what that needs elsewhere.
 """
 
 from __future__ import annotations
@@ -8,75 +8,347 @@ import argparse
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
+    from trinity_sync.cli.replay import Replay, Source
+    from trinity_sync.reproduction.environment import Differs
+    from trinity_sync.reproduction.outcome import Comparison, Outcome, Unequal
 
-    from trinity_sync.cli.invocation import Invocation
-    from trinity_sync.reproduction.outcome import Comparison, Outcome
-    from trinity_sync.tracking.record import RunJson
-
-EQUAL, DIFFERS = 0, 1
+RESULT = "reproduction.json"
+"""In the folder of the repetition: what it repeats, and how it compares."""
+_RUN_DIR = "hydra.run.dir"
+_MOST_SHOWN = 5
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add it to the parser of `trinity-sync`."""
-    from trinity_sync.cli.runs import ALLOW_TARGET_HELP
-
-    reproduce = commands.add_parser(
-        "reproduce", help="run a finished run again in a new folder and compare version by version"
-    )
+    reproduce = commands.add_parser("reproduce", help="run a run again in a new folder, and compare the two")
     reproduce.add_argument(
         "run",
         metavar="RUN",
-        help="folder of a run or of one job of a sweep, a bundle, or the name of an experiment: its newest run",
+        help="folder of a run or of a job of a sweep; a bundle; or the name of an experiment, for its newest run here",
     )
-    reproduce.add_argument("overrides", nargs="*", help="settings to change, key=value, such as hydra.run.dir=DIR")
+    reproduce.add_argument("overrides", nargs="*", help="settings to change, key=value; such as hydra.run.dir=DIR")
     reproduce.add_argument("--steps", type=int, metavar="N", help="the first N steps only")
     reproduce.add_argument("--allow-target", action="append", default=[], metavar="PREFIX", help=ALLOW_TARGET_HELP)
-    reproduce.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="option files of your own that a bundle names"
-    )
+    reproduce.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of option files that a bundle needs")
     reproduce.add_argument(
         "--metrics-only",
         action="store_true",
-        help="compare the reward at the end with that of --repeats runs with other seeds, and not the weights; the way "
-        "for runs that are not reproducible bit for bit",
+        help="compare the end of the run with that of a few runs with other seeds, and not its weights: for runs that "
+        "are not reproducible bit for bit",
     )
-    reproduce.add_argument("--repeats", type=int, default=3, metavar="N", help="of --metrics-only (default 3)")
-    reproduce.add_argument(
-        "--bundle", action="store_true", help="run nothing; write what is needed to reproduce it elsewhere to one file"
-    )
-    reproduce.add_argument("--output", type=Path, metavar="FILE", help="of --bundle (default: NAME.bundle.json here)")
+    reproduce.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of --metrics-only (default 3)")
+    reproduce.add_argument("--bundle", action="store_true", help="run nothing: write what it takes to one file")
+    reproduce.add_argument("--output", type=Path, metavar="FILE", help="of --bundle (default: NAME.bundle.json)")
     reproduce.set_defaults(command=_reproduce)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What is reproduced.
-
-    Attributes:
-        place: the run's folder, or the bundle.
-        invocation: how it was started.
-        record: of its run.json.
-        config: all of its settings, as saved.
-        outcome: what it computed.
-    """
-
-    place: Path
-    invocation: Invocation
-    record: RunJson
-    config: DictConfig
-    outcome: Outcome
-
-
 def _reproduce(options: argparse.Namespace) -> int:
+    from trinity_sync.cli.replay import replay
+
     source = _read(_find(options.run), options.config_dir)
     if options.bundle:
         return _write_bundle(source, options.output)
+    _check_comparable(source, metrics_only=options.metrics_only, repeats=options.repeats)
+    given, folder = _split_folder(options.overrides)
+    settings = replay(source, given, options.allow_target)
+    steps = _steps(options.steps, source, settings)
+    differs = _say_what_differs(source, settings)
+    folder = folder or Path("outputs") / str(settings.cfg.name) / time.strftime("%Y-%m-%d_%H-%M-%S")
+    if options.metrics_only:
+        return _repeat_with_seeds(source, settings, folder.absolute(), steps, options.repeats)
+    return _repeat(source, settings, folder.absolute(), steps, differs)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is reproduced
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _find(name: str) -> Path:
+    """The folder or file that is meant; the newest run of an experiment of that name."""
+    from trinity_sync import config
+
+    if os.path.lexists(name):
+        return Path(name).absolute()
+    if not (config.conf_dir() / "experiment" / f"{name}.yaml").is_file():
+        raise ConfigError(f"{name} is no folder of a run, no bundle and no experiment; name the folder with run.json")
+    runs = [run for run in _runs_here() if _experiment_of(run) == name]
+    if not runs:
+        raise ConfigError(
+            f"there is no run of experiment={name} below {Path.cwd()}/outputs or multirun; start one: "
+            f"trinity-sync run experiment={name}"
+        )
+    return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
+
+
+def _runs_here() -> Iterator[Path]:
+    for pattern in ("outputs/*/*/run.json", "multirun/*/*/*/run.json"):
+        yield from (path.parent for path in Path.cwd().glob(pattern))
+
+
+def _experiment_of(run: Path) -> object:
+    from omegaconf import OmegaConf
+
+    try:
+        return OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.choices.get("experiment")
+    except Exception:
+        return None  # whatever it is, it is not a run that can be told to be of an experiment
+
+
+def _read(place: Path, config_dir: Path | None) -> Source:
+    """Read a run from its folder, or from a bundle.
+
+    Raises:
+        ConfigError: it is neither, is being written, or cannot be read.
+    """
+    from omegaconf import DictConfig, OmegaConf
+
+    from trinity_sync.cli.invocation import Invocation
+    from trinity_sync.cli.replay import Source
+    from trinity_sync.reproduction.bundle import read_bundle
+    from trinity_sync.reproduction.outcome import read_outcome
+    from trinity_sync.tracking.record import read_record
+    from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
+
+    if place.is_dir():
+        invocation = Invocation.read(place)
+        if owner := lock_owner(place):
+            raise RunFolderInUse(f"{place} is in use by {owner}: the run is not over; reproduce it when it is")
+        record = read_record(place / "run.json")
+        saved = place / ".hydra" / "config.yaml"
+        try:
+            config = OmegaConf.load(saved)
+            OmegaConf.resolve(config)
+        except Exception as error:
+            raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
+        if not isinstance(config, DictConfig):
+            raise ConfigError(f"{saved} is no configuration; name the folder of a run")
+        return Source(invocation=invocation, record=record, config=config, outcome=read_outcome(place, record))
+    bundle = read_bundle(place)
+    return Source(
+        invocation=Invocation(
+            overrides=bundle.overrides,
+            config_name=bundle.config_name,
+            config_dir=config_dir,
+            started_in=Path.cwd(),
+            place=place,
+        ),
+        record=bundle.record,
+        config=OmegaConf.create(dict(bundle.config)),
+        outcome=bundle.outcome,
+    )
+
+
+def _write_bundle(source: Source, output: Path | None) -> int:
+    from trinity_sync import config
+    from trinity_sync.cli.replay import split_places, without_places
+    from trinity_sync.reproduction.bundle import Bundle
+
+    if not source.place.is_dir():
+        raise ConfigError(f"{source.place} is a bundle already; name the folder of a run")
+    path = output or Path(f"{source.config.name}-{source.place.name}.bundle.json")
+    kept, _ = split_places(source.invocation.overrides)
+    Bundle(
+        record=source.record,
+        config_name=source.invocation.config_name,
+        overrides=tuple(kept),
+        config=config.plain(without_places(source.config)),
+        outcome=source.outcome,
+    ).write(path.absolute())
+    if source.invocation.config_dir is not None:
+        print(
+            f"note: the run has option files of its own; send {source.invocation.config_dir} along, for --config-dir",
+            file=sys.stderr,
+        )
+    print(path)
     return 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checks, and what is said before it starts
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> None:
+    from trinity_sync.reproduction.repeats import MOST, judged
+
+    if metrics_only and not 2 <= repeats <= MOST:
+        raise ConfigError(f"--repeats is {repeats}; it takes 2 to {MOST} runs to tell how far they spread")
+    if metrics_only and judged(source.outcome) is None:
+        raise ConfigError(f"{source.place} has no metrics to compare: there is no metrics.jsonl, or nothing in it")
+    if not metrics_only and not source.record.get("reproducible", True):
+        raise ConfigError(
+            f"{source.place} is not reproducible bit for bit: who was faster decided what its updates were made of "
+            "(trainer.schedule=free). Compare how it ended with a few runs of other seeds: --metrics-only"
+        )
+    if not (source.outcome.digests or source.outcome.metrics):
+        raise ConfigError(
+            f"{source.place} has nothing to compare: it ended before its first version (status "
+            f"{source.record.get('status')}), or events.jsonl is not there"
+        )
+
+
+def _split_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Take the override of the folder out of the others: Hydra's own settings are not part of the run's."""
+    from trinity_sync.config.composition import parse
+
+    given = [text for text in overrides if not text.startswith(f"{_RUN_DIR}=")]
+    folders = [parse(text).value() for text in overrides if text not in given]
+    return given, Path(str(folders[-1])) if folders else None
+
+
+def _steps(asked: int | None, source: Source, settings: Replay) -> int:
+    """The last step of the repetition: as asked for, else the last that the run has something of."""
+    last, planned = source.outcome.steps, int(settings.cfg.trainer.steps)
+    if asked is not None and not 1 <= asked <= last:
+        raise ConfigError(f"--steps is {asked}; {source.place} has steps 1 to {last}")
+    return min(asked or max(last, 1), planned)
+
+
+def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
+    """Say on stderr what is otherwise than it was; return what may change numbers, but for settings."""
+    from trinity_sync.host import hardware
+    from trinity_sync.reproduction.environment import differences
+    from trinity_sync.tracking.record import git_state, package_versions
+
+    threads = source.record.get("threads")
+    if isinstance(threads, int) and "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # sums depend on it
+    found = os.environ.get("OMP_NUM_THREADS", "")
+    differs = differences(
+        source.record,
+        {
+            "packages": package_versions(),
+            "git": git_state(Path.cwd()),
+            "threads": int(found) if found.isdecimal() else None,
+            "hardware": hardware.describe(),
+        },
+    )
+    for text in settings.left_out:
+        print(f"left out: {text} (where the run lived; give it again where it is meant)", file=sys.stderr)
+    for one in settings.changed:
+        print(f"changed: {one.key}: {one.old} -> {one.new}", file=sys.stderr)
+    for difference in differs:
+        print(f"warning: {difference}", file=sys.stderr)
+    digests = {attempt.get("config_digest") for attempt in source.record.get("attempts", [])}
+    if len(digests - {None}) > 1:
+        print("warning: the run was resumed with other settings; those of its last attempt are used", file=sys.stderr)
+    return differs
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Running and comparing
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _run(source: Source, overrides: Sequence[str], folder: Path, steps: int) -> int:
+    from trinity_sync.cli.runs import start
+
+    return start(source.invocation.command_line(overrides, folder), until=steps)
+
+
+def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs: Sequence[Differs]) -> int:
+    from trinity_sync.reproduction.outcome import compare
+    from trinity_sync.tracking.files import write_json
+
+    print(f"reproducing steps 1 to {steps} of {source.place} in {folder}", file=sys.stderr)
+    code = _run(source, settings.overrides, folder, steps)
+    if code != 0:
+        return code
+    comparison = compare(source.outcome.up_to(steps), _outcome(folder))
+    write_json(
+        folder / RESULT,
+        {
+            "of": source.place,
+            "steps": steps,
+            "equal": comparison.equal,
+            "versions": comparison.versions,
+            "metrics": comparison.values,
+            "first_version": _told(comparison.first_version),
+            "first_metrics": [_told(one) for one in comparison.first_metrics],
+            "absent": comparison.absent,
+            "changed": [one._asdict() for one in settings.changed],
+            "environment": [one._asdict() for one in differs],
+        },
+    )
+    print("\n".join(_verdict(comparison, settings, differs)))
+    return 0 if comparison.equal else 1
+
+
+def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[Differs]) -> Iterator[str]:
+    compared = f"{comparison.versions} versions and {comparison.values} values of metrics"
+    if comparison.equal:
+        yield f"equal: {compared}, bit for bit"
+        return
+    version, metrics = comparison.first_version, comparison.first_metrics
+    if version is not None:
+        yield f"differs: version {version.step} is {version.new}, and was {version.old}"
+    if metrics:
+        shown = [f"{one.what} {one.old} -> {one.new}" for one in metrics[:_MOST_SHOWN]]
+        more = [f"and {len(metrics) - _MOST_SHOWN} more"] if len(metrics) > _MOST_SHOWN else []
+        yield f"{'' if version else 'differs: '}metrics differ first at step {metrics[0].step}: " + ", ".join(
+            [*shown, *more]
+        )
+    if comparison.absent:
+        yield f"differs: the repetition has nothing of step {comparison.absent[0]}"
+    if not (version or metrics or comparison.absent):
+        yield "nothing could be compared"
+    yield f"compared: {compared}; {len(comparison.unequal)} differ"
+    reasons = [f"{one.key}: {one.old} -> {one.new}" for one in settings.changed] + [str(one) for one in differs]
+    yield f"what was otherwise: {'; '.join(reasons) or 'nothing that is recorded'}"
+
+
+def _told(one: Unequal | None) -> dict[str, object] | None:
+    return None if one is None else one._asdict()
+
+
+def _outcome(folder: Path) -> Outcome:
+    from trinity_sync.reproduction.outcome import read_outcome
+    from trinity_sync.tracking.record import read_record
+
+    return read_outcome(folder, read_record(folder / "run.json"))
+
+
+def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: int, repeats: int) -> int:
+    from trinity_sync.cli.invocation import merge_overrides
+    from trinity_sync.reproduction.repeats import Interval, end_of, judged
+    from trinity_sync.tracking.files import write_json
+
+    old = source.outcome.up_to(steps)
+    name = judged(old)
+    was = end_of(old, name) if name is not None else None
+    if name is None or was is None:
+        raise ConfigError(f"{source.place} has no finite reward or loss up to step {steps} to compare")
+    ends = []
+    for number in range(repeats):
+        seed = int(settings.cfg.seed) + number
+        print(f"run {number + 1} of {repeats}: seed={seed} in {folder / str(number)}", file=sys.stderr)
+        code = _run(source, merge_overrides(settings.overrides, [f"seed={seed}"]), folder / str(number), steps)
+        if code != 0:
+            return code
+        end = end_of(_outcome(folder / str(number)), name)
+        if end is None:
+            print(f"differs: {name} of seed={seed} is not finite, and was {was:.6g}")
+            return 1
+        ends.append(end)
+    interval = Interval.of(ends)
+    alike = was in interval
+    write_json(
+        folder / RESULT,
+        {"of": source.place, "steps": steps, "metric": name, "was": was, "ends": ends, "alike": alike}
+        | {"low": interval.low, "high": interval.high},
+    )
+    print(
+        f"{'alike' if alike else 'differs'}: {name} at the end was {was:.6g}; of {repeats} runs with other seeds it is "
+        f"{', '.join(f'{end:.6g}' for end in ends)}, so that 95 % of runs end between {interval.low:.6g} and "
+        f"{interval.high:.6g}"
+    )
+    return 0 if alike else 1

@@ -1,0 +1,362 @@
+"""`trinity-sync reproduce` as a user calls it. The run itself is a stand-in that computes from its settings."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from omegaconf import OmegaConf
+
+from tests.cli.stand_in import StandIn, stand_in
+from trinity_sync import config
+from trinity_sync.cli import main as cli
+from trinity_sync.errors import RunError
+from trinity_sync.tracking.record import RunRecord
+
+
+class Computing(StandIn):
+    """Leaves what a run leaves, with digests and metrics that follow from its settings and from `spoilt`.
+
+    Attributes:
+        spoilt: a step from which on other weights come out; 0: none.
+        ends: status of the run.
+        cut: the last step that is recorded; None: the last.
+    """
+
+    spoilt = 0
+    ends: Any = "completed"
+    cut: int | None = None
+
+    def leave(self, cfg: Any, run_dir: Path, until: int | None) -> None:
+        last = min(cfg.trainer.steps, until or cfg.trainer.steps, self.cut or cfg.trainer.steps)
+        record = RunRecord.new(
+            run_dir / "run.json",
+            command="test",
+            seed=cfg.seed,
+            config_digest=config.config_digest(cfg),
+            threads=1,
+            reproducible=cfg.trainer.schedule == "lockstep",
+        )
+        record.start()
+        events, metrics = [], []
+        for step in range(last + 1):
+            made = [cfg.seed, cfg.trainer.lr, step, step >= self.spoilt > 0]
+            digest = xxhash.xxh3_128_hexdigest(json.dumps(made))
+            events.append({"event": "publish", "version": step, "digest": digest, "attempt": record.attempt})
+            if step:
+                made = {"loss": made[0] + 1 / step, "reward/mean": step / 10 + made[0] / 100, "timing/step": id(made) % 7}
+                metrics.append({"step": step, "attempt": record.attempt, "time": float(step), **made})
+        for name, lines in (("events.jsonl", events), ("metrics.jsonl", metrics)):
+            (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        record.finish(self.ends, last_version={"step": last, "digest": digest})
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Computing]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with stand_in(Computing(), tmp_path, monkeypatch) as launcher:
+        yield launcher
+
+
+def first(*overrides: str, folder: str = "run") -> Path:
+    cli.main(["run", f"hydra.run.dir={folder}", "trainer.steps=5", *overrides])
+    return Path(folder).absolute()
+
+
+def reproduce(*arguments: object) -> int:
+    return cli.main(["reproduce", *map(str, arguments)])
+
+
+def result(launcher: Computing) -> Any:
+    return json.loads((launcher.calls[-1].run_dir / "reproduction.json").read_text())
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Change what a YAML or JSON file of a run holds."""
+    values = OmegaConf.to_container(OmegaConf.load(path))
+    change(values)
+    path.write_text(json.dumps(values))
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# the same, or not
+
+
+def test_a_run_that_comes_out_the_same_is_equal(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first("seed=3", "sync=nccl")
+    before = contents(run)
+    assert reproduce(run) == 0
+    assert capsys.readouterr().out == "equal: 6 versions and 10 values of metrics, bit for bit\n"
+    again = launcher.calls[-1]
+    assert again.run_dir != run
+    assert config.config_diff(launcher.calls[0].cfg, again.cfg) == []
+    assert contents(run) == before
+    assert (result(launcher)["of"], result(launcher)["equal"]) == (str(run), True)
+
+
+def test_the_first_version_that_differs_is_told(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    launcher.spoilt = 4
+    assert reproduce(run) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("differs: version 4 is ")
+    assert "what was otherwise: nothing that is recorded" in out
+    assert result(launcher)["first_version"]["step"] == 4
+    assert not result(launcher)["equal"]
+
+
+def test_what_is_changed_is_told_and_so_are_metrics(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    assert reproduce(first(), "seed=1") == 1
+    found = capsys.readouterr()
+    assert "changed: seed: 0 -> 1" in found.err
+    assert "metrics differ first at step 1: loss 1.0 -> 2.0, reward/mean 0.1 -> 0.11" in found.out
+    assert "what was otherwise: seed: 0 -> 1" in found.out
+
+
+def test_another_environment_is_warned_of_and_named(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    rewrite(run / "run.json", lambda record: record["packages"].update({"trinity-sync": "99.0", "torch": "0.1"}))
+    launcher.spoilt = 1
+    assert reproduce(run) == 1
+    found = capsys.readouterr()
+    assert "warning: torch: 0.1 -> " in found.err
+    assert "trinity-sync: 99.0 -> " in found.out.splitlines()[-1]
+
+
+def test_a_repetition_that_fails_is_no_comparison(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+
+    def fail(cfg: Any) -> int:
+        raise RunError("rank 0 died")
+
+    launcher.behave = fail
+    assert reproduce(run) == 1
+    found = capsys.readouterr()
+    assert ("rank 0 died" in found.err, found.out) == (True, "")
+
+
+# what is repeated
+
+
+def test_the_first_steps_only(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    launcher.spoilt = 4
+    assert reproduce(run, "--steps", 3) == 0
+    assert launcher.calls[-1].until == 3
+    assert launcher.calls[-1].cfg.trainer.steps == 5, "the learning rate may depend on it"
+    assert "4 versions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", [0, 6, -1])
+def test_steps_that_the_run_does_not_have_are_refused(
+    launcher: Computing, steps: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(first(), f"--steps={steps}") == 2
+    assert f"--steps is {steps}; " in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+def test_a_run_that_was_cut_off_is_repeated_as_far_as_it_came(launcher: Computing) -> None:
+    launcher.cut, launcher.ends = 3, "interrupted"
+    run = first()
+    launcher.cut, launcher.ends = None, "completed"
+    assert reproduce(run) == 0
+    assert launcher.calls[-1].until == 3
+
+
+def test_where_the_run_lived_is_left_out(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first("checkpoint.dir=elsewhere", "cluster.start_timeout_s=77", "live=off", "seed=2")
+    assert reproduce(run, "hydra.run.dir=again") == 0
+    again = launcher.calls[-1]
+    assert again.run_dir == Path("again").absolute()
+    assert (again.cfg.checkpoint.dir, again.cfg.seed) == (None, 2)
+    assert "left out: checkpoint.dir=elsewhere" in capsys.readouterr().err
+
+
+def test_defaults_of_before_are_put_back(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+
+    def of_before(values: Any) -> None:
+        values["trainer"] |= {"lr": 0.125, "betas": [0.5, 0.75]}
+        values["name"] = "it's, {old}"
+
+    rewrite(run / ".hydra" / "config.yaml", of_before)
+    digest = config.config_digest(OmegaConf.load(run / ".hydra" / "config.yaml"))  # type: ignore[arg-type]
+    rewrite(run / "run.json", lambda record: record.update(config_digest=digest))
+    reproduce(run, "hydra.run.dir=again")
+    found = launcher.calls[-1].cfg
+    assert (found.trainer.lr, list(found.trainer.betas), found.name) == (0.125, [0.5, 0.75], "it's, {old}")
+    assert "changed:" not in capsys.readouterr().err
+
+
+def test_a_setting_that_is_none_any_more_is_refused_by_name(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first()
+    rewrite(run / ".hydra" / "config.yaml", lambda values: values["trainer"].update(warp=9))
+    assert reproduce(run) == 2
+    assert "trainer.warp is 9" in capsys.readouterr().err
+    rewrite(run / ".hydra" / "overrides.yaml", lambda texts: texts.append("trainer.warp=9"))
+    assert reproduce(run) == 2
+    assert "trainer.warp" in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+def test_settings_that_are_not_those_of_the_record_are_refused(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first()
+    rewrite(run / ".hydra" / "config.yaml", lambda values: values.update(seed=8))
+    assert reproduce(run) == 2
+    assert "are not those of its record" in capsys.readouterr().err
+
+
+def test_a_resumed_run_is_repeated_as_one(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    assert cli.main(["resume", str(run), "trainer.steps=7"]) == 0
+    capsys.readouterr()
+    assert reproduce(run) == 0
+    assert "equal: 8 versions" in (found := capsys.readouterr()).out
+    assert "resumed with other settings" in found.err
+
+
+def test_settings_of_somebody_else_run_nothing_of_theirs(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first()
+    rewrite(run / ".hydra" / "overrides.yaml", lambda texts: texts.append("task._target_=shutil.rmtree"))
+    assert reproduce(run) == 2
+    assert "task._target_ is shutil.rmtree" in capsys.readouterr().err
+    rewrite(run / ".hydra" / "overrides.yaml", lambda texts: texts.clear())
+    rewrite(run / ".hydra" / "config.yaml", lambda values: values["task"].update(_target_="shutil.rmtree"))
+    assert reproduce(run) == 2
+    assert "task._target_ is shutil.rmtree" in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+# where it is found
+
+
+def test_a_job_of_a_sweep_and_an_experiment_by_its_name(launcher: Computing) -> None:
+    cli.main(["run", "-m", "hydra.sweep.dir=multirun/x/y", "trainer.steps=2,3", "experiment=quick"])
+    assert reproduce("multirun/x/y/1", "hydra.run.dir=again") == 0
+    assert launcher.calls[-1].cfg.trainer.steps == 3
+    assert reproduce("quick") == 0
+    assert result(launcher)["of"].endswith("multirun/x/y/1")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("nothing", "no folder of a run, no bundle and no experiment"),
+        ("quick", "there is no run of experiment=quick"),
+        ("empty", "empty is no folder of a run"),
+        ("sweep", "sweep is a sweep; name one of its jobs"),
+        ("file", "file cannot be read as a bundle"),
+    ],
+)
+def test_what_is_no_run_is_refused(
+    launcher: Computing, name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    Path("sweep").mkdir()
+    Path("sweep/multirun.yaml").touch()
+    Path("file").touch()
+    assert reproduce(name) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_over_is_refused(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert reproduce(run) == 2
+    assert "the run is not over" in capsys.readouterr().err
+
+
+def test_a_run_with_nothing_to_compare_is_refused(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+    rewrite(run / "run.json", lambda record: record.update(last_version=None, status="failed"))
+    assert reproduce(run) == 2
+    assert "has nothing to compare: it ended before its first version (status failed)" in capsys.readouterr().err
+
+
+def test_the_record_and_the_settings_alone_are_enough(
+    launcher: Computing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first()
+    sent = tmp_path / "sent"
+    sent.mkdir()
+    shutil.copytree(run / ".hydra", sent / ".hydra")
+    shutil.copy(run / "run.json", sent)
+    shutil.rmtree(run)
+    assert reproduce(sent) == 0
+    assert capsys.readouterr().out == "equal: 1 versions and 0 values of metrics, bit for bit\n"
+    launcher.spoilt = 5
+    assert reproduce(sent, "hydra.run.dir=again") == 1
+
+
+# bundles
+
+
+def test_a_bundle_reproduces_elsewhere(launcher: Computing, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first("seed=3", "checkpoint.dir=secret")
+    assert reproduce(run, "--bundle") == 0
+    path = Path(capsys.readouterr().out.strip())
+    assert path == Path("copy-digits-run.bundle.json")
+    assert "secret" not in path.read_text()
+    shutil.rmtree(run)
+    assert reproduce(path) == 0
+    assert launcher.calls[-1].cfg.seed == 3
+    assert capsys.readouterr().out.startswith("equal: 6 versions")
+
+
+def test_a_bundle_that_was_changed_is_refused(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    assert reproduce(run, "--bundle", "--output", "b.json") == 0
+    Path("b.json").write_text(Path("b.json").read_text().replace('"seed": 0', '"seed": 1'))
+    assert reproduce("b.json") == 2
+    assert "was changed after it was written" in capsys.readouterr().err
+    assert reproduce(run, "--bundle", "--output", "no/such/folder/b.json") == 1
+
+
+# runs that are not the same bit for bit
+
+
+def test_a_free_run_is_refused_with_what_can_be_compared(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first("trainer.schedule=free")
+    assert reproduce(run) == 2
+    assert "--metrics-only" in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+def test_the_end_of_a_run_is_compared_with_that_of_other_seeds(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first("trainer.schedule=free", "seed=7")
+    assert reproduce(run, "--metrics-only") == 0
+    assert [call.cfg.seed for call in launcher.calls[1:]] == [7, 8, 9]
+    assert "alike: reward/mean at the end was 0.37; of 3 runs" in capsys.readouterr().out
+    assert reproduce(run, "--metrics-only", "seed=99", "hydra.run.dir=far", "--repeats=2") == 1
+    assert capsys.readouterr().out.startswith("differs: reward/mean at the end was 0.37")
+
+
+@pytest.mark.parametrize("repeats", [1, 12])
+def test_too_few_or_too_many_repeats_are_refused(
+    launcher: Computing, repeats: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(first(), "--metrics-only", f"--repeats={repeats}") == 2
+    assert f"--repeats is {repeats}; it takes 2 to 11 runs" in capsys.readouterr().err

@@ -1,0 +1,161 @@
+"""How a run was started, and the settings that come of it once more, with what the user gives anew: for `resume`, which
+goes on with them, and for `reproduce`, which begins again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync import config
+from trinity_sync.errors import ConfigError
+from trinity_sync.launch.app import explain
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """How a run was started.
+
+    Attributes:
+        overrides: of the command line, as text.
+        config_name: the primary config.
+        config_dir: the folder of further options; None: there was none.
+        started_in: where, from which relative paths count.
+        place: who says so, for errors: the run's folder, or a bundle.
+    """
+
+    overrides: tuple[str, ...]
+    config_name: str
+    config_dir: Path | None
+    started_in: Path
+    place: Path
+
+    @classmethod
+    def read(cls, folder: Path) -> Invocation:
+        """Read it from the folder of a run.
+
+        Raises:
+            ConfigError: there is no run in the folder.
+        """
+        if (folder / "multirun.yaml").is_file():
+            raise ConfigError(f"{folder} is a sweep; name one of its jobs, such as {folder / '0'}")
+        saved = folder / ".hydra"
+        lacking = [
+            path for path in (folder / "run.json", saved / "overrides.yaml", saved / "hydra.yaml") if not path.is_file()
+        ]
+        if lacking:
+            raise ConfigError(
+                f"{folder} is no folder of a run: {lacking[0]} is missing; name the folder that holds run.json"
+            )
+        try:
+            # As they were given: what they refer to stands in the configuration that they make.
+            texts = OmegaConf.to_container(OmegaConf.load(saved / "overrides.yaml"), resolve=False)
+            settings = OmegaConf.load(saved / "hydra.yaml").hydra
+            extra = [
+                Path(source.path) for source in settings.runtime.config_sources if source.provider == "command-line"
+            ]
+            of_hydra = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
+            searched = [text for text in map(str, of_hydra or []) if text.startswith("hydra.searchpath=")]
+            return cls(
+                overrides=(*map(str, texts or []), *searched),
+                config_name=str(settings.job.config_name),
+                config_dir=extra[0] if extra else None,
+                started_in=Path(settings.runtime.cwd),
+                place=folder,
+            )
+        except Exception as error:
+            raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
+
+    def of(self, overrides: Sequence[str]) -> Invocation:
+        """The same with other overrides."""
+        return replace(self, overrides=tuple(overrides))
+
+    def recompose(self, new: Sequence[str], allowed: Sequence[str]) -> tuple[list[str], DictConfig]:
+        """Compose the settings again, with new overrides after the old ones.
+
+        Args:
+            new: as the user has just given them; relative paths in them count from here.
+            allowed: packages of which the saved settings may name classes.
+
+        Returns:
+            All overrides, and the configuration that they make, with relative paths as they are.
+
+        Raises:
+            ConfigError: a setting is wrong or is none any more, or names what may not be run.
+        """
+        trusted: dict[str, Any] = {
+            "config_name": self.config_name,
+            "config_dir": self.config_dir,
+            "allowed": allowed,
+            "where": self.place,
+        }
+        saved = config.chosen_by_option(self.overrides)
+        try:
+            new = config.from_here(new, self.started_in)
+            config.check_search_path(merge_overrides(saved, new), new, **trusted)
+            overrides = merge_overrides(without_foreign_keys(saved, new, lambda choice: self._compose([choice])), new)
+            config.check_saved_targets(overrides, new, **trusted)
+            return overrides, self._compose(overrides)
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(explain(error)) from error
+
+    def command_line(self, overrides: Sequence[str], folder: Path) -> list[str]:
+        """Return what has Hydra compose the same, for a run in a folder."""
+        line = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={self.config_name}"]
+        return [*line, *([f"--config-dir={self.config_dir}"] if self.config_dir else [])]
+
+    def _compose(self, overrides: Sequence[str]) -> DictConfig:
+        return config.compose(overrides, config_name=self.config_name, config_dir=self.config_dir)
+
+
+def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callable[[str], DictConfig]) -> list[str]:
+    """Leave out old overrides of keys that a newly chosen option of their group does not have.
+
+    A run with ``backend=megatron backend.tp=2`` that is resumed with ``backend=fsdp2`` has no `backend.tp` any more.
+
+    Args:
+        old, new: overrides as text.
+        compose: makes the configuration with one override, the choice.
+    """
+    kept = list(old)
+    for choice in new:
+        group, found, _ = choice.partition("=")
+        below = [text for text in kept if text.lstrip("+").startswith(f"{group}.")]
+        if not found or "." in group or not below:
+            continue
+        chosen = compose(choice)
+        for text in below:
+            key = text.lstrip("+").partition("=")[0]
+            node = OmegaConf.select(chosen, key.rpartition(".")[0])
+            if not text.startswith("+") and (node is None or key.rpartition(".")[2] not in node):
+                kept.remove(text)
+    return kept
+
+
+def merge_overrides(old: Sequence[str], new: Sequence[str]) -> list[str]:
+    """Put new overrides after old ones, and drop an old one that a new one replaces.
+
+    One is replaced by a later one that does the same to the same key, so `+key=1` stays where a plain `key=2` follows:
+    that needs the key to be there. Overrides therefore do not pile up, however often a run is resumed.
+
+    Raises:
+        ConfigError: one of the new ones cannot be parsed.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides([*old, *new])
+    except OverrideParseException as error:
+        raise ConfigError(explain(error)) from error
+    # a dict keeps the place of a key that is set again: take it out first, so that the last one stands last
+    kept: dict[tuple[object, ...], str] = {}
+    for override, text in zip(parsed, [*old, *new], strict=True):
+        key = (override.type, override.get_key_element().lstrip("+~"))
+        kept.pop(key, None)
+        kept[key] = text
+    return list(kept.values())

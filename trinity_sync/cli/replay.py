@@ -1,0 +1,159 @@
+"""The settings with which a run is repeated: those it was saved with, whatever the defaults are today, without where it
+lived, and then what the user gives anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trinity_sync import config
+from trinity_sync.cli.invocation import Invocation, merge_overrides
+from trinity_sync.config.comparison import ABSENT, LOCATIONS, NAMED_BY_PATH
+from trinity_sync.errors import ConfigError
+from trinity_sync.reproduction.outcome import Outcome
+from trinity_sync.tracking.record import RunJson
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A run that is to be repeated.
+
+    Attributes:
+        invocation: how it was started.
+        record: of its run.json, as much as there is.
+        config: all of its settings, as saved.
+        outcome: what it computed.
+    """
+
+    invocation: Invocation
+    record: RunJson
+    config: DictConfig
+    outcome: Outcome
+
+    @property
+    def place(self) -> Path:
+        """Its folder, or the bundle."""
+        return self.invocation.place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Settings of the repetition.
+
+    Attributes:
+        overrides: that make them.
+        cfg: the settings.
+        left_out: overrides that said where the run lived.
+        changed: settings that differ from the run's.
+    """
+
+    overrides: list[str]
+    cfg: DictConfig
+    left_out: list[str]
+    changed: list[config.Difference]
+
+
+def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay:
+    """Work out the settings of the repetition.
+
+    Args:
+        source: the run.
+        new: overrides that the user has just given, without those of Hydra itself.
+        allowed: packages of which the run's settings may name classes.
+
+    Raises:
+        ConfigError: the settings name what may not be run or is not here any more, or are not those of the record.
+    """
+    invocation = source.invocation
+    kept, left_out = split_places(invocation.overrides)
+    saved = config.anchored(without_places(source.config), invocation.started_in)
+    overrides, today = invocation.of(kept).recompose((), allowed)
+    pinned = merge_overrides(overrides, [*_pins(saved, today, source.place), *_no_places(today)])
+    overrides, cfg = invocation.of(pinned).recompose(new, allowed)
+    _check_digest(source, cfg)
+    changed = [one for one in config.config_diff(saved, cfg) if not _is_place(one.key)]
+    return Replay(overrides=overrides, cfg=cfg, left_out=left_out, changed=changed)
+
+
+def split_places(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part overrides into those of what was run, and those of where it lived."""
+    where = [text for text in overrides if _says_where(text)]
+    return [text for text in overrides if text not in where], where
+
+
+def without_places(saved: DictConfig) -> DictConfig:
+    """Settings, resolved, without where the run lived."""
+    values = config.plain(saved)
+    for place in LOCATIONS:
+        *parents, last = place.split(".")
+        node: Any = values
+        for name in parents:
+            node = node.get(name) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.pop(last, None)
+    return OmegaConf.create(values)
+
+
+def _pins(saved: DictConfig, today: DictConfig, place: Path) -> Iterator[str]:
+    """Overrides that put back what comes out otherwise today, since defaults have changed or a path was relative."""
+    for key, old, _ in config.config_diff(saved, today):
+        if _is_place(key) or old == ABSENT:  # a setting that is new since then has its default
+            continue
+        node = OmegaConf.select(today, key.rpartition(".")[0]) if "." in key else today
+        if not isinstance(node, DictConfig) or key.rpartition(".")[2] not in node:
+            raise ConfigError(
+                f"{key} is {old} in the saved settings of {place}, and is no setting of this version; install the one "
+                "that the run was made with: see packages in its run.json"
+            )
+        yield f"{key}={_as_value(old)}"
+
+
+def _no_places(cfg: DictConfig) -> Iterator[str]:
+    """Overrides against a place that an option of the user's own names."""
+    for key in ("checkpoint.dir", "checkpoint.mirror"):
+        if OmegaConf.select(cfg, key) is not None:
+            yield f"{key}=null"
+
+
+def _as_value(value: object) -> str:
+    """A value as Hydra's override grammar has it."""
+    if isinstance(value, str):
+        return config.quote(value)
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_as_value(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_as_value, value)) + "]"
+    return json.dumps(value)
+
+
+def _says_where(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    return _is_place(key) and key != "hydra.searchpath"
+
+
+def _is_place(key: str) -> bool:
+    return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
+
+
+def _check_digest(source: Source, cfg: DictConfig) -> None:
+    """That the settings are those of the record: of others nobody knows what they come to."""
+    expected = source.record.get("config_digest")
+    saved = config.anchored(source.config, source.invocation.started_in)
+    saved = copy.deepcopy(saved)
+    OmegaConf.set_readonly(saved, False)
+    for key in NAMED_BY_PATH:  # of a file that is here only its name counts
+        old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
+        if old is not None and new is not None and Path(old).name == Path(new).name:
+            OmegaConf.update(saved, key, new)
+    if expected is not None and config.config_digest(saved) != expected:
+        raise ConfigError(
+            f"the settings of {source.place} are not those of its record, which has config_digest {expected}: they "
+            "were changed since, or a file that they name is not here"
+        )
