@@ -78,7 +78,7 @@ class BenchJob(Job):
         type(self).found = {
             "state_bytes": sum(state_bytes),
             "ranks": len(state_bytes),
-            "peak_rss": self.peak_memory(),
+            "peak_rss": self.actors.peak_memory(),
             "memory": {"training": training.peak, "with_a_save": saving.peak, "more": saving.peak - training.peak},
             **measured,
         }

@@ -21,6 +21,7 @@ from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
+from trinity_sync.launch.actors import Setup
 from trinity_sync.launch.cluster import check_reachable, cluster, own_sigterm
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
@@ -127,7 +128,17 @@ def _run(
     cpus = cfg.backend.ranks + replicas + 1
     try:
         with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
-            job = job_class(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
+            setup = Setup(
+                cfg=cfg,
+                folder=folder,
+                start=start,
+                recorder=recorder,
+                cluster=ray_cluster,
+                run_key=run_key,
+                use_gpu=use_gpu,
+                stop=stop,
+            )
+            job = job_class(setup)
             try:
                 job.start()
                 job.loop()
