@@ -80,9 +80,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         yield started
 
 
-def test_who_does_not_see_the_checkpoint_folder_is_named(
-    start: Callable[..., None], tmp_path: Path
-) -> None:
+def test_who_does_not_see_the_checkpoint_folder_is_named(start: Callable[..., None], tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with pytest.raises(AgentsCome):
         start(sees=[True, True])
