@@ -229,7 +229,7 @@ class TrinityWorker(TrainingWorker):
         return path.exists() and path.read_text() == token
 
     def finish_saves(self) -> None:
-        """Wait until this rank's saves are in other hands; raises what one of them raised."""
+        """Wait until this rank's saves are in other hands, which hurry; raises what one of them raised."""
         self._saver.finish()
 
     def memory(self) -> dict[str, int]:
