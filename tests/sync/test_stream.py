@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from tests.sync.helpers import odd_weights, random_weights
 from trinity_sync.errors import RunError
 from trinity_sync.sync.process_group import make_group
-from trinity_sync.sync.stream import broadcast, describe, receive
+from trinity_sync.sync.stream import _broadcast, broadcast, describe, receive
 from trinity_sync.weights.apply import ChecksumError
 
 LIMIT = 20.0
@@ -124,3 +126,16 @@ def test_a_sender_that_ends_early_is_an_error_within_the_limit() -> None:
 
     _, *received = exchange(send_one, take)
     assert all(isinstance(error, RunError) and "could not be broadcast within 1 s" in str(error) for error in received)
+
+
+def test_between_gpus_a_broadcast_that_does_not_end_is_an_error_within_the_limit() -> None:
+    """NCCL's, which needs two GPUs, in the place of which stands what it does: without a limit it returns at once."""
+
+    def ended(timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError(f"not within {timeout}")
+
+    group: Any = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(wait=ended))
+    tensor: Any = SimpleNamespace(is_cuda=True)
+    with pytest.raises(RunError, match=r"weight could not be broadcast within 2 s: not within 0:00:02"):
+        _broadcast(group, tensor, 2.0, "weight")
