@@ -66,12 +66,12 @@ def test_buckets_arrive(bucket_bytes: int, verify: bool) -> None:
     assert all(same(found, weights) for found in received)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_tensors_of_every_kind_arrive(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("options", [{"packed": True, "bucket_bytes": 1}, {"packed": True}, {"packed": False}])
+def test_tensors_of_every_kind_arrive(options: dict[str, Any]) -> None:
     weights = odd_weights()
     _, *received = exchange(
-        lambda group: broadcast(group, weights.items(), packed=True, bucket_bytes=bucket_bytes, timeout_s=LIMIT),
-        lambda group: taken(group, describe(weights.items()), packed=True, bucket_bytes=bucket_bytes),
+        lambda group: broadcast(group, weights.items(), timeout_s=LIMIT, **options),
+        lambda group: taken(group, describe(weights.items()), **options),
     )
     cast = {name: tensor.float() for name, tensor in weights.items()}
     assert all(same({name: tensor.float() for name, tensor in found.items()}, cast) for found in received)
@@ -136,6 +136,6 @@ def test_between_gpus_a_broadcast_that_does_not_end_is_an_error_within_the_limit
             raise RuntimeError(f"not within {timeout}")
 
     group: Any = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(wait=ended))
-    tensor: Any = SimpleNamespace(is_cuda=True)
+    tensor: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
     with pytest.raises(RunError, match=r"weight could not be broadcast within 2 s: not within 0:00:02"):
         _broadcast(group, tensor, 2.0, "weight")

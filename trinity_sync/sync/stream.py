@@ -29,6 +29,9 @@ __all__ = ["BUCKET_BYTES", "broadcast", "describe", "join_group", "open_group", 
 Meta = Sequence[Described]
 """What is sent, in the order of travel."""
 
+_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16)
+"""What gloo has no name for."""
+
 
 # ---- the group
 
@@ -149,6 +152,8 @@ def receive(
 
 
 def _broadcast(group: Group, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
+    if tensor.dtype in _AS_BYTES:
+        tensor = tensor.view(-1).view(torch.uint8)
     try:
         wait(begin_broadcast(group, tensor, timeout_s), timeout_s, nccl=tensor.is_cuda)
     except RuntimeError as error:
