@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from trinity_sync.host.listing import walk
+
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
 
@@ -56,14 +58,14 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Make all files and names below a folder durable, and its own."""
-    for parent, _, names in os.walk(folder, topdown=False):
+    for parent, names in walk(folder):
         for name in names:
-            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
+            descriptor = os.open(parent / name, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        sync_folder(Path(parent))
+        sync_folder(parent)
 
 
 def make_folder(path: Path) -> None:
