@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +23,7 @@ def replace_file(path: Path, data: bytes | str, *, durable: bool = True) -> None
     Raises:
         OSError: the disk refuses; where it did so before the end, the old file is still there.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # no pid: hosts may share the folder
     try:
         with open(draft, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
