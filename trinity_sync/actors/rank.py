@@ -109,7 +109,7 @@ class RankClient(Client):
         return self._call("say how long they waited", "save_blocked", step)
 
     def finish_saves(self) -> Call[None]:
-        """Have it wait until its saves are in other hands."""
+        """Have it wait until its saves are in other hands, and have these hurry: training is over."""
         return self._call("finish their background saves", "finish_saves")
 
     def load(self, folder: str) -> Call[None]:

@@ -224,7 +224,7 @@ class TrinityWorker(TrainingWorker):
         return writer_of(Path(folder))
 
     def finish_saves(self) -> None:
-        """Wait until this rank's saves are in other hands; raises what one of them raised."""
+        """Wait until this rank's saves are in other hands, which hurry; raises what one of them raised."""
         self._saver.finish()
 
     def memory(self) -> dict[str, int]:
