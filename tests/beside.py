@@ -2,11 +2,12 @@
 
 Much of what the tests do is wait for processes to start, so lint costs them no time. What it says is printed in one
 piece when it is done; the last line says of both how they ended. The exit code is that of the tests, or of lint where
-the tests pass.
+the tests pass, and 128 and the signal's number where it was told to end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -25,26 +26,36 @@ def run(lint: str, tests: Sequence[str]) -> int:
     Returns:
         0 where both passed.
     """
+    running: list[subprocess.Popen[bytes]] = []
+    told: list[int] = []
+
+    def end(signum: int, _: object) -> None:
+        """End both, whoever was told; the tests by an interrupt, after which they clear up. At once the second time."""
+        told.append(signum)
+        for process, gently in zip(running, (signal.SIGTERM, signal.SIGINT), strict=False):
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                if process.poll() is None:
+                    os.killpg(process.pid, gently if len(told) == 1 else signal.SIGKILL)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, end)
     beside = subprocess.Popen(
         ["nice", "sh", "-c", lint],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # so that its processes can be ended together
+        start_new_session=True,  # as the tests: its processes are ended together, and a terminal tells this one alone
     )
-
-    def interrupted(*_: object) -> None:
-        """End lint; the terminal has told the tests, too, and they clear up."""
-        if beside.poll() is None:
-            os.killpg(beside.pid, signal.SIGTERM)
-
-    signal.signal(signal.SIGINT, interrupted)
+    running.append(beside)
+    running.append(subprocess.Popen(tests, start_new_session=True))
+    if told:  # before both were there
+        end(told[0], None)
     teller = threading.Thread(target=_tell, args=(beside,))
     teller.start()
-    code = subprocess.call(tests)
+    code = running[1].wait()
     teller.join()
     print(f"lint {_ended(beside.returncode)}; tests {_ended(code)}", flush=True)
-    return _exit_code(code) or _exit_code(beside.returncode)
+    return 128 + told[0] if told else _exit_code(code) or _exit_code(beside.returncode)
 
 
 def _tell(process: subprocess.Popen[bytes]) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,13 @@ from tests.parts import ROOT
 
 # A shell may miss an interrupt that comes while it starts a program.
 LONG = [sys.executable, "-c", "import time; print('begun', flush=True); time.sleep(60); print('not interrupted')"]
+DEAF = [
+    sys.executable,
+    "-c",
+    "import signal, time\n"
+    "signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\n"
+    "print('begun', flush=True); time.sleep(60)",
+]
 
 
 def beside(lint: str, *tests: str) -> subprocess.Popen[str]:
@@ -58,13 +67,27 @@ def test_a_failing_lint_is_told_while_the_tests_run_on() -> None:
     assert "not interrupted" not in rest
 
 
-def test_an_interrupt_ends_both() -> None:
-    began = time.monotonic()
-    program = beside("sleep 60", *LONG)
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("tell", [os.kill, os.killpg])
+def test_who_is_told_to_end_ends_both(signum: int, tell: Callable[[int, int], None]) -> None:
+    """Whether a terminal tells all of its processes, or somebody this program alone."""
+    program = beside("echo $$; exec sleep 60", *LONG)
     assert program.stdout is not None
     assert program.stdout.readline() == "begun\n"
-    os.killpg(program.pid, signal.SIGINT)
+    tell(program.pid, signum)
     output, _ = program.communicate(timeout=30)
-    assert program.returncode == 130
+    assert program.returncode == 128 + signum
     assert output.splitlines()[-1] == "lint failed (exit code 143); tests failed (exit code 130)"
-    assert time.monotonic() - began < 30
+    assert not Path("/proc", re.search(r"^\d+$", output, re.MULTILINE)[0]).exists()  # type: ignore[index]
+
+
+def test_tests_that_take_no_notice_of_an_interrupt_end_at_the_second() -> None:
+    program = beside("sleep 60", *DEAF)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "begun\n"
+    program.terminate()
+    assert "interrupted\n" in iter(program.stdout.readline, "")
+    program.terminate()
+    output, _ = program.communicate(timeout=30)
+    assert program.returncode == 128 + signal.SIGTERM
+    assert output.splitlines()[-1] == "lint failed (exit code 143); tests failed (exit code 137)"

@@ -287,28 +287,34 @@ def test_a_model_needs_a_path_or_an_architecture() -> None:
 # folders and files
 
 
-def test_checkpoints_may_go_into_a_folder_that_is_still_to_be_made(tmp_path: Path) -> None:
-    check(compose([f"checkpoint.dir={tmp_path}/a/b"]))
+FOLDERS = ["checkpoint.dir", "cluster.temp_dir"]
+
+
+@pytest.mark.parametrize("key", FOLDERS)
+def test_a_folder_may_be_still_to_be_made(key: str, tmp_path: Path) -> None:
+    check(compose([f"{key}={tmp_path}/a/b"]))
     assert not (tmp_path / "a").exists()
 
 
-def test_checkpoints_cannot_go_below_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", FOLDERS)
+def test_a_folder_cannot_be_below_a_file(key: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert refused(f"checkpoint.dir={tmp_path}/file/below").startswith("checkpoint.dir is ")
+    assert refused(f"{key}={tmp_path}/file/below").startswith(f"{key} is ")
 
 
-def test_checkpoints_cannot_go_where_nobody_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", FOLDERS)
+def test_a_folder_cannot_be_where_nobody_may_write(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # root may write anywhere, so the answer of the system is given here
     granted = {tmp_path: os.F_OK}
     monkeypatch.setattr(os, "access", lambda path, mode: mode == granted.get(Path(path)))
-    assert "cannot be written to" in refused(f"checkpoint.dir={tmp_path}/below")
+    assert "cannot be written to" in refused(f"{key}={tmp_path}/below")
 
 
 def test_a_task_file_must_be_there(tmp_path: Path) -> None:
     assert refused("task=jsonl", f"task.path={tmp_path}/none.jsonl").startswith("task.path is ")
 
 
-@pytest.mark.parametrize("key", ["checkpoint.dir", "model.path"])
+@pytest.mark.parametrize("key", [*FOLDERS, "model.path"])
 def test_a_tilde_is_not_taken_for_a_home(key: str) -> None:
     assert refused(f"{key}='~/folder'").startswith(f"{key} is ~/folder, ")
 

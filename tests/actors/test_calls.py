@@ -185,6 +185,20 @@ def test_a_wait_that_ray_itself_breaks_off_names_who_and_what(monkeypatch: pytes
         results(calls, LIMIT, "exchange version 3")
 
 
+def test_answers_that_ray_does_not_hand_over_are_waited_for_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(references: Any, *, timeout: float) -> Any:
+        assert module.ANSWER_S <= timeout <= LIMIT
+        raise GetTimeoutError
+
+    monkeypatch.setattr(ray, "wait", lambda references, **options: (references[:1], references[1:]))
+    monkeypatch.setattr(module, "_failure", lambda call: None)
+    monkeypatch.setattr(ray, "get", late)
+    calls: list[Call[Any]] = [Call(object(), who, "load version 3") for who in ("b", "a")]  # type: ignore[arg-type]
+    for limit in (LIMIT, 0.0):
+        with pytest.raises(WaitTimeout, match=rf"^a, b did not load version 3 within {limit:g} s$"):
+            results(calls, limit)
+
+
 def test_to_look_who_has_ended_names_who_and_what_where_ray_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", lost)
     with pytest.raises(RunError, match=r"^a could not load version 3: RaySystemError: .*broken pipe"):

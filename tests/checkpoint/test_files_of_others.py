@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.checkpoint.helpers import commit, names
-from trinity_sync.checkpoint import folders, recovery, replacement, verification
-from trinity_sync.checkpoint.layout import read_manifest, step_dir
+from tests.checkpoint.helpers import commit, names, stage
+from trinity_sync.checkpoint import commits, folders, recovery, replacement, verification
+from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
@@ -122,3 +123,44 @@ def test_without_hard_links_what_others_write_moves_with_the_step(
         writing.write("state of the data")
     assert read_manifest(step_dir(tmp_path, 20)).attempt == (0 if fails else 1)
     assert data(tmp_path, 20).read_text() == "state of the data"
+
+
+def fail_to_list(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    real, number = os.scandir, folder.stat().st_ino
+
+    def scandir(path: str | Path) -> Any:
+        if Path(path).stat().st_ino == number:
+            raise OSError(errno.EIO, "the disk fails")
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+
+
+def test_a_folder_that_cannot_be_listed_now_is_not_taken_for_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(tmp_path, 8, {"actor/model.pt": "w"})
+    theirs = step_dir(tmp_path, 8) / "theirs"
+    theirs.mkdir()
+    (theirs / "data.pt").write_text("where the data is")
+    with monkeypatch.context() as patch:
+        fail_to_list(patch, theirs)
+        with pytest.raises(OSError, match="the disk fails"):
+            commit(tmp_path, 8, {"actor/model.pt": "v", "critic/model.pt": "c"})
+        assert verification.verify(step_dir(tmp_path, 8)).ok
+    assert (theirs / "data.pt").read_text() == "where the data is"
+    commit(tmp_path, 8, {"actor/model.pt": "v", "critic/model.pt": "c"})
+    assert (theirs / "data.pt").read_text() == "where the data is"
+
+
+def test_staged_files_that_cannot_be_listed_now_are_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage(tmp_path, 8, {"actor/model.pt": "w"})
+    draft = Manifest(step=8, attempt=0, kind=FULL)
+    with monkeypatch.context() as patch:
+        fail_to_list(patch, staging_dir(tmp_path, 8, 0) / "actor")
+        with pytest.raises(OSError, match="the disk fails"):
+            commits.commit_folder(tmp_path, draft)
+    assert not step_dir(tmp_path, 8).exists()
+    assert commits.commit_folder(tmp_path, draft).paths == {"actor/model.pt"}

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from tests.checkpoint.helpers import commit
+from tests.checkpoint.helpers import commit, unreadable
 from trinity_sync.checkpoint import catalog, rollback, verification
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
 from trinity_sync.checkpoint.leases import pin
@@ -182,6 +182,8 @@ def test_what_is_missing_there(here: Path, there: str) -> None:
         commit(here, step)
     mirror_at(there).upload(here, 20)
     assert mirror_at(there).missing(here, [30, 20, 10, 99]) == [10, 30]
+    unreadable(step_dir(here, 20) / "manifest.json")
+    assert mirror_at(there).missing(here, [30, 20, 10, 99]) == [10, 20, 30]
 
 
 # ---- retention there

@@ -575,7 +575,17 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = f"sftp://tester@127.0.0.1:{silent.getsockname()[1]}/far"
         cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
-        run: Any = job.Job(cfg, folder, start, recorder, None, "run", False, None)  # type: ignore[arg-type]
+        made_of: Any = SimpleNamespace(
+            cfg=cfg,
+            folder=folder,
+            start=start,
+            recorder=recorder,
+            cluster=None,
+            run_key="run",
+            use_gpu=False,
+            stop=None,
+        )
+        run: Any = job.Job(made_of)
         monitor = make_actor(default_hdfs_dir=place, mirror=run._mirror.settings)
         run.actors.monitor = MonitorClient(monitor)
         for step in (10, 20):

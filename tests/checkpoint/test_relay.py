@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
+
+import pytest
 
 from trinity_sync.checkpoint import relay
 from trinity_sync.checkpoint.relay import EventRelay
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.tracking.recorder import _check_event
 
 FAULT = {"event": "fault", "time": 1.0, "attempt": 0, "where": "retention", "error": "disk"}
 
@@ -34,14 +38,29 @@ class Monitor:
         return self._answers.pop(0) if self._answers else Answer([])
 
 
-def told(monitor: Monitor, monkeypatch: Any, times: int) -> list[tuple[str, dict[str, object]]]:
+class Record:
+    """Takes events as a run's does, when the disk has refused some of them."""
+
+    def __init__(self, refusals: int = 0) -> None:
+        self.events: list[tuple[str, dict[str, object]]] = []
+        self._refusals = refusals
+
+    def event(self, name: str, **fields: object) -> None:
+        if self._refusals:
+            self._refusals -= 1
+            raise RunError("the disk is full")
+        _check_event(name, fields)
+        self.events.append((name, fields))
+
+
+def told(monitor: Monitor, monkeypatch: Any, times: int, refusals: int = 0) -> list[tuple[str, dict[str, object]]]:
     monkeypatch.setattr(relay, "_INTERVAL_S", 3600.0)  # the thread fetches nothing by itself
-    events: list[tuple[str, dict[str, object]]] = []
-    fetched = EventRelay(monitor, lambda event, **fields: events.append((event, fields)))  # type: ignore[arg-type]
+    record = Record(refusals)
+    fetched = EventRelay(monitor, record.event)  # type: ignore[arg-type]
     for _ in range(times - 1):
         fetched._fetch()
     fetched.close()
-    return events
+    return record.events
 
 
 def test_what_a_slow_monitor_tells_late_is_recorded(monkeypatch: Any) -> None:
@@ -57,3 +76,34 @@ def test_what_came_after_a_late_answer_is_fetched_at_the_end_too(monkeypatch: An
 def test_a_monitor_that_is_gone_for_a_while_is_asked_again(monkeypatch: Any) -> None:
     events = told(Monitor(Answer(RunError("it died")), Answer([FAULT, FAULT])), monkeypatch, 2)
     assert [event for event, _ in events] == ["fault", "fault"]
+
+
+@pytest.mark.parametrize("event", [{**FAULT, "event": "moved"}, {"event": "fault"}, {"step": 3}, {**FAULT, "event": 3}])
+def test_an_event_that_cannot_be_recorded_is_a_fault_and_those_after_it_are_recorded(
+    event: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(relay, "_INTERVAL_S", 0.01)
+    seen = threading.Event()
+    record = Record()
+
+    def note(name: str, **fields: object) -> None:
+        record.event(name, **fields)
+        if fields["where"] == "retention":
+            seen.set()
+
+    fetched = EventRelay(Monitor(Answer([event]), Answer([FAULT])), note)  # type: ignore[arg-type]
+    assert seen.wait(30.0), "the thread has ended"
+    fetched.close()
+    [unknown, after] = record.events
+    assert unknown[0] == "fault"
+    assert unknown[1]["where"] == "an event of the checkpoint monitor"
+    assert str(event) in str(unknown[1]["error"])
+    assert after == ("fault", {"where": "retention", "error": "disk"})
+
+
+def test_what_a_full_disk_refuses_is_recorded_later(monkeypatch: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    answers = [Answer([FAULT, {**FAULT, "where": "mirror"}]), Answer([FAULT])]
+    events = told(Monitor(*answers), monkeypatch, 2, refusals=1)
+    assert [fields["where"] for _, fields in events] == ["retention", "mirror", "retention"]
+    assert told(Monitor(Answer([FAULT])), monkeypatch, 1, refusals=9) == []
+    assert capsys.readouterr().err == f"not recorded: {FAULT}\n"

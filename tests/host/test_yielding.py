@@ -98,6 +98,15 @@ def test_what_a_piece_raises_comes_where_it_was_asked_for(hurried: bool) -> None
         assert piece(lambda: 7) == 7
 
 
+def test_where_there_can_be_no_more_threads_work_does_not_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Yielding(LIMIT):
+        assert [piece(made), piece(made)] == [here()] * 2
+
+
 def test_the_thread_that_yields_ends_with_the_work() -> None:
     with Yielding(LIMIT):
         thread = piece(threading.current_thread)

@@ -26,7 +26,7 @@ import ray
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import cluster as module
-from trinity_sync.launch import node_watch
+from trinity_sync.launch import node_watch, ray_end
 from trinity_sync.launch.cluster import Cluster, cluster
 
 MARK = "TRINITY_TEST_MARK"
@@ -99,7 +99,7 @@ def seen(root: Path) -> Iterator[Seen]:
     with (root / LIVING / "owner.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-        patch.setattr(module, "_END_S", 2.0)
+        patch.setattr(ray_end, "_END_S", 2.0)
         before = dict(os.environ)
         with cluster(settings(temp_dir=str(root)), namespace="run-1", cpus=3, env={MARK: mark}) as inside:
 
@@ -230,6 +230,54 @@ def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path
     assert dict(os.environ) == before
 
 
+def test_a_folder_for_ray_is_made_or_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with module._own_folder(str(root / "new" / "one")) as folder:
+        assert folder.parent == root / "new" / "one"
+    shutil.rmtree(root / "new")
+    (root / "file").touch()
+    starting = cluster(settings(temp_dir=str(root / "file")), namespace="run-5", cpus=1, env={})
+    with (
+        pytest.raises(ConfigError, match=rf"^cluster\.temp_dir={root}/file: no folder can be made there \(.+\); "),
+        starting,
+    ):
+        pass
+    (root / "file").unlink()
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_program_that_is_connected_already_stays_connected(
+    root: Path, monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.delattr(ray, "init")
+    monkeypatch.delattr(ray, "shutdown")
+    refusal = r"^this program is connected to Ray already, .* ray\.shutdown\(\) first$"
+    starting = cluster(settings(address=address, temp_dir=str(root)), namespace="run-5", cpus=1, env={})
+    with pytest.raises(RunError, match=refusal), starting:
+        pass
+    with pytest.raises(RunError, match=refusal):
+        module.start_ray(1.0)
+    with pytest.raises(RunError, match=refusal):
+        module.has_gpus("auto")
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_a_sigterm_while_ray_starts_interrupts(
+    root: Path, monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    def init(**_: Any) -> None:
+        """As `ray.init` does first of all."""
+        signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", init)
+    before = signal.getsignal(signal.SIGTERM)
+    starting = cluster(settings(address=address, temp_dir=str(root)), namespace="run-5", cpus=1, env={})
+    with pytest.raises(KeyboardInterrupt), starting:
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def struck(root: Path, blow: str, work: str) -> subprocess.CompletedProcess[str]:
     """A program whose raylet gets a signal, in a process of its own: what came of it."""
     program = f"""
@@ -237,8 +285,8 @@ import signal
 from types import SimpleNamespace
 import psutil, ray
 from trinity_sync.launch import cluster as module
-from trinity_sync.launch import node_watch
-module._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
+from trinity_sync.launch import node_watch, ray_end
+ray_end._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
 settings = SimpleNamespace(
     address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
 )

@@ -1,17 +1,21 @@
-"""How a run ends that never got as far as its job. Ray is not started: the cluster fails here instead."""
+"""How a run begins and ends, around its job. Ray is not started: the cluster is a stand-in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trinity_sync.config import compose
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
+from trinity_sync.launch.actors import Setup
 from trinity_sync.tracking.record import read_record
 
 
@@ -32,3 +36,102 @@ def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(
         launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run")
     assert read_record(tmp_path / "run" / "run.json")["error"] == "what really happened"
     assert f"{lock} cannot be locked" in capsys.readouterr().err
+
+
+class Idle:
+    """A job that does nothing."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.actors = SimpleNamespace(peak_memory=lambda: {"trainer": 17}, close=lambda: None)
+
+    def start(self) -> None:
+        pass
+
+    def loop(self) -> None:
+        pass
+
+
+def run(folder: Path, monkeypatch: pytest.MonkeyPatch, loop: Callable[..., None], end: Callable[..., None]) -> int:
+    """A run in a folder.
+
+    Args:
+        loop: what its job does.
+        end: what happens when Ray is to end; gets what `cluster` was given.
+    """
+
+    @contextmanager
+    def cluster(*args: Any, **kwargs: Any) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            end(**kwargs)
+
+    monkeypatch.setattr(launcher, "cluster", cluster)
+    monkeypatch.setattr(Idle, "loop", loop)
+    return launcher.run(compose(["trainer.steps=1", "live=off"]), folder, job=Idle)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "completed"), (RunError("no"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_how_a_run_went_is_recorded_before_ray_ends(
+    error: BaseException | None, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def loop(job: Idle) -> None:
+        if error is not None:
+            raise error
+
+    def end(**_: Any) -> None:
+        seen.append(read_record(tmp_path / "run.json")["status"])
+        seen.append(json.loads((tmp_path / "summary.json").read_text())["peak_memory"]["trainer"])
+
+    with pytest.raises(RunError, match="no") if status == "failed" else nullcontext():
+        assert run(tmp_path, monkeypatch, loop, end) == (0 if status == "completed" else 130)
+    assert seen == [status, 17]
+    assert read_record(tmp_path / "run.json")["status"] == status
+
+
+def test_what_ends_a_program_on_the_spot_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class End(BaseException):
+        """Of the program."""
+
+    def fail(*args: Any, **given: Any) -> None:
+        given["lost"]("Ray has given up this node")
+        raise End
+
+    monkeypatch.setattr(launcher, "cluster", fail)
+    with pytest.raises(End):
+        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path)
+    record = read_record(tmp_path / "run.json")
+    assert (record["status"], record["error"]) == ("failed", "Ray has given up this node")
+
+
+def test_a_thread_of_the_run_that_dies_is_a_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loop(job: Idle) -> None:
+        thread = threading.Thread(target=[].pop, name="events")
+        thread.start()
+        thread.join()
+
+    assert run(tmp_path, monkeypatch, loop, lambda **_: None) == 0
+    [event] = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    assert (event["event"], event["where"], event["error"]) == ("fault", "thread events", "pop from empty list")
+
+
+@pytest.mark.parametrize("threads", ["4,2", "0", "-1", "two"])
+def test_threads_that_are_no_number_are_refused_before_anything_is_made(
+    threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(ConfigError, match=rf"^OMP_NUM_THREADS is '{threads}'; "):
+        run(tmp_path / "run", monkeypatch, lambda job: None, lambda **_: None)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("threads", ["", " 2 "])
+def test_threads_may_be_left_open(threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert run(tmp_path, monkeypatch, lambda job: None, lambda **_: None) == 0
+    assert read_record(tmp_path / "run.json")["threads"] == int(threads.strip() or "1")

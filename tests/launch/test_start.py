@@ -418,6 +418,15 @@ def test_a_monitor_that_comes_up_after_another_run_took_over_ends(tmp_path: Path
         pass
 
 
+def test_a_monitor_that_does_not_see_the_folder_of_its_run_ends_and_makes_none(tmp_path: Path) -> None:
+    with locked(tmp_path / "here", tmp_path):
+        writer = writer_of(tmp_path / "here")
+    refusal = rf"^checkpoint\.dir: pid \d+ on \S+ cannot see what the driver wrote to {tmp_path / 'there'}; .* share$"
+    with pytest.raises(RunError, match=refusal):
+        lock_as_writer(tmp_path / "there", writer)
+    assert not (tmp_path / "there").exists()
+
+
 def test_a_folder_that_cannot_be_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

@@ -284,6 +284,21 @@ def test_a_committed_step_that_is_saved_again_waits_for_nothing() -> None:
     assert book.tick() == []
 
 
+def test_a_step_that_is_saved_again_while_it_is_committed_is_neither_written_over_nor_waited_for() -> None:
+    book = make_book()
+    book.register(2, weights=2)
+    book.mark(2, STATE_DICT)
+    for part, ticket in (("model-0", "a"), ("model-1", "b")):
+        assert not book.has(2, part)
+        decisions = book.finished(2, part=part, weights=True, ticket=ticket)
+        assert book.has(2, part)
+    assert only(decisions, Commit)
+    assert not only(register_and_save(book, ("c", "d")), Commit)
+    book.commit_done(2, STATE_DICT)
+    assert book.status(2).state == "committed"
+    assert book.open_steps() == []
+
+
 def test_a_doubled_report_of_a_committed_part_stands_for_no_other() -> None:
     book = make_book()
     register_and_save(book, ("a", "b"))

@@ -45,6 +45,7 @@ def odd_weights() -> dict[str, torch.Tensor]:
         "expanded": torch.ones(1, 4).expand(3, 4),
         "mask": torch.tensor([True, False, True]),
         "eight": torch.arange(5.0).to(torch.float8_e4m3fn),
+        "short": torch.tensor(7, dtype=torch.int16),
         "nothing last": torch.empty(0, dtype=torch.int64),
     }
 

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import LocalRayletDiedError, ObjectFetchTimedOutError, OutOfDiskError, OwnerDiedError, RayActorError
 
 from tests.sync.helpers import LIMIT, odd_weights, random_weights
 from tests.sync.light import Module
@@ -138,6 +139,28 @@ def test_tensors_that_died_with_their_publisher_give_way_to_the_last_checkpoint(
     assert synchronizer.get_latest_model_path() == "/run/global_step_18/actor"
     assert "no checkpoint is known that could serve" in _when_lost(lonely)
     assert lonely.get_model_state_dict() == (None, -1)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (OwnerDiedError("ab", None, ""), True),
+        (ObjectFetchTimedOutError("ab", None, ""), False),
+        (LocalRayletDiedError(), False),
+        (OutOfDiskError("no room to spill"), False),
+    ],
+)
+def test_what_one_reader_cannot_fetch_is_not_lost_for_all(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, lost: bool
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "get", fail)
+    stored: Any = SimpleNamespace(buckets=[])
+    with pytest.raises(RunError, match="the tensors of version 20 ") as raised:
+        state_dicts.get(Version(0, 20), stored, LIMIT)
+    assert isinstance(raised.value, state_dicts.StateLostError) is lost
 
 
 def _when_lost(synchronizer: Synchronizer) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from tests.sync.helpers import odd_weights, random_weights
 from trinity_sync.errors import RunError
 from trinity_sync.sync.process_group import make_group
-from trinity_sync.sync.stream import broadcast, describe, receive
+from trinity_sync.sync.stream import _broadcast, broadcast, describe, receive
 from trinity_sync.weights.apply import ChecksumError
 
 LIMIT = 20.0
@@ -64,12 +66,12 @@ def test_buckets_arrive(bucket_bytes: int, verify: bool) -> None:
     assert all(same(found, weights) for found in received)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
-def test_tensors_of_every_kind_arrive(bucket_bytes: int) -> None:
+@pytest.mark.parametrize("options", [{"packed": True, "bucket_bytes": 1}, {"packed": True}, {"packed": False}])
+def test_tensors_of_every_kind_arrive(options: dict[str, Any]) -> None:
     weights = odd_weights()
     _, *received = exchange(
-        lambda group: broadcast(group, weights.items(), packed=True, bucket_bytes=bucket_bytes, timeout_s=LIMIT),
-        lambda group: taken(group, describe(weights.items()), packed=True, bucket_bytes=bucket_bytes),
+        lambda group: broadcast(group, weights.items(), timeout_s=LIMIT, **options),
+        lambda group: taken(group, describe(weights.items()), **options),
     )
     cast = {name: tensor.float() for name, tensor in weights.items()}
     assert all(same({name: tensor.float() for name, tensor in found.items()}, cast) for found in received)
@@ -124,3 +126,16 @@ def test_a_sender_that_ends_early_is_an_error_within_the_limit() -> None:
 
     _, *received = exchange(send_one, take)
     assert all(isinstance(error, RunError) and "could not be broadcast within 1 s" in str(error) for error in received)
+
+
+def test_between_gpus_a_broadcast_that_does_not_end_is_an_error_within_the_limit() -> None:
+    """NCCL's, which needs two GPUs, in the place of which stands what it does: without a limit it returns at once."""
+
+    def ended(timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError(f"not within {timeout}")
+
+    group: Any = SimpleNamespace(broadcast=lambda *_: SimpleNamespace(wait=ended))
+    tensor: Any = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    with pytest.raises(RunError, match=r"weight could not be broadcast within 2 s: not within 0:00:02"):
+        _broadcast(group, tensor, 2.0, "weight")

@@ -123,16 +123,18 @@ def test_a_disk_that_refuses_a_direct_write_half_way_gets_the_rest_otherwise(
     assert (tmp_path / "file").read_bytes() == data
 
 
-@pytest.mark.parametrize("when", ["write", "fsync"])
+@pytest.mark.parametrize("when", [["write"], ["fsync"], ["close"], ["write", "close"]])
 def test_of_a_file_that_could_not_be_written_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: list[str]
 ) -> None:
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, when, full)
-    with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "file", contents(PIECE + 10), durable=True)
+    with monkeypatch.context() as patch:
+        for call in when:
+            patch.setattr(os, call, full)
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path / "file", contents(PIECE + 10), durable=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -146,8 +146,13 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
                 raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
             failed = _failure(by_reference[done[0]])
         if failed is None:
-            answers: list[T] = ray.get([call.reference for call in calls])
+            # they are there, but Ray may have moved them to its disk
+            answers: list[T] = ray.get(
+                [call.reference for call in calls], timeout=max(ANSWER_S, deadline - time.monotonic())
+            )
             return answers
+    except GetTimeoutError:
+        raise WaitTimeout(_names(calls), what or calls[0].what, timeout_s) from None
     except RayError as error:
         raise _expected(error) or _broken_off(calls, error, what) from error
     raise _cause(*failed, [by_reference[reference] for reference in pending], what)

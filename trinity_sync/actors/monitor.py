@@ -130,8 +130,8 @@ class MonitorClient(Client):
         return self._call(f"say how step {step} went", "status", step)
 
     def has_part(self, step: int, part: str, *, attempt: int | None) -> Call[bool]:
-        """Ask whether a commit holds the part."""
-        what = f"say whether {part} of step {step} is committed"
+        """Ask whether the part is in."""
+        what = f"say whether {part} of step {step} is saved"
         return self._call(what, "has_part", step, part, attempt=attempt)
 
     def prune(self, keep_last: int | None = None) -> Call[list[PrunedStep]]:

@@ -109,7 +109,7 @@ class RankClient(Client):
         return self._call("say how long they waited", "save_blocked", step)
 
     def finish_saves(self) -> Call[None]:
-        """Have it wait until its saves are in other hands."""
+        """Have it wait until its saves are in other hands, and have these hurry: training is over."""
         return self._call("finish their background saves", "finish_saves")
 
     def load(self, folder: str) -> Call[None]:
@@ -120,13 +120,9 @@ class RankClient(Client):
         """Have it go to the place in the learning-rate schedule after a step. Collective."""
         return self._call("set the schedule", "begin_at", step)
 
-    def write_token(self, folder: str, token: str) -> Call[None]:
-        """Have it leave a token in a folder."""
-        return self._call(f"write to {folder}", "write_token", folder, token)
-
-    def read_token(self, folder: str, token: str) -> Call[bool]:
-        """Ask whether it sees the token that another one left."""
-        return self._call(f"read {folder}", "read_token", folder, token)
+    def writer_of(self, folder: str) -> Call[str | None]:
+        """Ask who writes in a checkpoint folder, as it sees it."""
+        return self._call(f"read {folder}", "writer_of", folder)
 
     def memory(self) -> Call[dict[str, int]]:
         """Ask for the peak resident bytes of its process."""

@@ -23,6 +23,7 @@ from trinity_sync.checkpoint.layout import (
 )
 from trinity_sync.checkpoint.tracker_files import TRACKERS, Tracker, newest_finished
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.listing import walk
 from trinity_sync.protocol.parts import FULL, Kind
 
 
@@ -163,10 +164,14 @@ def committed_manifest(folder: Path) -> Manifest | None:
 
 
 def files_of(folder: Path) -> Iterator[str]:
-    """Yield the relative paths of all files in a folder but the manifest, whether it lists them or not."""
-    for parent, _, names in os.walk(folder):
+    """Yield the relative paths of all files in a folder but the manifest, whether it lists them or not.
+
+    Raises:
+        OSError: as of `walk`.
+    """
+    for parent, names in walk(folder):
         for name in names:
-            path = (Path(parent) / name).relative_to(folder).as_posix()
+            path = (parent / name).relative_to(folder).as_posix()
             if path != MANIFEST and not (path.startswith(f".{MANIFEST}.") and path.endswith(".tmp")):
                 yield path
 

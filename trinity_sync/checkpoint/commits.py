@@ -18,7 +18,6 @@ Files that no manifest lists belong to others: a full commit takes in those that
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -43,6 +42,7 @@ from trinity_sync.checkpoint.layout import (
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import sync_folder, sync_tree
 from trinity_sync.host.file_digest import digest_file
+from trinity_sync.host.listing import walk
 from trinity_sync.protocol.files import FileEntry
 
 #: Files up to this size are copied, not linked, while parts of the step are still being written: a writer that writes
@@ -127,8 +127,8 @@ def adopt_folder(root: Path, source: Path, step: int) -> None:
     Args:
         source: on the same file system. Its files have been fsynced.
     """
-    for parent, _, _ in os.walk(source, topdown=False):
-        sync_folder(Path(parent))
+    for parent, _ in walk(source):
+        sync_folder(parent)
     target = step_dir(root, step)
     if target.exists():
         info = look_at(root, step)

@@ -233,9 +233,9 @@ class CheckpointCoordinator:
         return self._ask_facts()["fsync"]
 
     def is_saved(self, part: str, global_step: int) -> bool:
-        """Whether a commit of this run holds the part. To save it again changes nothing: `save_async` and `save_sync`
-        with `queues` then write nothing. Saves with collective barriers agree on it first, and report the part all the
-        same.
+        """Whether the part is in: committed, or about to be. To save it again changes nothing: `save_async` and
+        `save_sync` with `queues` then write nothing. Saves with collective barriers agree on it first, and report the
+        part all the same.
         """
         return self._answered(self._monitor.has_part(global_step, part, attempt=self._attempt))
 

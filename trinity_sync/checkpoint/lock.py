@@ -55,6 +55,7 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
         os.truncate(descriptor, 0)
         # Before the look at the monitor's lock: a monitor looks at the two the other way round, so one sees the other.
         os.pwrite(descriptor, f"the run in {run} ({_this_process()})\n{secrets.token_hex(8)}".encode(), 0)
+        os.fsync(descriptor)  # other nodes look for it
         try:
             _wait_for_monitor(root, timeout_s)
         except WaitTimeout as late:
@@ -110,9 +111,14 @@ def lock_as_writer(root: Path, expected: str | None = None) -> IO[bytes]:
         A file to be kept open for as long as the process writes.
 
     Raises:
-        RunError: another run writes in the folder by now.
+        RunError: another run writes in the folder by now, or it is not the folder that the run has locked.
         WaitTimeout: somebody keeps the lock to themselves.
     """
+    if expected is not None and not (root / _LOCK).exists():
+        raise RunError(
+            f"checkpoint.dir: {_this_process()} cannot see what the driver wrote to {root}; "
+            f"it must be a folder that all nodes share"
+        )
     make_folder(root)
     file = os.fdopen(open_lock(root / _MONITOR), "r+b", buffering=0)
     # Shared, since it keeps out nobody but a run that takes the folder over, and that one looks for an instant only.

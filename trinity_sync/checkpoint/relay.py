@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from trinity_sync.actors.calls import Call
@@ -20,11 +21,13 @@ class EventRelay:
     Args:
         monitor: the checkpoint monitor.
         sink: gets each event: its name and its fields. Called in a thread of the relay's, and in that of `close`.
+            What it knows nothing of (ValueError) it gets as a fault; what the disk refuses (RunError) it gets again.
     """
 
     def __init__(self, monitor: MonitorClient, sink: Callable[..., None]) -> None:
         self._monitor, self._sink = monitor, sink
         self._asked: Call[list[Event]] | None = None
+        self._fetched: deque[Event] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
@@ -36,22 +39,32 @@ class EventRelay:
         if self._asked is not None:
             self._fetch()  # what was asked for earlier, and then what came since
         self._fetch()
+        for event in self._fetched:
+            print(f"not recorded: {event}", file=sys.stderr)
 
     def _run(self) -> None:
-        with contextlib.suppress(RunError):  # a disk that refuses the record ends the run elsewhere
-            while not self._closed.wait(_INTERVAL_S):
-                self._fetch()
+        while not self._closed.wait(_INTERVAL_S):
+            self._fetch()
 
     def _fetch(self) -> None:
-        self._asked = self._asked or self._monitor.drain_events()
         try:
-            events = self._asked.result(_CALL_S)
-        except WaitTimeout:
-            return  # what it tells in the end is told to nobody else: the same answer is waited for next time
-        except RunError:
+            self._asked = self._asked or self._monitor.drain_events()
+            self._fetched += self._asked.result(_CALL_S)
             self._asked = None
-            return  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
-        self._asked = None
-        for event in events:
-            fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
+        except WaitTimeout:
+            pass  # what it tells in the end is told to nobody else: the same answer is waited for next time
+        except RunError:
+            self._asked = None  # it is being restarted, or is gone: whoever needs it learns that from a call of its own
+        while self._fetched:
+            try:
+                self._tell(self._fetched[0])
+            except RunError:
+                return  # a disk that stays full ends the run elsewhere
+            self._fetched.popleft()
+
+    def _tell(self, event: Event) -> None:
+        fields = {key: value for key, value in event.items() if key not in ("event", "time", "attempt")}
+        try:
             self._sink(event["event"], **fields)
+        except (KeyError, TypeError, ValueError) as error:
+            self._sink("fault", where="an event of the checkpoint monitor", error=f"{error}: {event}")

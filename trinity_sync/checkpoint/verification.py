@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -69,7 +70,9 @@ def verify(path: Path, *, progress: Callable[[int, int], None] | None = None) ->
             progress(checked, manifest.bytes)
     faults.sort(key=lambda fault: fault.state == "unreadable")
     listed = {entry.path for entry in manifest.files}
-    unlisted = tuple(sorted(set(files_of(path)) - listed))
+    unlisted: tuple[str, ...] = ()
+    with suppress(OSError):  # what others keep there need not be readable
+        unlisted = tuple(sorted(set(files_of(path)) - listed))
     state = faults[0].state if faults else "committed"
     return VerifyReport(path, len(manifest.files), manifest.bytes, state, tuple(map(str, faults)), unlisted)
 

@@ -75,7 +75,7 @@ class Writers:
         await self._execution.note(step)
 
     async def has_part(self, step: int, part: str, *, attempt: int | None = None) -> bool:
-        """Tell whether a commit of this attempt holds the part, so that there is nothing to write for it."""
+        """Tell whether the part is in, so that there is nothing to write for it."""
         return attempt in (None, self._book.attempt) and self._book.has(step, part)
 
     async def notify_started(

@@ -292,20 +292,21 @@ def _check_mirror(get: Get) -> Iterator[Problem]:
         yield Problem("checkpoint.mirror", problem)
 
 
-def _check_checkpoint_dir(get: Get) -> Iterator[Problem]:
-    folder = get("checkpoint.dir")
+def _check_folder(key: str, get: Get) -> Iterator[Problem]:
+    """That a folder is there, or can be made."""
+    folder = get(key)
     if folder is None:
         return
     if folder.startswith("~"):
-        yield Problem("checkpoint.dir", f"is {folder}, but '~' stands for nothing here; write the whole path")
+        yield Problem(key, f"is {folder}, but '~' stands for nothing here; write the whole path")
         return
     nearest = Path(folder).absolute()
     while not os.access(nearest, os.F_OK):
         nearest = nearest.parent
     if not nearest.is_dir():
-        yield Problem("checkpoint.dir", f"is {folder}, but {nearest} is a file; name a folder")
+        yield Problem(key, f"is {folder}, but {nearest} is a file; name a folder")
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield Problem("checkpoint.dir", f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
+        yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
 
 
 def _check_model(get: Get) -> Iterator[Problem]:
@@ -366,7 +367,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_retention,
     *(partial(_check_saving, key) for key in _SAVING),
     _check_mirror,
-    _check_checkpoint_dir,
+    *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir")),
     _check_model,
     _check_task,
 )

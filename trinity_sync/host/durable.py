@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
+
+from trinity_sync.host.listing import walk
 
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
@@ -20,7 +23,7 @@ def replace_file(path: Path, data: bytes | str, *, durable: bool = True) -> None
     Raises:
         OSError: the disk refuses; where it did so before the end, the old file is still there.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # no pid: hosts may share the folder
     try:
         with open(draft, "wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
@@ -56,14 +59,14 @@ def sync_folder(folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Make all files and names below a folder durable, and its own."""
-    for parent, _, names in os.walk(folder, topdown=False):
+    for parent, names in walk(folder):
         for name in names:
-            descriptor = os.open(Path(parent) / name, os.O_RDONLY)
+            descriptor = os.open(parent / name, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
-        sync_folder(Path(parent))
+        sync_folder(parent)
 
 
 def make_folder(path: Path) -> None:

@@ -75,7 +75,11 @@ class Yielding:
             return work()
         if self._pieces is None:
             pieces: _Pieces = SimpleQueue()
-            in_background(partial(self._serve, pieces), "yielding")
+            try:
+                in_background(partial(self._serve, pieces), "yielding")
+            except RuntimeError:  # there can be no more threads
+                self._hurried = True
+                return work()
             self._pieces = pieces
         made: Future[object] = Future()
         self._pieces.put((work, made))

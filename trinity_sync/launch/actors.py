@@ -7,15 +7,17 @@ come when the ranks know what they hold. What they import is imported here when 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from omegaconf import DictConfig
 
 from trinity_sync.checkpoint import rollback
+from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
 from trinity_sync.config import retention_policies, typed
@@ -48,17 +50,36 @@ class _Measured(Protocol):
     def memory(self) -> Call[Mapping[str, object]]: ...
 
 
-class Actors:
-    """The actors of a run. Each attribute is there from when `start` has come to it.
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a run's actors, and the loop that drives them, are built from.
 
-    Args:
+    Attributes:
         cfg: the run's configuration.
         folder: the run's folder.
         start: what the run begins with.
         recorder: takes what happens.
-        ray_cluster: where the actors run.
+        cluster: where the actors run.
         run_key: unique to the run.
         use_gpu: ranks and explorers get a GPU each.
+        stop: set where the step under way is to be the last one; None: it never is.
+    """
+
+    cfg: DictConfig
+    folder: RunFolder
+    start: Start
+    recorder: Recorder
+    cluster: Cluster
+    run_key: str
+    use_gpu: bool
+    stop: threading.Event | None
+
+
+class Actors:
+    """The actors of a run. Each attribute is there from when `start` has come to it.
+
+    Args:
+        setup: of the run.
         worker: class of the trainer's ranks; None: `TrinityWorker`.
 
     Attributes:
@@ -76,25 +97,16 @@ class Actors:
     monitor: MonitorClient
     infos: list[RankInfo]
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        folder: RunFolder,
-        start: Start,
-        recorder: Recorder,
-        ray_cluster: Cluster,
-        run_key: str,
-        use_gpu: bool,
-        worker: type | None = None,
-    ) -> None:
+    def __init__(self, setup: Setup, worker: type | None = None) -> None:
+        cfg, folder, start = setup.cfg, setup.folder, setup.start
         self._cfg = cfg
         self._typed = typed(cfg)
         self._folder = folder
         self._start = start
-        self._recorder = recorder
-        self._cluster = ray_cluster
-        self._run_key = run_key
-        self._use_gpu = use_gpu
+        self._recorder = setup.recorder
+        self._cluster = setup.cluster
+        self._run_key = setup.run_key
+        self._use_gpu = setup.use_gpu
         self._worker = worker
         self._logs = str(folder.logs)
         self._relay: EventRelay | None = None
@@ -144,7 +156,6 @@ class Actors:
         interrupts.check()
         check_whole(self.infos, cfg.backend.strategy)
         self._check_shared_folder()
-        self.monitor.describe().result(cfg.cluster.start_timeout_s)  # a run whose monitor cannot start saves nothing
         self.agents = start_agents(
             cfg,
             self.infos,
@@ -259,17 +270,17 @@ class Actors:
             export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
 
     def _check_shared_folder(self) -> None:
-        folder, token = str(self._start.checkpoints), secrets.token_hex(8)
-        limit = self._cfg.cluster.start_timeout_s
-        self.trainer.ranks[0].write_token(folder, token).result(limit)
-        seen = self.trainer.all(lambda rank: rank.read_token(folder, token), limit)
-        (self._start.checkpoints / f".token-{token}").unlink(missing_ok=True)
-        blind = [rank.who for rank, sees in zip(self.trainer.ranks, seen, strict=True) if not sees]
+        """See whether who writes checkpoints sees that this run has locked their folder."""
+        folder, limit = self._start.checkpoints, self._cfg.cluster.start_timeout_s
+        locked = writer_of(folder)
+        seen = self.trainer.all(lambda rank: rank.writer_of(str(folder)), limit)
+        blind = [rank.who for rank, writer in zip(self.trainer.ranks, seen, strict=True) if writer != locked]
         if blind:
             raise ConfigError(
-                f"checkpoint.dir: {', '.join(blind)} cannot see what rank 0 writes to {folder}; "
+                f"checkpoint.dir: {', '.join(blind)} cannot see what the driver wrote to {folder}; "
                 f"it must be a folder that all nodes share"
             )
+        self.monitor.describe().result(limit)  # it looks itself before it starts; without it nothing would be saved
 
     def _restore(self) -> None:
         """Have the ranks go on where the checkpoint was saved that the run begins with."""

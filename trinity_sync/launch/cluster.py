@@ -11,27 +11,25 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
+from trinity_sync.host.threads import in_background
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched, starting_raylets_watched
+from trinity_sync.launch.ray_end import give_up, shut_down
 
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
 _CONNECT_S = 10.0
-_END_S = 10.0
-_SHUTDOWN_S = 30.0
-_POLL_S = 0.02
+_LAST_WORDS_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +48,14 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str]) -> Iterator[Cluster]:
+def cluster(
+    settings: Any,
+    *,
+    namespace: str,
+    cpus: int,
+    env: Mapping[str, str],
+    lost: Callable[[str], object] = lambda error: None,
+) -> Iterator[Cluster]:
     """Ray for the length of the `with` block.
 
     Args:
@@ -58,13 +63,15 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
         namespace: unique to this run.
         cpus: logical CPUs that the run's actors reserve.
         env: environment variables for all actors.
+        lost: told why, on another thread, before this program is ended because Ray has given up its node.
 
     Raises:
-        ConfigError: there is no cluster at the address.
-        RunError: a local one did not start.
+        ConfigError: there is no cluster at the address, or none that takes this program; or no folder for a local one.
+        RunError: a local one did not start, or this program is connected to one already.
     """
     import ray
 
+    _check_unconnected()
     common: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": "ERROR"}
     own: Path | None = None
     with contextlib.ExitStack() as stack:
@@ -72,15 +79,8 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
         # Whoever waits for a call reports its error; Ray would print those of calls that were given up as well.
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         if settings.address is not None:
-            check_reachable(settings.address)
-            try:
-                with own_sigterm():
-                    ray.init(address=settings.address, runtime_env={"env_vars": dict(env)}, **common)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise ConfigError(
-                    f"cluster.address={settings.address}: no Ray cluster answers there ({_first_line(error)})"
-                ) from error
-            stack.callback(_leave)
+            _join(settings.address, runtime_env={"env_vars": dict(env)}, **common)
+            stack.callback(shut_down, None)
         else:
             folder = stack.enter_context(_own_folder(settings.temp_dir))
             # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime
@@ -98,14 +98,16 @@ def cluster(settings: Any, *, namespace: str, cpus: int, env: Mapping[str, str])
                     _system_config={"prestart_worker_first_driver": False},
                     **common,
                 )
-            stack.callback(_shut_down, folder)
+            stack.callback(shut_down, folder)
             own = folder
         here = ray.get_runtime_context().get_node_id()
         expected = stack.enter_context(raylet_watched(here, ours=own is not None))
 
-        def end() -> None:
+        def end(error: str) -> None:
+            with contextlib.suppress(Exception):
+                in_background(partial(lost, error), "last words").result(_LAST_WORDS_S)
             expected.set()
-            _give_up(own)
+            give_up(own)
 
         stack.enter_context(ended_with_its_node(end))
         per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
@@ -117,10 +119,11 @@ def start_ray(limit_s: float, **options: Any) -> None:
     where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits.
 
     Raises:
-        RunError: it does not start, for another reason or within `limit_s`.
+        RunError: it does not start, for another reason or within `limit_s`, or this program has one already.
     """
     import ray
 
+    _check_unconnected()
     deadline, folder = time.monotonic() + limit_s, options.get("_temp_dir")
     while True:
         try:
@@ -152,96 +155,49 @@ def _lean() -> Iterator[None]:
             setattr(Node, name, method)
 
 
-def _shut_down(folder: Path) -> None:
-    """End the local Ray whose session is in `folder`, and return when none of its processes is left.
-
-    `ray.shutdown` ends its own and the actors, but not what an actor had started: that ends when it notices that its
-    parent is gone. A raylet that stands still would keep it for ever, and is killed.
-    """
+def _check_unconnected() -> None:
     import ray
 
-    processes = _processes(folder)
-    late = threading.Timer(_SHUTDOWN_S, _kill_raylet, [folder])
-    late.daemon = True
-    late.start()
-    ray.shutdown()
-    late.cancel()
-    stubborn = _wait_for_ends(processes, _END_S)
-    for process in stubborn:
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    _wait_for_ends(stubborn, _END_S)
+    if ray.is_initialized():
+        raise RunError("this program is connected to Ray already, and a run connects itself; call ray.shutdown() first")
 
 
-def _leave() -> None:
-    """Let go of somebody else's Ray. A raylet on this node that stands still would keep this program for ever."""
+def has_gpus(address: str) -> bool:
+    """Whether a cluster that runs already has GPUs; errors as for `cluster`."""
     import ray
 
-    def end() -> None:
-        sys.stderr.write(f"error: Ray did not let this program go within {_SHUTDOWN_S:g} s; it ends\n")
-        sys.stderr.flush()
-        os._exit(1)
-
-    late = threading.Timer(_SHUTDOWN_S, end)
-    late.daemon = True
-    late.start()
-    ray.shutdown()
-    late.cancel()
-
-
-def _kill_raylet(folder: Path) -> None:
-    """End the local Ray's raylet, and with it all of its workers."""
-    for process in _processes(folder):
-        with contextlib.suppress(psutil.Error):
-            if process.name() == "raylet":
-                process.kill()
-
-
-def _give_up(folder: Path | None) -> None:
-    """End the local Ray at once, and remove its folder; nothing where Ray is somebody else's. As far as it gets: Ray
-    ends this process when the raylet is gone.
-    """
-    if folder is None:
-        return
-    processes = _processes(folder)
-    for process in reversed(processes):  # the raylet after those that it started
-        with contextlib.suppress(psutil.Error):
-            process.kill()
-    _wait_for_ends(processes, _END_S)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Wait until processes have ended; those that have not within the limit."""
-    deadline = time.monotonic() + limit_s
-    while left := [process for process in processes if _lives(process)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    return left
-
-
-def _lives(process: psutil.Process) -> bool:
-    """Whether it still runs. In a container nobody may take note of the end of a process whose parent has gone: it
-    stays in the list of processes for good.
-    """
+    _check_unconnected()
+    _join(address, log_to_driver=False, logging_level="ERROR")
     try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
+        return bool(ray.cluster_resources().get("GPU", 0) > 0)
+    finally:
+        shut_down(None)
 
 
-def _processes(folder: Path) -> list[psutil.Process]:
-    """Ray's own processes, which this one started and which name their session's folder, and all of theirs."""
-    found: list[psutil.Process] = []
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if any(str(folder) in argument for argument in process.cmdline()):
-                found += [process, *process.children(recursive=True)]
-    return found
+def _join(address: str, **options: Any) -> None:
+    """Connect to a cluster that runs already.
+
+    Raises:
+        ConfigError: none does there, or it does not take this program.
+    """
+    import ray
+    from ray.exceptions import AuthenticationError
+
+    where = f"cluster.address={address}"
+    _check_reachable(address)
+    try:
+        with own_sigterm():
+            ray.init(address=address, **options)
+    except AuthenticationError as error:
+        raise ConfigError(
+            f"{where}: Ray there refuses this program's token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+            f"RAY_AUTH_TOKEN_PATH to the cluster's ({_first_line(error)})"
+        ) from error
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{where}: no Ray cluster answers there ({_first_line(error)})") from error
 
 
-def check_reachable(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Look whether somebody listens at a cluster's address: Ray itself would try for minutes.
 
     Raises:
@@ -261,7 +217,7 @@ def _own_folder(parent: str | None) -> Iterator[Path]:
     """A folder for Ray's session, locked while it is used. Nobody but this user may look into it. Folders that a killed
     run of theirs left behind are removed first.
     """
-    root, prefix = Path(parent or tempfile.gettempdir()), own_name(_FOLDER_PREFIX) + "-"
+    root, prefix = Path(parent or tempfile.gettempdir()).absolute(), own_name(_FOLDER_PREFIX) + "-"
     for old in filter(is_own_folder, root.glob(f"{prefix}*")):
         with contextlib.suppress(OSError):
             lock = open_lock(old / _LOCK)
@@ -270,7 +226,13 @@ def _own_folder(parent: str | None) -> Iterator[Path]:
                     shutil.rmtree(old, ignore_errors=True)
             finally:
                 os.close(lock)
-    folder, held = _locked_folder(root, prefix)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder, held = _locked_folder(root, prefix)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.temp_dir={root}: no folder can be made there ({error.strerror}); name one that can be written"
+        ) from error
     try:
         yield folder
     finally:

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig
-
 from trinity_sync.backends.option import backend_option
 from trinity_sync.config import build, config_digest, plain, typed
 from trinity_sync.host import interrupts
-from trinity_sync.launch.actors import Actors
-from trinity_sync.launch.cluster import Cluster
+from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.data import free_data, lockstep_data
-from trinity_sync.launch.start import Start, run_mirror
-from trinity_sync.tracking.recorder import Recorder
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.launch.start import run_mirror
 
 if TYPE_CHECKING:
     from trinity_sync.protocol.versions import Version
@@ -36,6 +30,9 @@ _SETTLE_S = 20.0
 class Job:
     """A run, from its actors to the end of its loop. Benchmarks replace its `loop` and its `worker`.
 
+    Args:
+        setup: what it is built from.
+
     Attributes:
         worker: class of the trainer's ranks; None: `TrinityWorker`.
         actors: the run's actors.
@@ -43,25 +40,15 @@ class Job:
 
     worker: type | None = None
 
-    def __init__(
-        self,
-        cfg: DictConfig,
-        folder: RunFolder,
-        start: Start,
-        recorder: Recorder,
-        ray_cluster: Cluster,
-        run_key: str,
-        use_gpu: bool,
-        stop: threading.Event | None,
-    ) -> None:
-        self._cfg = cfg
-        self._folder = folder
-        self._start = start
-        self._recorder = recorder
-        self._use_gpu = use_gpu
-        self._stop = stop
-        self._mirror = run_mirror(cfg)
-        self.actors = Actors(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, self.worker)
+    def __init__(self, setup: Setup) -> None:
+        self._cfg = setup.cfg
+        self._folder = setup.folder
+        self._start = setup.start
+        self._recorder = setup.recorder
+        self._use_gpu = setup.use_gpu
+        self._stop = setup.stop
+        self._mirror = run_mirror(setup.cfg)
+        self.actors = Actors(setup, self.worker)
 
     def start(self) -> None:
         """Build the actors and restore what the run begins with; errors as for `Actors.start`."""

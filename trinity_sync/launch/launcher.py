@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -19,9 +20,11 @@ from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain, typed
-from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
-from trinity_sync.launch.cluster import check_reachable, cluster, own_sigterm
+from trinity_sync.host.threads import deaths_told
+from trinity_sync.launch.actors import Setup
+from trinity_sync.launch.cluster import cluster, has_gpus
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
@@ -50,6 +53,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
         ConfigError: an input turned out to be wrong before anything started.
         RunError: the run failed; the run's record says so too.
     """
+    threads = _threads()
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
@@ -61,22 +65,16 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
             look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)
-        recorder = _recorder(cfg, folder, start)
-        peaks: dict[str, int] = {}
-        with recorder:
-            try:
-                _run(job or Job, cfg, folder, start, recorder, peaks, stop)
-            except KeyboardInterrupt:
-                recorder.finish("interrupted", peak_memory=peaks)
-                return 130
-            except TrinityError as error:
-                recorder.finish("failed", str(error), peak_memory=peaks)
-                raise
-            recorder.finish("completed", peak_memory=peaks)
+        recorder = _recorder(cfg, folder, start, threads)
+        try:
+            with recorder, deaths_told(recorder.fault):
+                _run(job or Job, cfg, folder, start, recorder, threads, stop)
+        except KeyboardInterrupt:
+            return 130
     return 0
 
 
-def _recorder(cfg: DictConfig, folder: RunFolder, start: Start) -> Recorder:
+def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int) -> Recorder:
     from trinity_sync.report import write_report
     from trinity_sync.tracking.trackers import build_trackers
 
@@ -85,7 +83,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start) -> Recorder:
         command=" ".join(sys.argv),
         seed=cfg.seed,
         config_digest=config_digest(cfg),
-        threads=_threads(),
+        threads=threads,
         total_steps=cfg.trainer.steps,
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
@@ -100,7 +98,13 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start) -> Recorder:
 
 
 def _threads() -> int:
-    return int(os.environ.get("OMP_NUM_THREADS", "1"))
+    """Threads that each process computes with."""
+    given = os.environ.get("OMP_NUM_THREADS", "").strip() or "1"
+    if not given.isdecimal() or int(given) == 0:
+        raise ConfigError(
+            f"OMP_NUM_THREADS is {given!r}; set it to one whole number from 1, the threads of each process, or unset it"
+        )
+    return int(given)
 
 
 def _run(
@@ -109,12 +113,12 @@ def _run(
     folder: RunFolder,
     start: Start,
     recorder: Recorder,
-    peaks: dict[str, int],
+    threads: int,
     stop: threading.Event | None,
 ) -> None:
-    use_gpu = accelerator_count() > 0 or (cfg.cluster.address is not None and _cluster_has_gpus(cfg.cluster.address))
+    use_gpu = accelerator_count() > 0 or (cfg.cluster.address is not None and has_gpus(cfg.cluster.address))
     env = {
-        "OMP_NUM_THREADS": str(_threads()),
+        "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",
         # Tells the processes of this run from those of others, for whoever looks for what a run left behind.
         "TRINITY_SYNC_DRIVER": str(os.getpid()),
@@ -126,15 +130,29 @@ def _run(
     recorder.phase("starting Ray")
     cpus = cfg.backend.ranks + replicas + 1
     try:
-        with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env) as ray_cluster:
-            job = job_class(cfg, folder, start, recorder, ray_cluster, run_key, use_gpu, stop)
-            try:
-                job.start()
-                job.loop()
-            finally:
-                with contextlib.suppress(Exception):
-                    peaks.update(job.actors.peak_memory())
-                job.actors.close()
+        lost = partial(recorder.finish, "failed")
+        with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env, lost=lost) as ray_cluster:
+            setup = Setup(
+                cfg=cfg,
+                folder=folder,
+                start=start,
+                recorder=recorder,
+                cluster=ray_cluster,
+                run_key=run_key,
+                use_gpu=use_gpu,
+                stop=stop,
+            )
+            job = job_class(setup)
+            peaks: dict[str, int] = {}
+            # The record ends before Ray does: what then hangs in Ray could take this process with it.
+            with recorder.ending(peaks):
+                try:
+                    job.start()
+                    job.loop()
+                finally:
+                    with contextlib.suppress(Exception):
+                        peaks.update(job.actors.peak_memory())
+                    job.actors.close()
     finally:
         _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
 
@@ -159,18 +177,3 @@ def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
             print(f"{root} was not tidied up ({error}); the next run there does it", file=sys.stderr)
     with contextlib.suppress(OSError):
         folder.slots.rmdir()
-
-
-def _cluster_has_gpus(address: str) -> bool:
-    import ray
-
-    check_reachable(address)
-    try:
-        with own_sigterm():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError):
-        return False  # the real connection attempt reports it
-    try:
-        return bool(ray.cluster_resources().get("GPU", 0) > 0)
-    finally:
-        ray.shutdown()

@@ -95,11 +95,11 @@ def _unwatched() -> Iterator[threading.Event]:
 
 
 @contextlib.contextmanager
-def ended_with_its_node(end: Callable[[], None]) -> Iterator[None]:
+def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
     """Within the block, this program ends with exit code 1 once Ray says that its node is dead.
 
     Args:
-        end: called before, on another thread: ends what would outlive this program.
+        end: called before with the error, on another thread: keeps what is known, ends what would outlive this program.
     """
     import ray
 
@@ -112,12 +112,13 @@ def ended_with_its_node(end: Callable[[], None]) -> Iterator[None]:
             except Exception:  # Ray is ending, or is asked again
                 continue
             if dead and not over.is_set():
-                _say(
+                error = (
                     "Ray has given up this node: its raylet died, or did not answer for longer than Ray's "
                     "health check allows (RAY_health_check_timeout_ms); the run ends, and can be resumed"
                 )
+                _say(error)
                 with contextlib.suppress(Exception):
-                    end()
+                    end(error)
                 over.wait(_END_S)  # Ray ends a driver whose raylet has died
                 os._exit(1)
 

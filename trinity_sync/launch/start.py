@@ -127,7 +127,7 @@ def checkpoint_folder(cfg: DictConfig, run: Path) -> Path:
     Args:
         run: its folder.
     """
-    return Path(cfg.checkpoint.dir) if cfg.checkpoint.dir else run / "checkpoints"
+    return Path(cfg.checkpoint.dir or run / "checkpoints").absolute()  # for processes in other folders, too
 
 
 def run_mirror(cfg: DictConfig, logs: Path | None = None) -> RunMirror | None:

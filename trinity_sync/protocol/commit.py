@@ -74,11 +74,13 @@ class CommitBook:
         return StepStatus("committed" if done else "unknown", visible)
 
     def has(self, step: int, part: str) -> bool:
-        """Return whether a commit of this attempt holds the part, so that there is nothing to write for it."""
+        """Return whether the part is in, so that there is nothing to write for it: a commit holds its files or is about
+        to, and who wrote them once more would tear them.
+        """
         entry = self._steps.get(step)
         if entry is None or entry.failed is not None or entry.deleted:
             return False
-        return part in entry.committed_keys
+        return part in entry.parts.done
 
     def turn(self, ticket: str) -> bool | None:
         """Return whether this ticket has its turn. None: not known; its step failed or its writer is lost."""
@@ -220,7 +222,8 @@ class CommitBook:
 
         Args:
             part: its name; a second report of the name counts for nothing, but for another save of what is committed
-                already, which is told by its ticket: there is nothing to commit, and what was registered for it is in.
+                already or just now, which is told by its ticket: there is nothing to commit, and what was registered
+                for it is in.
             report: for a part without a name, an id of this report, so that a doubled one is recognised.
             files: what was written for it; None: not told.
             digest: the version digest of the weights; two different ones fail the step.

@@ -170,7 +170,7 @@ class Step:
             if clash is not None:
                 return clash
             self.parts.add(key, weights, new, ticket)
-        elif key in self.committed_keys:
+        elif key in self.committed_keys | self.pending_keys:
             self.parts.repeat(key, ticket)
         return None
 

@@ -235,8 +235,8 @@ class HandoverClient:
             (None, -1) before the first.
 
         Raises:
-            RunError: the tensors are lost with the process that published them, or damaged. The newest checkpoint,
-                where one is known, serves from then on.
+            RunError: the tensors are lost with the process that published them, or damaged; or cannot be fetched now.
+                For lost ones the newest checkpoint, where one is known, serves from then on.
         """
         newest = self._answer(self.client.find())
         if newest is None:

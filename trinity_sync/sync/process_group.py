@@ -60,3 +60,13 @@ def begin_broadcast(group: Group, tensor: torch.Tensor, timeout_s: float) -> Wor
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=timeout_s)
     return group.broadcast([tensor], options)
+
+
+def wait(work: Work, timeout_s: float, *, nccl: bool) -> None:
+    """Wait until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait;
+    gloo keeps the group's limit, and closes its connections when a wait with another one ends.
+    """
+    if nccl:
+        work.wait(timedelta(seconds=timeout_s))
+    else:
+        work.wait()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.errors import RunError
+from trinity_sync.sync import process_group
 from trinity_sync.sync.process_group import Group, make_group
 
 if TYPE_CHECKING:
@@ -74,13 +75,8 @@ def open_group(broadcast: Broadcast, sender: int, rank: int) -> Group:
 
 
 def wait(work: Work, broadcast: Broadcast) -> None:
-    """Wait until the operation has ended. Without a limit of its own NCCL's would only make the device's stream wait;
-    gloo keeps the group's limit, and closes its connections when a wait with another one ends.
-    """
-    if broadcast.transport == "nccl":
-        work.wait(timedelta(seconds=broadcast.timeout_s))
-    else:
-        work.wait()
+    """Wait until the operation of a round has ended."""
+    process_group.wait(work, broadcast.timeout_s, nccl=broadcast.transport == "nccl")
 
 
 def close(groups: list[Group], broadcast: Broadcast) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, ObjectFetchTimedOutError, ObjectLostError, RayError
 from xxhash import xxh3_128_digest
 
 from trinity_sync.actors.synchronizer import StoredState
@@ -54,6 +54,7 @@ def get(version: Version, stored: StoredState, timeout_s: float) -> dict[str, to
 
     Raises:
         StateLostError: the process that put them is gone.
+        RunError: they cannot be had here now.
         WaitTimeout: they did not come in time.
         ChecksumError: a bucket is damaged.
     """
@@ -62,7 +63,10 @@ def get(version: Version, stored: StoredState, timeout_s: float) -> dict[str, to
     except GetTimeoutError:
         raise WaitTimeout("the object store", f"hand out version {version}", timeout_s) from None
     except RayError as error:
-        raise StateLostError(f"the tensors of version {version} are lost: {type(error).__name__}") from error
+        if isinstance(error, ObjectLostError) and not isinstance(error, ObjectFetchTimedOutError):
+            raise StateLostError(f"the tensors of version {version} are lost: {type(error).__name__}") from error
+        # What this node has run into says nothing of what others find.
+        raise RunError(f"the tensors of version {version} cannot be fetched now: {error}") from error
     found: dict[str, torch.Tensor] = {}
     buckets = layouts(stored.tensors, stored.bucket_bytes)
     for bucket, array, digest in zip(buckets, arrays, stored.digests, strict=True):

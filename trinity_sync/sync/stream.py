@@ -16,7 +16,7 @@ from xxhash import xxh3_128_digest
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
-from trinity_sync.sync.process_group import Group, begin_broadcast, make_group
+from trinity_sync.sync.process_group import Group, begin_broadcast, make_group, wait
 from trinity_sync.sync.synchronizer import Synchronizer
 from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.digests import DIGEST_BYTES
@@ -28,6 +28,9 @@ __all__ = ["BUCKET_BYTES", "broadcast", "describe", "join_group", "open_group", 
 
 Meta = Sequence[Described]
 """What is sent, in the order of travel."""
+
+_AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16)
+"""What gloo has no name for."""
 
 
 # ---- the group
@@ -149,8 +152,10 @@ def receive(
 
 
 def _broadcast(group: Group, tensor: torch.Tensor, timeout_s: float, what: str) -> None:
+    if tensor.dtype in _AS_BYTES:
+        tensor = tensor.view(-1).view(torch.uint8)
     try:
-        begin_broadcast(group, tensor, timeout_s).wait()
+        wait(begin_broadcast(group, tensor, timeout_s), timeout_s, nccl=tensor.is_cuda)
     except RuntimeError as error:
         raise RunError(f"{what} could not be broadcast within {timeout_s:g} s: {error}") from error
 

@@ -6,10 +6,11 @@ call and all of them see the same.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -271,13 +272,30 @@ class Recorder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end(error, {})
+
+    @contextlib.contextmanager
+    def ending(self, peak_memory: Mapping[str, int]) -> Iterator[None]:
+        """Finish with the block, as this context manager does with its own.
+
+        Args:
+            peak_memory: see `finish`; may be filled within the block.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._end(error, peak_memory)
+            raise
+        self._end(None, peak_memory)
+
+    def _end(self, error: BaseException | None, peak_memory: Mapping[str, int]) -> None:
         if error is None:
-            self.finish("completed")
+            self.finish("completed", peak_memory=peak_memory)
             return
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         text = str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"
         try:
-            self.finish(status, None if status == "interrupted" else text)
+            self.finish(status, None if status == "interrupted" else text, peak_memory)
         except RunError as problem:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)

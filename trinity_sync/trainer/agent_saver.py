@@ -69,6 +69,10 @@ class AgentSaver(Saver):
         if self._reserved < 0:
             self._reserve(plan(self._backend.state(self._format)))
 
+    def finish(self) -> None:
+        super().finish()
+        self._written = self._ask_written(hurry=True)
+
     def _ready(self, step: int) -> None:
         super()._ready(step)
         self._wait_written()
@@ -94,8 +98,10 @@ class AgentSaver(Saver):
         asked, self._written = self._written, None
         if asked is not None and asked.is_answered():
             return
-        writing = self._agent.wait_state_written(self._part, self._timeout_s, hurry=True)
-        writing.result(self._timeout_s + ANSWER_S)
+        self._ask_written(hurry=True).result(self._timeout_s + ANSWER_S)
+
+    def _ask_written(self, *, hurry: bool) -> Call[None]:
+        return self._agent.wait_state_written(self._part, self._timeout_s, hurry=hurry)
 
     def _hand_over(self, snapshot: Snapshot, step: int, folder: Path, meeting: Meeting) -> None:
         names = snapshot.names
@@ -113,7 +119,7 @@ class AgentSaver(Saver):
             files += [(str(path.relative_to(folder)), ()) for path in self._backend.write_metadata(target)]
         given = StatePart(part=self._part, step=step, folder=str(folder), files=files)
         self._agent.take_state(given).result(self._timeout_s + ANSWER_S)
-        self._written = self._agent.wait_state_written(self._part, self._timeout_s)
+        self._written = self._ask_written(hurry=False)
 
     def _reserve(self, planned: StatePlan) -> None:
         self._reserved = planned.nbytes

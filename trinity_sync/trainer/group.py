@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import ray
@@ -83,7 +84,11 @@ class TrainerGroup:
             ask: begins the call to one.
             timeout_s: limit for all together, seconds.
         """
-        return results([ask(rank) for rank in self.ranks], timeout_s)
+        return self.begin(ask)(timeout_s)
+
+    def begin(self, ask: Callable[[RankClient], Call[T]]) -> Callable[[float], list[T]]:
+        """Ask all ranks as `all` does, and go on; what is returned waits for the answers, so many seconds at most."""
+        return partial(results, [ask(rank) for rank in self.ranks])
 
 
 def _reserve(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -> list[PlacementGroup]:

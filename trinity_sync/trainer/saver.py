@@ -76,7 +76,9 @@ class Saver(ABC):
         return self._blocked_s if step == self._step else 0.0
 
     def finish(self) -> None:
-        """Wait until the saves of this rank are in other hands, or done; raises what the newest of them raised."""
+        """Wait until the saves of this rank are in other hands, or done, and have these hurry; raises what the newest
+        of them raised.
+        """
         self._coordinator.wait_all()
 
     def _ready(self, step: int) -> None:

@@ -200,10 +200,11 @@ class FullSaves:
         """
         settings = self._settings
         self._tell()
+        finished = self._trainer.begin(RankClient.finish_saves)  # before: from here on there is nothing to yield to
         for call in list(self._pending):
             self._collect(call, settings.timeout_s + ANSWER_S)
         self._raise_failure()
-        self._trainer.all(RankClient.finish_saves, settings.timeout_s)
+        finished(settings.timeout_s)
 
     def settle(self, seconds: float) -> None:
         """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
@@ -211,6 +212,7 @@ class FullSaves:
             self._tell(seconds)
         finally:
             if self._pending:
+                self._trainer.begin(RankClient.finish_saves)  # by those that live; hurried
                 ended(self._pending, seconds)
             self.poll()
 

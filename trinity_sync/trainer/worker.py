@@ -33,6 +33,7 @@ from trinity_sync.actors.rank import RankInfo
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.config import build
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.protocol.staged import part_name
@@ -218,18 +219,12 @@ class TrinityWorker(TrainingWorker):
             for _ in range(step):
                 self.engine.lr_scheduler_step()
 
-    def write_token(self, folder: str, token: str) -> None:
-        """Rank 0: leave a token in the checkpoint folder for `read_token`."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / f".token-{token}").write_text(token)
-
-    def read_token(self, folder: str, token: str) -> bool:
-        """Whether this rank sees what rank 0 wrote, that is, whether the folder is shared."""
-        path = Path(folder) / f".token-{token}"
-        return path.exists() and path.read_text() == token
+    def writer_of(self, folder: str) -> str | None:
+        """See `trinity_sync.checkpoint.lock.writer_of`: the driver is told whether this rank sees the folder."""
+        return writer_of(Path(folder))
 
     def finish_saves(self) -> None:
-        """Wait until this rank's saves are in other hands; raises what one of them raised."""
+        """Wait until this rank's saves are in other hands, which hurry; raises what one of them raised."""
         self._saver.finish()
 
     def memory(self) -> dict[str, int]:

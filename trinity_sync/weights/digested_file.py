@@ -11,7 +11,7 @@ import errno
 import fcntl
 import mmap
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,10 +65,11 @@ class DigestedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        os.close(self._descriptor)
-        if kind is not None:
-            with suppress(OSError):
-                self._path.unlink()
+        with ExitStack() as failed:
+            failed.callback(self._remove)
+            os.close(self._descriptor)  # a network may tell only here that there was no room
+            if kind is None:
+                failed.pop_all()
 
     def write(self, data: ReadableBuffer) -> int:
         """Append, by way of a buffer; the bytes written, which are all."""
@@ -98,6 +99,10 @@ class DigestedFile:
         if self._durable:
             os.fsync(self._descriptor)
         return self._size, str(self._hasher.hexdigest())
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            self._path.unlink()
 
     def _open(self, extra: int) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC

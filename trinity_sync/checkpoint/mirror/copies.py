@@ -32,6 +32,7 @@ from trinity_sync.checkpoint.layout import (
     Manifest,
     ManifestError,
     NewerFormatError,
+    UnreadableError,
     parse_manifest,
     read_manifest,
     step_dir,
@@ -115,15 +116,21 @@ class Mirror:
         return parse_manifest(text, name, step) if text is not None else None
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
-        """List those of the given steps of the local folder that are not there as they are here, ascending."""
+        """List those of the given steps of the local folder that are not there as they are here, or may not be,
+        ascending.
+        """
         found = []
         for step in sorted(steps):
             there = None
             with suppress(ManifestError):  # the upload says what is wrong
                 there = self.manifest(step)
-            with suppress(ManifestError):
+            try:
                 if read_manifest(step_dir(root, step)) != there:
                     found.append(step)
+            except UnreadableError:  # now; the upload waits for it
+                found.append(step)
+            except ManifestError:
+                pass
         return found
 
     # ---- sending

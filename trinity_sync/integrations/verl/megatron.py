@@ -27,7 +27,7 @@ def megatron_save_state_dict(
 ) -> None:
     """Save the model alone through the engine's own distributed checkpoint, one part per rank. It contains barriers, so
     it runs on the calling thread. The files are staged, and visible at `local_path` when the monitor has committed
-    them; of weights that this run has committed already, nothing is written.
+    them; of weights that this run has saved already, nothing is written.
 
     The trainer registers ``state_dict_thread_count`` = number of ranks for the step
     (`CheckpointCoordinator.register_and_monitor`).
@@ -57,7 +57,7 @@ def megatron_save_state_dict(
     staged, part, _ = found[rank]
     if all(saved for *_, saved in found):
         together(what, lambda: coordinator.save_sync(lambda: (), global_step, True, part=part))
-        logger.info("the weights of step %d are committed already", global_step)
+        logger.info("the weights of step %d are saved already", global_step)
         return
 
     def write() -> list[Path]:

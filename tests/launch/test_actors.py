@@ -1,0 +1,93 @@
+"""How a run's actors are put together, with stand-ins for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import trinity_sync.sync
+import trinity_sync.trainer.spec
+from trinity_sync.actors.calls import Call
+from trinity_sync.checkpoint.lock import locked, writer_of
+from trinity_sync.config import compose
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.launch import actors as module
+from trinity_sync.launch.actors import Actors, Setup
+from trinity_sync.launch.start import Start
+
+
+class Answer(Call[Any]):
+    """What an actor answers at once."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def result(self, timeout_s: float) -> Any:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+class Rank:
+    """A rank that sees a folder, or another one in its place."""
+
+    def __init__(self, number: int, sees: bool) -> None:
+        self.who, self._sees = f"trainer rank {number}", sees
+
+    def writer_of(self, folder: str) -> Answer:
+        return Answer(writer_of(Path(folder)) if self._sees else None)
+
+
+class AgentsCome(Exception):  # noqa: N818 - an event
+    """The actors have come so far that agents would be started."""
+
+
+def agents_come(*_: Any, **__: Any) -> None:
+    raise AgentsCome
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Start the actors of a run without explorers, as far as its agents."""
+
+    def started(*, sees: list[bool], monitor: Any = None) -> None:
+        ranks = [Rank(number, one) for number, one in enumerate(sees)]
+        trainer = SimpleNamespace(ranks=ranks, initialise=list)
+        trainer.all = lambda ask, timeout_s: [ask(rank).result(timeout_s) for rank in ranks]
+        setup: Any = {
+            "cfg": compose(["algorithm=sft", "task=pairs", "task.path=none", "model.path=org/name"]),
+            "folder": SimpleNamespace(logs=tmp_path, model=tmp_path, slots=tmp_path),
+            "start": Start(0, False, tmp_path / "checkpoints", None),
+            "recorder": SimpleNamespace(attempt=0, phase=lambda what: None),
+            "cluster": SimpleNamespace(namespace="none"),
+            "run_key": "run",
+            "use_gpu": False,
+            "stop": None,
+        }
+        made: Any = Actors(Setup(**setup))
+        made._make_trainer = lambda: trainer
+        made._make_monitor = lambda mirror: SimpleNamespace(describe=lambda: Answer(monitor), handle=None)
+        made.start(None)
+
+    monkeypatch.setattr(trinity_sync.sync.Synchronizer, "get_actor", lambda *_: SimpleNamespace(client=None))
+    monkeypatch.setattr(trinity_sync.trainer.spec, "check_whole", lambda *_: None)
+    monkeypatch.setattr(module, "start_agents", agents_come)
+    with locked(tmp_path / "checkpoints", tmp_path):
+        yield started
+
+
+def test_who_does_not_see_the_checkpoint_folder_is_named(start: Callable[..., None], tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(AgentsCome):
+        start(sees=[True, True])
+    with pytest.raises(ConfigError, match=rf"^checkpoint\.dir: trainer rank 1 cannot see .* {folder}; .* share$"):
+        start(sees=[True, False])
+
+
+def test_a_monitor_that_cannot_start_ends_the_start(start: Callable[..., None]) -> None:
+    with pytest.raises(RunError, match="the checkpoint monitor could not start"):
+        start(sees=[True], monitor=RunError("the checkpoint monitor could not start: no folder"))

@@ -1,0 +1,98 @@
+"""The end of Ray in a program: bounded, whatever of Ray stands still, and none of a local one's processes is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+_END_S = 10.0
+_SHUTDOWN_S = 30.0
+_POLL_S = 0.02
+
+
+def shut_down(folder: Path | None) -> None:
+    """End the local Ray whose session is in `folder`, and return when none of its processes is left; or let go of
+    somebody else's (None).
+
+    `ray.shutdown` ends its own and the actors, but not what an actor had started: that ends when it notices that its
+    parent is gone. What stands still of Ray would keep it for ever: of the local one it is killed, and where that is of
+    no use, or it is somebody else's, this program ends.
+    """
+    import ray
+
+    processes = _processes(folder) if folder is not None else []
+    over = threading.Event()
+
+    def watch() -> None:
+        if over.wait(_SHUTDOWN_S):
+            return
+        _kill(processes)
+        if not over.wait(_END_S if folder is not None else 0.0):
+            sys.stderr.write(f"error: Ray did not let this program go within {_SHUTDOWN_S:g} s; it ends\n")
+            sys.stderr.flush()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="ray-end", daemon=True).start()
+    try:
+        ray.shutdown()
+    finally:
+        over.set()
+    stubborn = _wait_for_ends(processes, _END_S)
+    _kill(stubborn)
+    _wait_for_ends(stubborn, _END_S)
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def give_up(folder: Path | None) -> None:
+    """End the local Ray at once, and remove its folder; nothing where Ray is somebody else's. As far as it gets: Ray
+    ends this process when the raylet is gone.
+    """
+    if folder is None:
+        return
+    processes = _processes(folder)
+    _kill(reversed(processes))  # the raylet after those that it started
+    _wait_for_ends(processes, _END_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Wait until processes have ended; those that have not within the limit."""
+    deadline = time.monotonic() + limit_s
+    while left := [process for process in processes if _lives(process)]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+    return left
+
+
+def _lives(process: psutil.Process) -> bool:
+    """Whether it still runs. In a container nobody may take note of the end of a process whose parent has gone: it
+    stays in the list of processes for good.
+    """
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _processes(folder: Path) -> list[psutil.Process]:
+    """Ray's own processes, which this one started and which name their session's folder, and all of theirs."""
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if any(str(folder) in argument for argument in process.cmdline()):
+                found += [process, *process.children(recursive=True)]
+    return found
