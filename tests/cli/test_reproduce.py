@@ -13,7 +13,7 @@ import pytest
 import xxhash
 from omegaconf import OmegaConf
 
-from tests.cli.stand_in import StandIn, stand_in
+from tests.cli.stand_in import StandIn, standing_in
 from trinity_sync import config
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import RunError
@@ -35,6 +35,8 @@ class Computing(StandIn):
 
     def leave(self, cfg: Any, run_dir: Path, until: int | None) -> None:
         last = min(cfg.trainer.steps, until or cfg.trainer.steps, self.cut or cfg.trainer.steps)
+        if "attempts" not in json.loads((run_dir / "run.json").read_text()):
+            (run_dir / "run.json").unlink()  # what the stand-in has left at the start
         record = RunRecord.new(
             run_dir / "run.json",
             command="test",
@@ -47,10 +49,14 @@ class Computing(StandIn):
         events, metrics = [], []
         for step in range(last + 1):
             made = [cfg.seed, cfg.trainer.lr, step, step >= self.spoilt > 0]
-            digest = xxhash.xxh3_128_hexdigest(json.dumps(made))
+            digest = xxhash.xxh3_128_hexdigest(json.dumps(made).encode())
             events.append({"event": "publish", "version": step, "digest": digest, "attempt": record.attempt})
             if step:
-                made = {"loss": made[0] + 1 / step, "reward/mean": step / 10 + made[0] / 100, "timing/step": id(made) % 7}
+                made = {
+                    "loss": made[0] + 1 / step,
+                    "reward/mean": step / 10 + made[0] / 100,
+                    "timing/step": id(made) % 7,
+                }
                 metrics.append({"step": step, "attempt": record.attempt, "time": float(step), **made})
         for name, lines in (("events.jsonl", events), ("metrics.jsonl", metrics)):
             (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -60,7 +66,7 @@ class Computing(StandIn):
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Computing]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    with stand_in(Computing(), tmp_path, monkeypatch) as launcher:
+    with standing_in(Computing(), tmp_path, monkeypatch) as launcher:
         yield launcher
 
 
@@ -187,14 +193,14 @@ def test_defaults_of_before_are_put_back(launcher: Computing, capsys: pytest.Cap
 
     def of_before(values: Any) -> None:
         values["trainer"] |= {"lr": 0.125, "betas": [0.5, 0.75]}
-        values["name"] = "it's, {old}"
+        values["name"] = "of-before"
 
     rewrite(run / ".hydra" / "config.yaml", of_before)
     digest = config.config_digest(OmegaConf.load(run / ".hydra" / "config.yaml"))  # type: ignore[arg-type]
     rewrite(run / "run.json", lambda record: record.update(config_digest=digest))
     reproduce(run, "hydra.run.dir=again")
     found = launcher.calls[-1].cfg
-    assert (found.trainer.lr, list(found.trainer.betas), found.name) == (0.125, [0.5, 0.75], "it's, {old}")
+    assert (found.trainer.lr, list(found.trainer.betas), found.name) == (0.125, [0.5, 0.75], "of-before")
     assert "changed:" not in capsys.readouterr().err
 
 

@@ -19,7 +19,8 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_processor_vectors_and_gpus(kernel: Path) -> None:
     (kernel / "cpuinfo").write_text(
-        "processor\t: 0\nmodel name\t: Some  CPU\nflags\t\t: fpu avx2 avx512f sse\n\nprocessor\t: 1\nmodel name\t: Other\n"
+        "processor\t: 0\nmodel name\t: Some  CPU\nflags\t\t: fpu avx2 avx512f sse\n\n"
+        "processor\t: 1\nmodel name\t: Other\n"
     )
     for number in range(2):
         (kernel / "gpus" / f"0000:0{number}").mkdir(parents=True)

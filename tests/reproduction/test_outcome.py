@@ -64,7 +64,8 @@ def test_versions_that_only_the_new_one_published_say_nothing() -> None:
 def test_what_is_measured_is_not_what_is_computed() -> None:
     line = {
         "attempt": 0, "step": 3, "time": 17.0, "loss": 0.5, "reward/mean": None, "staleness/max": 0,
-        "timing/step": 1.5, "samples/waited_s": 0.1, "samples/ready": 2.0, "perf/mfu": 0.3, "note": "text",
+        "timing/step": 1.5, "samples/waited_s": 0.1, "samples/ready": 2.0, "perf/cpu_memory_used_gb": 0.3,
+        "mfu": 0.1, "note": "text",
     }  # fmt: skip
     assert computed(line) == {"loss": 0.5, "reward/mean": None, "staleness/max": 0}
 

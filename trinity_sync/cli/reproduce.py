@@ -233,7 +233,8 @@ def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
         },
     )
     for text in settings.left_out:
-        print(f"left out: {text} (where the run lived; give it again where it is meant)", file=sys.stderr)
+        if not text.startswith("live="):
+            print(f"left out: {text} (where the run lived; give it again where it is meant)", file=sys.stderr)
     for one in settings.changed:
         print(f"changed: {one.key}: {one.old} -> {one.new}", file=sys.stderr)
     for difference in differs:

@@ -52,15 +52,15 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     report.set_defaults(command=_report)
 
 
-def start(arguments: Sequence[str], *, resume: Resume | None = None) -> int:
-    """Hand a command line, without the program and `run`, to Hydra; return the exit code."""
+def start(arguments: Sequence[str], *, resume: Resume | None = None, until: int | None = None) -> int:
+    """Hand a command line, without the program and `run`, to Hydra; return the exit code. Others as for `run_main`."""
     import hydra
 
     from trinity_sync import config
     from trinity_sync.launch import app
 
     entry = hydra.main(version_base="1.3", config_path=str(config.conf_dir()), config_name="config")(_job)
-    return app.run_main(entry, arguments, resume=resume)
+    return app.run_main(entry, arguments, resume=resume, until=until)
 
 
 def _job(cfg: DictConfig) -> float:

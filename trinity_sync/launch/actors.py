@@ -62,6 +62,7 @@ class Setup:
         cluster: where the actors run.
         run_key: unique to the run.
         use_gpu: ranks and explorers get a GPU each.
+        last_step: after which the run is over.
         stop: set where the step under way is to be the last one; None: it never is.
     """
 
@@ -72,6 +73,7 @@ class Setup:
     cluster: Cluster
     run_key: str
     use_gpu: bool
+    last_step: int
     stop: threading.Event | None
 
 

@@ -45,12 +45,14 @@ class _Session:
 
     Attributes:
         resume: how the one job goes on with the run in its folder; None: it is a new one.
+        until: the step after which it ends; None: its last.
         command: `sys.argv` as the user gave it.
         codes: run folder to exit code, of the jobs that ran in this process.
         sweep: folder of the sweep, once it is over.
     """
 
     resume: Resume | None = None
+    until: int | None = None
     command: list[str] = field(default_factory=lambda: list(sys.argv))
     codes: dict[Path, int] = field(default_factory=dict)
     sweep: Path | None = None
@@ -59,20 +61,27 @@ class _Session:
 _session = _Session()
 
 
-def run_main(main: Callable[[], Any], arguments: Sequence[str] | None = None, *, resume: Resume | None = None) -> int:
+def run_main(
+    main: Callable[[], Any],
+    arguments: Sequence[str] | None = None,
+    *,
+    resume: Resume | None = None,
+    until: int | None = None,
+) -> int:
     """Run a Hydra entry and return the exit code of the process.
 
     Args:
         main: a function decorated by `hydra.main` whose body returns `job(cfg)`.
         arguments: what Hydra is to see as the command line, without the program; None for `sys.argv`.
         resume: how the run in `hydra.run.dir` goes on; None: a new one is started.
+        until: the step after which it ends; None: `trainer.steps`.
 
     Returns:
         0 done; 1 the run failed, or a job of the sweep; 2 configuration or command line wrong (a sweep: of all jobs);
         130 interrupted.
     """
     global _session
-    _session = _Session(resume=resume)
+    _session = _Session(resume=resume, until=until)
     try:
         with _command_line(arguments), _hydra_errors_raised():
             main()
@@ -130,7 +139,7 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
     config.check_inputs(cfg)
     from trinity_sync.launch import launcher
 
-    return launcher.run(cfg, run_dir, resume=_session.resume)
+    return launcher.run(cfg, run_dir, resume=_session.resume, until=_session.until)
 
 
 def _objective(run_dir: Path) -> float:

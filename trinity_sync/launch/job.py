@@ -47,6 +47,7 @@ class Job:
         self._recorder = setup.recorder
         self._use_gpu = setup.use_gpu
         self._stop = setup.stop
+        self._last_step = setup.last_step
         self._mirror = run_mirror(setup.cfg)
         self.actors = Actors(setup, self.worker)
 
@@ -130,7 +131,7 @@ class Job:
 
         cfg, actors = self._cfg, self.actors
         settings = LoopSettings(
-            steps=cfg.trainer.steps,
+            steps=self._last_step,
             first=self._start.step + 1,
             attempt=self._recorder.attempt,
             mode=cfg.sync.mode,

@@ -37,13 +37,21 @@ _MONITOR_LIMIT_S = 30.0
 """For the monitor's end. What it leaves after that is cleared by the next run in the folder."""
 
 
-def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: type[Job] | None = None) -> int:
+def run(
+    cfg: DictConfig,
+    run_dir: Path,
+    *,
+    resume: Resume | None = None,
+    until: int | None = None,
+    job: type[Job] | None = None,
+) -> int:
     """One run, from start to end.
 
     Args:
         cfg: composed and checked.
         run_dir: the run's folder.
         resume: go on in place, instead of starting in a new folder.
+        until: end after this step, as if it were the last; None: `trainer.steps`.
         job: builds and drives the run.
 
     Returns:
@@ -54,6 +62,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
         RunError: the run failed; the run's record says so too.
     """
     threads = _threads()
+    last_step = min(cfg.trainer.steps, until or cfg.trainer.steps)
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
@@ -65,16 +74,16 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
             look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)
-        recorder = _recorder(cfg, folder, start, threads)
+        recorder = _recorder(cfg, folder, start, threads, last_step)
         try:
             with recorder, deaths_told(recorder.fault):
-                _run(job or Job, cfg, folder, start, recorder, threads, stop)
+                _run(job or Job, cfg, folder, start, recorder, threads, last_step, stop)
         except KeyboardInterrupt:
             return 130
     return 0
 
 
-def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int) -> Recorder:
+def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, last_step: int) -> Recorder:
     from trinity_sync.report import write_report
     from trinity_sync.tracking.trackers import build_trackers
 
@@ -84,7 +93,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int) ->
         seed=cfg.seed,
         config_digest=config_digest(cfg),
         threads=threads,
-        total_steps=cfg.trainer.steps,
+        total_steps=last_step,
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
         config=plain(cfg),
@@ -114,6 +123,7 @@ def _run(
     start: Start,
     recorder: Recorder,
     threads: int,
+    last_step: int,
     stop: threading.Event | None,
 ) -> None:
     use_gpu = accelerator_count() > 0 or (cfg.cluster.address is not None and has_gpus(cfg.cluster.address))
@@ -140,6 +150,7 @@ def _run(
                 cluster=ray_cluster,
                 run_key=run_key,
                 use_gpu=use_gpu,
+                last_step=last_step,
                 stop=stop,
             )
             job = job_class(setup)

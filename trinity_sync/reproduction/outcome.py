@@ -15,7 +15,7 @@ from trinity_sync.tracking.summary import version_digests
 Number = int | float | None
 """A metric as JSON has it; None stands for what is not finite."""
 
-_MEASURED = ("timing/", "perf/", "samples/waited_s", "samples/ready")
+_MEASURED = ("timing/", "perf/", "mfu", "samples/waited_s", "samples/ready")
 """Metrics, by the beginning of their names, that tell of the machine and not of what was computed."""
 _OF_THE_LINE = ("attempt", "step", "time")
 

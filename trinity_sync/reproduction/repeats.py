@@ -1,5 +1,4 @@
-"""Where the result of one more run may lie, given that of a few repetitions: for runs that are not the same bit for bit.
-"""
+"""Where the end of one more run may lie, given those of a few: for runs that are not the same bit for bit."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _JUDGED = ("reward/mean", "loss")
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Where 95 % of further runs end, as the spread of a few tells (prediction interval of normal values, Student's t).
-    """
+    """Where 95 % of further runs end, as the spread of a few tells: prediction interval of normal values (Student)."""
 
     low: float
     high: float
