@@ -90,6 +90,15 @@ class Run:
         self.assert_what_is_saved_is_what_was_published(last=saved[-1])
         assert not self.events("fault")
 
+    def assert_reproduced(self, *arguments: str) -> None:
+        """Have `trinity-sync reproduce` repeat the run, and find the same."""
+        again = reproduce(self.folder, *arguments)
+        assert again.code == 0, again.output
+        result = json.loads((again.folder / "reproduction.json").read_text())
+        assert (result["equal"], result["versions"]) == (True, len(again.digests))
+        assert result["metrics"] >= 10 * len(again.lines("metrics.jsonl"))
+        assert again.digests == {step: self.digests[step] for step in again.digests}
+
     def assert_what_is_saved_is_what_was_published(self, last: int) -> None:
         kept = {step: manifest["digest"] for step, manifest in self.manifests.items() if step in self.digests}
         assert kept == {step: self.digests[step] for step in kept}
@@ -162,6 +171,13 @@ def launch(folder: Path, *overrides: str, small: bool = True) -> Run:
 def resume(folder: Path, *overrides: str) -> Run:
     """Run `trinity-sync resume` to its end."""
     return start(folder, "resume", str(folder), *overrides, command=["-m", "trinity_sync.cli"]).finish()
+
+
+def reproduce(folder: Path, *arguments: str) -> Run:
+    """Run `trinity-sync reproduce` to its end; what is returned is the repetition."""
+    again = folder.with_name(f"{folder.name}-again")
+    command = ["reproduce", str(folder), *arguments, f"hydra.run.dir={again}"]
+    return start(again, *command, command=["-m", "trinity_sync.cli"]).finish()
 
 
 def kill_at(started: Started, text: str, victim: Callable[[Started], int], signum: int = signal.SIGKILL) -> None:

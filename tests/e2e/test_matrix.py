@@ -53,3 +53,5 @@ def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     )
     run.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers)
     assert {2, 3} <= run.manifests.keys()
+    if (backend, mode, groups) not in PAIRWISE:
+        run.assert_reproduced()

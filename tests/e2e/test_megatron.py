@@ -39,6 +39,7 @@ def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     assert sorted(full) == [2, 3]
     assert {step: run.manifests[step]["digest"] for step in full} == {step: run.digests[step] for step in full}
     assert not run.events("fault")
+    run.assert_reproduced()
 
 
 def test_a_free_run_copies_versions_beside_the_next_step(tmp_path: Path) -> None:

@@ -73,6 +73,11 @@ def test_a_resume_is_a_new_attempt_of_the_same_run(uninterrupted: Run, resumed: 
     assert (steps[10], steps[11]) == (0, 1)
 
 
+def test_a_resumed_run_is_reproduced_as_one_whole(resumed: Run) -> None:
+    """Its first steps: the learning rate goes by all of them."""
+    resumed.assert_reproduced("--steps", "6")
+
+
 def test_a_completed_run_goes_on_with_more_steps_only(resumed: Run) -> None:
     again = resume(resumed.folder)
     assert again.code == 2
