@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import subprocess
@@ -174,6 +175,18 @@ def test_a_new_run_does_not_write_over_the_settings_of_an_old_one(launcher: Stan
     assert OmegaConf.load("here/.hydra/overrides.yaml") == ["seed=1"]
 
 
+@pytest.mark.parametrize("how", [["hydra.run.dir=here"], ["-m", "hydra.sweep.dir=.", "hydra.sweep.subdir=here"]])
+def test_a_folder_that_another_run_is_about_to_begin_in_is_left_alone(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: list[str]
+) -> None:
+    with RunFolder.open("here", resume=False):
+        before = contents(tmp_path)
+        assert start(*how, "seed=2") == 2
+        assert contents(tmp_path) == before
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/here is in use by process ")
+    assert launcher.calls == []
+
+
 # composition errors
 
 
@@ -256,9 +269,13 @@ def test_the_exit_code_of_a_sweep_is_made_of_those_of_its_jobs(launcher: StandIn
     assert start("-m", f"trainer.steps={values}") == code
 
 
-def test_a_sweep_over_an_unknown_option_starts_nothing(launcher: StandIn) -> None:
+def test_a_sweep_over_an_unknown_option_starts_and_writes_nothing(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert start("-m", "sync=memory,carrier-pigeon") == 2
+    assert capsys.readouterr().err.startswith("error: sync=carrier-pigeon is no option; ")
     assert launcher.calls == []
+    assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize("how", ["code", "exception"])
@@ -266,6 +283,50 @@ def test_an_interrupt_ends_the_whole_sweep(launcher: StandIn, how: str) -> None:
     launcher.behave = raising(KeyboardInterrupt()) if how == "exception" else lambda cfg: 130
     assert start("-m", "seed=1,2,3") == 130
     assert len(launcher.calls) == 1
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("again", "taken"),
+    [
+        (["hydra.sweep.dir=sweep", "hydra.sweep.subdir=${hydra:job.num}", "seed=1,2"], "sweep/0"),
+        (["hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "seed=5,1"], "sweep/1"),
+        (["hydra.sweep.dir=sweep/1", "seed=5,6"], "sweep/1"),
+        (["--config-dir=more", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "experiment=swept"], "sweep/1"),
+    ],
+)
+def test_a_sweep_into_the_folder_of_a_run_is_refused_before_anything_is_written(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], again: list[str], taken: str
+) -> None:
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    swept = "# @package _global_\nhydra: {sweeper: {params: {seed: '5,1'}}}\n"
+    (tmp_path / "more" / "experiment" / "swept.yaml").write_text(swept)
+    assert start("-m", "hydra.sweep.dir=sweep", "seed=1,2") == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert start("-m", *again) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/{taken} already holds a run, so nothing ")
+    assert contents(tmp_path) == before
+    assert len(launcher.calls) == 2
+
+
+def test_a_sweep_may_have_more_jobs_in_the_folder_of_another(launcher: StandIn) -> None:
+    where = ["hydra.sweep.dir=sweep", "hydra.sweep.subdir=seed-${seed}"]
+    assert start("-m", *where, "seed=1,2") == 0
+    assert start("-m", *where, "seed=3,4") == 0
+    assert len(launcher.calls) == 4
+
+
+def test_jobs_that_would_share_a_folder_are_refused_before_the_first_one_runs(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=lr-${trainer.lr}", "seed=1,2") == 2
+    assert f"jobs 0 and 1 of the sweep would both write into {tmp_path}/sweep/lr-" in capsys.readouterr().err
+    assert launcher.calls == []
+    assert contents(tmp_path) == {}
 
 
 def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Path) -> None:
@@ -287,8 +348,10 @@ def test_a_job_returns_its_reward_to_a_sweeper_that_looks_for_the_best(launcher:
     app.run_main(entry, ["seed=1", "hydra.run.dir=good"])
     launcher.behave = raising(RunError("early"))
     app.run_main(entry, ["seed=2", "hydra.run.dir=bad"])
+    launcher.behave = raising(ConfigError("good already holds a run"))
+    app.run_main(entry, ["seed=3", "hydra.run.dir=good"])
     assert returned[0] == 0.5
-    assert returned[1] != returned[1]
+    assert all(map(math.isnan, returned[1:]))
 
 
 # resume
@@ -337,9 +400,9 @@ def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
     folder = first_run("trainer.steps=10")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     assert cli.main(["resume", str(folder), mistake]) == 2
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
     assert len(launcher.calls) == 1
     assert capsys.readouterr().err.startswith("error: ")
 
@@ -363,14 +426,14 @@ def test_a_resume_that_cannot_see_what_was_committed_leaves_the_run_as_it_was(
 ) -> None:
     folder = first_run("trainer.steps=10")
     committed(folder, 2, 4)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 2
     said = capsys.readouterr().err
     assert "steps 2, 4 were committed" in said
     assert f"checkpoint.dir={folder}/checkpoints" in said
     assert "--from-scratch" in said
     assert len(launcher.calls) == 1
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
 
 
 REWARD = "task.reward._target_=my_rewards.mine"
