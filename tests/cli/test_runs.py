@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from trinity_sync import __version__, config
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import runs
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app
+from trinity_sync.launch import app, settings
 from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -39,11 +41,14 @@ class StandIn:
 
     calls: list[SimpleNamespace] = field(default_factory=list)
     behave: Callable[[Any], int] = lambda cfg: 0
+    refuses: bool = False
 
-    def run(self, cfg: Any, run_dir: Path, *, resume: Any = None) -> int:
+    def run(self, cfg: Any, run_dir: Path, *, resume: Any = None, settings: Any = None) -> int:
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, command=list(sys.argv)))
-        (run_dir / "run.json").write_text(json.dumps({"status": "running"}))
-        code = self.behave(cfg)
+        if resume is None:
+            (run_dir / "run.json").write_text(json.dumps({"status": "running"}))
+        with nullcontext() if self.refuses or settings is None else settings:
+            code = self.behave(cfg)
         (run_dir / "summary.json").write_text(json.dumps({"reward_last": 0.5}))
         return code
 
@@ -407,6 +412,53 @@ def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
     assert capsys.readouterr().err.startswith("error: ")
 
 
+@pytest.mark.parametrize("when", ["before it begins", "when it has begun"])
+def test_a_refused_resume_leaves_the_settings_of_the_run(launcher: StandIn, when: str) -> None:
+    folder = first_run("trainer.steps=10")
+    before = contents(folder / ".hydra")
+    launcher.refuses = when == "before it begins"
+    launcher.behave = raising(ConfigError("backend.ranks is 2, but there is one processor"))
+    assert cli.main(["resume", str(folder), "backend.ranks=2"]) == 2
+    assert contents(folder / ".hydra") == before
+    assert len(launcher.calls) == 2
+
+
+def test_a_resume_that_begins_has_saved_its_settings(launcher: StandIn) -> None:
+    folder = first_run("trainer.steps=10")
+    first = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+    saw: list[list[str]] = []
+    launcher.behave = lambda cfg: saw.append(saved(folder)) or 1
+    assert cli.main(["resume", str(folder), "seed=4"]) == 1
+    assert saw == [saved(folder)] == [["trainer.steps=10", "seed=4"]]
+    assert OmegaConf.load(folder / ".hydra" / "config.yaml") == config.compose(["trainer.steps=10", "seed=4"])
+    last = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+    assert {key for key in first if first._get_node(key) != last._get_node(key)} == {
+        "job",
+        "overrides",
+        "run",
+        "runtime",
+    }
+
+
+@pytest.mark.parametrize("name", ["hydra.yaml", "overrides.yaml", "config.yaml"])
+def test_a_resume_cut_off_while_it_saves_its_settings_has_the_next_one_show_them(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def cut(path: Path, text: str) -> None:
+        if path.name == name:
+            raise OSError(errno.EIO, "cut off")
+        path.write_text(text)
+
+    folder = first_run("seed=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(settings, "replace_file", cut)
+        assert cli.main(["resume", str(folder), "seed=2"]) == 1
+    assert f"{folder}/.hydra/{name} cannot be written: cut off" in capsys.readouterr().err
+    assert cli.main(["resume", str(folder)]) == 0
+    used = launcher.calls[-1].cfg.seed
+    assert capsys.readouterr().err == ("changed: seed: 1 -> 2\n" if used == 2 else "")
+
+
 def test_a_run_in_use_is_not_resumed(launcher: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     folder = first_run("trainer.steps=10")
     with RunFolder.open(folder, resume=True):
@@ -594,7 +646,7 @@ def test_how_to_insist_is_handed_on(launcher: StandIn) -> None:
     committed(folder, 4)
     assert cli.main(["resume", str(folder), "--from-scratch", "trainer.steps=20"]) == 0
     assert cli.main(["resume", "--skip-unreadable", str(folder), "trainer.steps=20"]) == 2
-    assert launcher.calls[1].resume == Resume(from_scratch=True)
+    assert launcher.calls[1].resume == Resume(from_scratch=True, started_in=Path.cwd())
     assert launcher.calls[1].cfg.trainer.steps == 20
     assert cli.main(["resume", str(folder), "--from-scratch", "--bogus"]) == 2
     assert len(launcher.calls) == 2
@@ -605,6 +657,55 @@ def test_a_run_in_a_folder_with_special_characters_is_resumed(launcher: StandIn,
     folder = first_run(folder=name)
     assert cli.main(["resume", name]) == 0
     assert launcher.calls[1].run_dir == folder
+
+
+def test_relative_paths_count_from_where_a_run_was_started(
+    launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("prompts.jsonl", "elsewhere/prompts.jsonl", "elsewhere/more.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "a", "answer": "b"}\n')
+    for name in ("model", "elsewhere/model", "elsewhere/org/name"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    folder = first_run(
+        "task=jsonl",
+        "task.path=prompts.jsonl",
+        "model=path",
+        "model.path=model",
+        "checkpoint.dir=store",
+        "checkpoint.mirror=copies",
+        "checkpoint.resume_from=other/global_step_2",
+    )
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for _ in range(2):
+        assert cli.main(["resume", str(folder)]) == 0
+        assert capsys.readouterr().err == ""
+        call = launcher.calls[-1]
+        assert call.resume.started_in == tmp_path
+        assert call.cfg.task.path == f"{tmp_path}/prompts.jsonl"
+        assert call.cfg.model.path == f"{tmp_path}/model"
+        assert (call.cfg.checkpoint.dir, call.cfg.checkpoint.mirror) == (f"{tmp_path}/store", f"{tmp_path}/copies")
+        assert OmegaConf.load(folder / ".hydra" / "config.yaml") == launcher.calls[0].cfg
+        assert OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert config.config_digest(call.cfg) == config.config_digest(launcher.calls[0].cfg)
+
+
+def test_paths_that_a_resume_is_given_count_from_where_it_is_given(
+    launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = first_run("trainer.steps=10")
+    (tmp_path / "else where").mkdir()
+    monkeypatch.chdir(tmp_path / "else where")
+    given = ["checkpoint.dir=store", "checkpoint.mirror=s3://bucket/x", "model=path", "model.path=org/name"]
+    assert cli.main(["resume", str(folder), *given, "checkpoint.mirror=copies"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume", str(folder)]) == 0
+    for call in launcher.calls[1:]:
+        assert call.cfg.checkpoint.dir == f"{tmp_path}/else where/store"
+        assert call.cfg.checkpoint.mirror == f"{tmp_path}/else where/copies"
+        assert call.cfg.model.path == "org/name"
 
 
 def test_a_job_of_a_sweep_is_resumed_as_one_run(launcher: StandIn) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.config import compose
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.tracking.record import read_record
 
@@ -32,3 +32,30 @@ def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(
         launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run")
     assert read_record(tmp_path / "run" / "run.json")["error"] == "what really happened"
     assert f"{lock} cannot be locked" in capsys.readouterr().err
+
+
+def test_settings_are_saved_when_the_record_has_begun_and_hear_of_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    @contextmanager
+    def settings() -> Iterator[None]:
+        seen.append(read_record(tmp_path / "run" / "run.json")["status"])
+        try:
+            yield
+        except ConfigError as error:
+            seen.append(error)
+            raise
+
+    refusal = ConfigError("too few processors")
+
+    @contextmanager
+    def refusing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        raise refusal
+        yield
+
+    monkeypatch.setattr(launcher, "cluster", refusing)
+    with pytest.raises(ConfigError):
+        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run", settings=settings())
+    assert seen == ["running", refusal]

@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync import config
 from trinity_sync.errors import TrinityError
 from trinity_sync.launch.resume import Resume
+from trinity_sync.launch.settings import changed_settings
 from trinity_sync.launch.sweeps import folder_problem
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
@@ -129,11 +130,15 @@ def job(cfg: DictConfig) -> float:
 
 
 def _launch(cfg: DictConfig, run_dir: Path) -> int:
-    config.check(cfg)
-    config.check_inputs(cfg)
+    resume = _session.resume
+    started_in = resume.started_in if resume else Path(HydraConfig.get().runtime.cwd)
+    used = config.anchored(cfg, started_in)
+    config.check(used)
+    config.check_inputs(used)
     from trinity_sync.launch import launcher
 
-    return launcher.run(cfg, run_dir, resume=_session.resume)
+    settings = changed_settings(run_dir, cfg, started_in) if resume else None
+    return launcher.run(used, run_dir, resume=resume, settings=settings)
 
 
 def _objective(run_dir: Path) -> float:
@@ -147,8 +152,8 @@ class RunHooks(Callback):
     """Hydra's callback, named in `conf/config.yaml`."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Keep Hydra from writing its files over those of a run that is there; the launcher then refuses the folder.
-        One in use is refused here.
+        """Keep Hydra from writing its files over those of a run that is there: the launcher refuses the folder, or
+        saves the settings of a resume once nothing speaks against it. A folder in use is refused here.
         """
         try:
             folder = Path(config.hydra.run.dir).absolute()
@@ -157,7 +162,7 @@ class RunHooks(Callback):
             return
         if owner := lock_owner(folder):
             _refuse(f"{folder} is in use by {owner}; stop that run or choose another folder by hydra.run.dir")
-        if _session.resume is None and holds_run(folder):
+        if holds_run(folder):
             OmegaConf.set_readonly(config.hydra, False)
             config.hydra.output_subdir = None
 

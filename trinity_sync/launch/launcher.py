@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -34,7 +35,14 @@ _MONITOR_LIMIT_S = 30.0
 """For the monitor's end. What it leaves after that is cleared by the next run in the folder."""
 
 
-def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: type[Job] | None = None) -> int:
+def run(
+    cfg: DictConfig,
+    run_dir: Path,
+    *,
+    resume: Resume | None = None,
+    job: type[Job] | None = None,
+    settings: AbstractContextManager[None] | None = None,
+) -> int:
     """One run, from start to end.
 
     Args:
@@ -42,6 +50,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
         run_dir: the run's folder.
         resume: go on in place, instead of starting in a new folder.
         job: builds and drives the run.
+        settings: entered once the run's record has begun, left when the run is over.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -65,7 +74,8 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
         peaks: dict[str, int] = {}
         with recorder:
             try:
-                _run(job or Job, cfg, folder, start, recorder, peaks, stop)
+                with settings or contextlib.nullcontext():
+                    _run(job or Job, cfg, folder, start, recorder, peaks, stop)
             except KeyboardInterrupt:
                 recorder.finish("interrupted", peak_memory=peaks)
                 return 130
