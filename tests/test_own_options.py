@@ -422,6 +422,27 @@ def test_a_label_that_is_not_the_options_own_is_refused(overrides: list[str], to
     assert refused(config.compose(overrides)) == told
 
 
+def test_a_class_of_ones_own_does_not_go_by_the_label_of_ours(rdma: Path, tiny: Path) -> None:
+    cfg = composed(rdma, "sync=rdma", "sync.mode=memory")
+    assert refused(cfg) == (
+        "sync.mode is memory, as events and reports call trinity_sync.sync.memory.MemoryMode, but sync._target_ is "
+        "of_mine.rdma.RdmaMode; give that a name of its own"
+    )
+    config.check(composed(tiny, "backend=tiny", "backend.strategy=fsdp2"))  # verl's name of the engine
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sync=rdma", "sync.mode=nccl"],
+        ["sync._target_=x.Y", "sync.mode=nccl"],
+        ["backend=tiny", "backend.strategy=megatron"],
+    ],
+)
+def test_a_class_of_ones_own_with_the_label_of_ours_is_not_taken_for_ours_in_a_resume(overrides: list[str]) -> None:
+    assert config.chosen_by_option(overrides) == overrides
+
+
 def test_an_option_without_a_class_is_refused(own: Path) -> None:
     write(own, "none", "", "sync/none", "defaults:\n  - /base/sync@_here_\n  - _self_\nmode: memory\n")
     assert refused(composed(own, "sync=none")) == (

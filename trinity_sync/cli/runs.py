@@ -73,7 +73,7 @@ def _resume(options: argparse.Namespace) -> int:
     """Go on with a run in its own folder.
 
     The settings are those of the run, composed again from the overrides it was started with, and then the new ones.
-    They are checked before Hydra writes them into the folder, so that a mistake leaves the run as it was.
+    They are checked, and then saved when the run's next attempt begins, so that a mistake leaves the run as it was.
     """
     from hydra.errors import HydraException
     from omegaconf import DictConfig, OmegaConf
@@ -86,7 +86,7 @@ def _resume(options: argparse.Namespace) -> int:
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
 
     folder = options.run.absolute()
-    overrides, config_name, config_dir = _read_invocation(folder)
+    overrides, config_name, config_dir, started_in = _read_invocation(folder)
     overrides = config.chosen_by_option(overrides)
     trusted: dict[str, Any] = {
         "config_name": config_name,
@@ -95,35 +95,36 @@ def _resume(options: argparse.Namespace) -> int:
         "where": folder,
     }
     try:
-        merged = merge_overrides(overrides, options.overrides)
-        config.check_search_path(merged, options.overrides, **trusted)
+        new = config.from_here(options.overrides, started_in)
+        config.check_search_path(merge_overrides(overrides, new), new, **trusted)
         old = without_foreign_keys(
             overrides,
-            options.overrides,
+            new,
             lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
         )
-        overrides = merge_overrides(old, options.overrides)
-        config.check_saved_targets(overrides, options.overrides, **trusted)
-        cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
+        overrides = merge_overrides(old, new)
+        config.check_saved_targets(overrides, new, **trusted)
+        composed = config.compose(overrides, config_name=config_name, config_dir=config_dir)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(app.explain(error)) from error
+    cfg = config.anchored(composed, started_in)
     config.check(cfg)
     config.check_inputs(cfg)
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
-    resume = Resume(from_scratch=options.from_scratch, skip_unreadable=options.skip_unreadable)
+    resume = Resume(options.from_scratch, options.skip_unreadable, started_in)
     checkpoints = checkpoint_folder(cfg, folder)
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     before = OmegaConf.load(folder / ".hydra" / "config.yaml")
     assert isinstance(before, DictConfig)
-    for difference in config.config_diff(before, cfg):
+    for difference in config.config_diff(before, composed):
         print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
     arguments = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={config_name}"]
     return start([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
 
 
-def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
-    """Read how a run was started: its overrides, the primary config, and the folder of further options.
+def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None, Path]:
+    """Read how a run was started: its overrides, the primary config, the folder of further options, and where.
 
     Raises:
         ConfigError: there is no run in the folder.
@@ -149,7 +150,8 @@ def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:
         extra = [Path(source.path) for source in sources if source.provider == "command-line"]
         of_hydra = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
         searched = [text for text in map(str, of_hydra or []) if text.startswith("hydra.searchpath=")]
-        return [*overrides, *searched], str(settings.job.config_name), extra[0] if extra else None
+        started_in = Path(settings.runtime.cwd)
+        return [*overrides, *searched], str(settings.job.config_name), extra[0] if extra else None, started_in
     except Exception as error:
         raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
 

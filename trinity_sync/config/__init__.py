@@ -13,6 +13,7 @@ from trinity_sync.config.composition import compose, conf_dir, dtype_name, plain
 from trinity_sync.config.lookup import build, load, load_class
 from trinity_sync.config.objects import typed
 from trinity_sync.config.options import TARGET, chosen_by_option
+from trinity_sync.config.places import anchored, from_here
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy, retention_policies
 from trinity_sync.config.saved import check_saved_target, check_saved_targets, check_search_path
@@ -28,6 +29,7 @@ __all__ = [
     "Difference",
     "Get",
     "Problem",
+    "anchored",
     "build",
     "build_policy",
     "build_task",
@@ -42,6 +44,7 @@ __all__ = [
     "config_diff",
     "config_digest",
     "dtype_name",
+    "from_here",
     "instantiate_target",
     "load",
     "load_class",

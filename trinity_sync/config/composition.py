@@ -40,7 +40,7 @@ def compose(
     overrides = list(overrides)
     if config_dir:
         search = [f"file://{config_dir.resolve()}", *search_path(overrides, config_name, config_dir)]
-        overrides = [text for text in overrides if _parse(text).get_key_element() != _SEARCH_PATH]
+        overrides = [text for text in overrides if parse(text).get_key_element() != _SEARCH_PATH]
         overrides.append(f"{_SEARCH_PATH}=[{','.join(map(quote, search))}]")
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
         return hydra_compose(config_name, overrides=overrides, return_hydra_config=hydra)
@@ -53,7 +53,7 @@ def search_path(overrides: Sequence[str], config_name: str, config_dir: Path | N
     Args:
         overrides, config_name, config_dir: as for `compose`.
     """
-    given = [override.value() for override in map(_parse, overrides) if override.get_key_element() == _SEARCH_PATH]
+    given = [override.value() for override in map(parse, overrides) if override.get_key_element() == _SEARCH_PATH]
     found: Any = given[0] if given else None
     if found is None:
         name = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
@@ -63,7 +63,12 @@ def search_path(overrides: Sequence[str], config_name: str, config_dir: Path | N
     return [str(place) for place in found] if isinstance(found, list | ListConfig) else []
 
 
-def _parse(override: str) -> Override:
+def parse(override: str) -> Override:
+    """Read an override as Hydra does.
+
+    Raises:
+        HydraException: it cannot be parsed.
+    """
     return OverridesParser.create().parse_override(override)
 
 

@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import threading
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +38,14 @@ _MONITOR_LIMIT_S = 30.0
 """For the monitor's end. What it leaves after that is cleared by the next run in the folder."""
 
 
-def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: type[Job] | None = None) -> int:
+def run(
+    cfg: DictConfig,
+    run_dir: Path,
+    *,
+    resume: Resume | None = None,
+    job: type[Job] | None = None,
+    settings: AbstractContextManager[None] | None = None,
+) -> int:
     """One run, from start to end.
 
     Args:
@@ -45,6 +53,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
         run_dir: the run's folder.
         resume: go on in place, instead of starting in a new folder.
         job: builds and drives the run.
+        settings: entered once the run's record has begun, left when the run is over.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -67,7 +76,7 @@ def run(cfg: DictConfig, run_dir: Path, *, resume: Resume | None = None, job: ty
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)
         recorder = _recorder(cfg, folder, start, threads)
         try:
-            with recorder, deaths_told(recorder.fault):
+            with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
                 _run(job or Job, cfg, folder, start, recorder, threads, stop)
         except KeyboardInterrupt:
             return 130

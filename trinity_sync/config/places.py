@@ -1,0 +1,67 @@
+"""Paths in a configuration. Relative ones count from the folder in which the run was started, also when it goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync.config.composition import parse, quote
+
+_RESUME_FROM = "checkpoint.resume_from"
+"""Counts in the digest as it is given, so that it is put together where it is read."""
+_PATHS = ("checkpoint.dir", "checkpoint.mirror", "model.path", "task.path")
+
+
+def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
+    """Return a configuration in which relative paths of a run are absolute where they would be looked for elsewhere.
+
+    Args:
+        cfg: composed; stays as it is.
+        folder: in which the run was started.
+    """
+    if folder.absolute() == Path.cwd():
+        return cfg
+    found = copy.deepcopy(cfg)
+    for key in _PATHS:
+        with suppress(OmegaConfBaseException):  # the checks tell it
+            value = OmegaConf.select(found, key)
+            if isinstance(value, str):
+                OmegaConf.update(found, key, _absolute(key, value, folder))
+    return found
+
+
+def from_here(overrides: Sequence[str], folder: Path) -> list[str]:
+    """Return overrides for a run that was started in another folder, with relative paths as they are meant here.
+
+    Args:
+        overrides: as the user has just given them.
+        folder: in which the run was started.
+
+    Raises:
+        HydraException: one cannot be parsed.
+    """
+    here = Path.cwd()
+    return list(overrides) if folder.absolute() == here else [_from(here, text) for text in overrides]
+
+
+def _from(here: Path, text: str) -> str:
+    override = parse(text)
+    name, value = override.get_key_element(), override.value()
+    key = name.lstrip("+")
+    if key not in (*_PATHS, _RESUME_FROM) or not isinstance(value, str) or "${" in value:
+        return text
+    place = _absolute(key, value, here)
+    return text if place == value else f"{name}={quote(place)}"
+
+
+def _absolute(key: str, value: str, folder: Path) -> str:
+    """What is no path stays: a URL, what a check refuses, and a model that is none in that folder but on the hub."""
+    if not value.strip() or value.startswith("~") or "://" in value:
+        return value
+    place = folder / value
+    return value if key == "model.path" and not place.exists() else str(place)
