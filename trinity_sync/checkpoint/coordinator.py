@@ -362,6 +362,8 @@ class CheckpointCoordinator:
     def _ended(self) -> list[BaseException]:
         """Wait for all; what was raised since the last call."""
         deadline = time.monotonic() + self._timeout_s
+        for save in self._saves.values():
+            save.work.hurry()
         for name, save in list(self._saves.items()):
             self._join(name, save, deadline)
         self._saves = {name: save for name, save in self._saves.items() if not save.ended.done()}
