@@ -88,23 +88,18 @@ def _resume(options: argparse.Namespace) -> int:
     folder = options.run.absolute()
     overrides, config_name, config_dir = _read_invocation(folder)
     overrides = config.chosen_by_option(overrides)
-    trusted: dict[str, Any] = {
-        "config_name": config_name,
-        "config_dir": config_dir,
-        "allowed": options.allow_target,
-        "where": folder,
-    }
+    trusted: dict[str, Any] = {"new": options.overrides, "allowed": options.allow_target, "where": folder}
     try:
-        merged = merge_overrides(overrides, options.overrides)
-        config.check_search_path(merged, options.overrides, **trusted)
-        old = without_foreign_keys(
-            overrides,
-            options.overrides,
-            lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
-        )
+        merge_overrides(overrides, options.overrides)
+        with config.only_trusted_places(**trusted):
+            old = without_foreign_keys(
+                overrides,
+                options.overrides,
+                lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
+            )
         overrides = merge_overrides(old, options.overrides)
-        config.check_saved_targets(overrides, options.overrides, **trusted)
-        cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
+        with config.only_trusted(overrides, **trusted):
+            cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError(app.explain(error)) from error
     config.check(cfg)
@@ -119,7 +114,8 @@ def _resume(options: argparse.Namespace) -> int:
     for difference in config.config_diff(before, cfg):
         print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
     arguments = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={config_name}"]
-    return start([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
+    with config.only_trusted(overrides, **trusted):  # Hydra composes it once more
+        return start([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
 
 
 def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None]:

@@ -15,7 +15,7 @@ from trinity_sync.config.objects import typed
 from trinity_sync.config.options import TARGET, chosen_by_option
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy, retention_policies
-from trinity_sync.config.saved import check_saved_target, check_saved_targets, check_search_path
+from trinity_sync.config.saved import check_saved_target, only_trusted, only_trusted_places
 from trinity_sync.config.schema import SCHEMA, Config, register
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target
 
@@ -34,8 +34,6 @@ __all__ = [
     "check",
     "check_inputs",
     "check_saved_target",
-    "check_saved_targets",
-    "check_search_path",
     "chosen_by_option",
     "compose",
     "conf_dir",
@@ -45,6 +43,8 @@ __all__ = [
     "instantiate_target",
     "load",
     "load_class",
+    "only_trusted",
+    "only_trusted_places",
     "plain",
     "quote",
     "register",
