@@ -111,6 +111,7 @@ def test_the_default_configuration_passes() -> None:
         ("checkpoint.mirror_keep=some", "same, all"),
         ("checkpoint.mirror_tries=0", "at least 1"),
         ("checkpoint.mirror_backoff_s=0", "more than 0"),
+        ("checkpoint.timeout_s=1e12", "at most 1000000000"),
         ("checkpoint.save_strategy=all", "unrestricted, single_node"),
         ("algorithm.samples_per_prompt=1", "at least 2"),
         ("algorithm.clip_ratio_high=0", "more than 0"),

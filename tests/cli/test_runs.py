@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 import launch
 import trinity_sync.launch
 from trinity_sync import __version__, config
+from trinity_sync.checkpoint.lock import locked
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import runs
 from trinity_sync.errors import ConfigError, RunError
@@ -371,6 +372,22 @@ def test_a_resume_that_cannot_see_what_was_committed_leaves_the_run_as_it_was(
     assert "--from-scratch" in said
     assert len(launcher.calls) == 1
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_checkpoints_of_another_run_are_not_taken_over_unasked(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"checkpoint.dir={tmp_path}/kept"
+    owner, foreign = first_run(place, folder="owner"), first_run(place, folder="foreign")
+    for run in (foreign, owner):
+        with locked(tmp_path / "kept", run):
+            pass
+    assert cli.main(["resume", str(foreign)]) == 2
+    assert f"the run in {owner} saves there" in capsys.readouterr().err
+    assert cli.main(["resume", str(owner)]) == 0
+    assert cli.main(["resume", str(foreign), place]) == 0
+    owner.rename("moved")
+    assert cli.main(["resume", "moved"]) == 0
 
 
 REWARD = "task.reward._target_=my_rewards.mine"

@@ -80,6 +80,7 @@ def _resume(options: argparse.Namespace) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from trinity_sync import config
+    from trinity_sync.checkpoint.lock import other_run
     from trinity_sync.launch import app
     from trinity_sync.launch.resume import Resume, committed_steps
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
@@ -108,6 +109,12 @@ def _resume(options: argparse.Namespace) -> int:
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
     resume = Resume(from_scratch=options.from_scratch, skip_unreadable=options.skip_unreadable)
     checkpoints = checkpoint_folder(cfg, folder)
+    given = any(text.lstrip("+").startswith("checkpoint.dir=") for text in options.overrides)
+    if not given and (other := other_run(checkpoints, folder)):
+        raise ConfigError(
+            f"checkpoint.dir is {checkpoints} in the saved settings of {folder}, but the run in {other} saves there; "
+            "where this one is to take it over, give checkpoint.dir=... again"
+        )
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     before = OmegaConf.load(folder / ".hydra" / "config.yaml")
     assert isinstance(before, DictConfig)
