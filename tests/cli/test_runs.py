@@ -333,7 +333,10 @@ def test_a_later_resume_replays_the_settings_of_an_earlier_one_and_they_do_not_p
     assert launcher.calls[3].cfg == config.compose(["sync=memory", "trainer.steps=30", "seed=4"])
 
 
-@pytest.mark.parametrize("mistake", ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed"])
+@pytest.mark.parametrize(
+    "mistake",
+    ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed", "hydra.sweeper.params={a: 1}"],
+)
 def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:

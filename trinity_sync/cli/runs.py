@@ -101,7 +101,7 @@ def _resume(options: argparse.Namespace) -> int:
         overrides = merge_overrides(old, options.overrides)
         with config.only_trusted(overrides, **trusted):
             cfg = config.compose(overrides, config_name=config_name, config_dir=config_dir)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException, ValueError, AttributeError) as error:
         raise ConfigError(app.explain(error)) from error
     config.check(cfg)
     config.check_inputs(cfg)
