@@ -307,6 +307,17 @@ def test_the_classes_of_our_options_may_be_named_by_saved_settings_and_their_nei
             config.check_saved_target(key, name, [], tmp_path)
 
 
+def test_a_function_with_arguments_filled_in_is_at_home_where_it_was_written(own: Path) -> None:
+    (own / "of_mine" / "judges.py").write_text(
+        "import os\nfrom functools import partial\nfrom trinity_sync.tasks.rewards import numeric_match\n"
+        "near = partial(numeric_match, tolerance=0.01)\nfar = partial(os.system, 'true')\n"
+    )
+    key = "task.reward._target_"
+    config.check_saved_target(key, "of_mine.judges.near", ["of_mine"], own)
+    with pytest.raises(ConfigError, match=r"of_mine\.judges\.far .* would be imported and run"):
+        config.check_saved_target(key, "of_mine.judges.far", ["of_mine"], own)
+
+
 def test_saved_policies_of_an_older_version_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     cfg = OmegaConf.create({"retention": {"policies": {"keep_for": {"seconds": "24h"}, "keep_all": {}}}})

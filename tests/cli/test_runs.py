@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 import launch
 import trinity_sync.launch
 from trinity_sync import __version__, config
+from trinity_sync.checkpoint.lock import locked
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import runs
 from trinity_sync.errors import ConfigError, RunError
@@ -400,7 +401,10 @@ def test_a_later_resume_replays_the_settings_of_an_earlier_one_and_they_do_not_p
     assert launcher.calls[3].cfg == config.compose(["sync=memory", "trainer.steps=30", "seed=4"])
 
 
-@pytest.mark.parametrize("mistake", ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed"])
+@pytest.mark.parametrize(
+    "mistake",
+    ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed", "hydra.sweeper.params={a: 1}"],
+)
 def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
@@ -488,6 +492,22 @@ def test_a_resume_that_cannot_see_what_was_committed_leaves_the_run_as_it_was(
     assert contents(folder) == before
 
 
+def test_the_checkpoints_of_another_run_are_not_taken_over_unasked(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"checkpoint.dir={tmp_path}/kept"
+    owner, foreign = first_run(place, folder="owner"), first_run(place, folder="foreign")
+    for run in (foreign, owner):
+        with locked(tmp_path / "kept", run):
+            pass
+    assert cli.main(["resume", str(foreign)]) == 2
+    assert f"the run in {owner} saves there" in capsys.readouterr().err
+    assert cli.main(["resume", str(owner)]) == 0
+    assert cli.main(["resume", str(foreign), place]) == 0
+    owner.rename("moved")
+    assert cli.main(["resume", "moved"]) == 0
+
+
 REWARD = "task.reward._target_=my_rewards.mine"
 
 
@@ -554,6 +574,9 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("+hydra.callbacks.evil='${oc.decode:\"{_target_: os.system}\"}'", "hydra.callbacks.evil is ${oc.decode:"),
         ("+hydra.callbacks.evil='${hydra.runtime.output_dir}'", "hydra.callbacks.evil is ${hydra.runtime.output_dir}"),
         ("+hydra.job.env_set.LD_PRELOAD=evil.so", "hydra.job.env_set.LD_PRELOAD is evil.so"),
+        ("hydra.mode=MULTIRUN", "hydra.mode is MULTIRUN"),
+        ("+backend.overrides.use_dist_checkpointing=true", "backend.overrides.use_dist_checkpointing=true"),
+        ("+backend.overrides={a: {fp8_quantizer_factory: os.system}}", "overrides.a.fp8_quantizer_factory=os.system"),
         ("hydra.overrides.task=['${oc.create:{_target_: os.system}}']", "hydra.overrides.task.0 is ${oc.create:"),
     ],
 )
@@ -606,6 +629,39 @@ def test_an_option_file_of_a_foreign_folder_is_looked_into(
         assert "task._target_ is os.system" in capsys.readouterr().err
 
 
+def test_what_runs_is_what_was_looked_into(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    file = tmp_path / "more" / "experiment" / "more.yaml"
+    file.write_text("# @package _global_\nseed: 11\n")
+    folder = first_run(f"--config-dir={tmp_path}/more", "experiment=more")
+    # as one can whose choice depends on the time of day
+    evil = "# @package _global_\nhydra:\n  callbacks:\n    evil:\n      _target_: my_evil.callback\n"
+    monkeypatch.setattr(config, "check_inputs", lambda cfg: file.write_text(evil))
+    assert cli.main(["resume", str(folder)]) == 2
+    assert "hydra.callbacks.evil._target_ is my_evil.callback in the saved settings" in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+def test_a_run_with_a_primary_config_of_ones_own_is_resumed(launcher: StandIn, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 11\n")
+    folder = first_run(f"--config-dir={tmp_path}/more", "--config-name=mine", "trainer.steps=10")
+    assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 0
+    assert [call.cfg.seed for call in launcher.calls] == [11, 11]
+
+
+def test_a_setting_that_cannot_be_resolved_any_more_is_given_anew(
+    launcher: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLACE", "/before")
+    folder = first_run("trainer.steps=10", "checkpoint.mirror=${oc.env:PLACE}")
+    monkeypatch.delenv("PLACE")
+    assert cli.main(["resume", str(folder), "checkpoint.mirror=null"]) == 0
+    assert capsys.readouterr().err == "changed: checkpoint.mirror: ${oc.env:PLACE} -> None\n"
+
+
 @pytest.mark.parametrize("scheme", ["pkg", "structured"])
 @pytest.mark.parametrize("place", ["option folder", "beside ours"])
 def test_a_primary_config_of_a_foreign_folder_has_no_package_imported(
@@ -622,7 +678,7 @@ def test_a_primary_config_of_a_foreign_folder_has_no_package_imported(
         source = {"path": str(tmp_path), "schema": "file", "provider": "command-line"}
         settings.hydra.runtime.config_sources.append(source)
     OmegaConf.save(settings, folder / ".hydra" / "hydra.yaml")
-    for arguments in ([], ["sync=nccl"], ["hydra.searchpath=[]"]):
+    for arguments in ([], ["sync=nccl"]):
         assert cli.main(["resume", str(folder), *arguments]) == 2
         said = capsys.readouterr().err
         assert "hydra.searchpath is my_rewards" in said

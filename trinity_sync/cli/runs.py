@@ -80,6 +80,7 @@ def _resume(options: argparse.Namespace) -> int:
     from omegaconf.errors import OmegaConfBaseException
 
     from trinity_sync import config
+    from trinity_sync.checkpoint.lock import other_run
     from trinity_sync.launch import app
     from trinity_sync.launch.resume import Resume, committed_steps
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
@@ -88,24 +89,20 @@ def _resume(options: argparse.Namespace) -> int:
     folder = options.run.absolute()
     overrides, config_name, config_dir, started_in = _read_invocation(folder)
     overrides = config.chosen_by_option(overrides)
-    trusted: dict[str, Any] = {
-        "config_name": config_name,
-        "config_dir": config_dir,
-        "allowed": options.allow_target,
-        "where": folder,
-    }
+    trusted: dict[str, Any] = {"allowed": options.allow_target, "where": folder}
     try:
         new = config.from_here(options.overrides, started_in)
-        config.check_search_path(merge_overrides(overrides, new), new, **trusted)
-        old = without_foreign_keys(
-            overrides,
-            new,
-            lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
-        )
+        merge_overrides(overrides, new)
+        with config.only_trusted_places(new, **trusted):
+            old = without_foreign_keys(
+                overrides,
+                new,
+                lambda choice: config.compose([choice], config_name=config_name, config_dir=config_dir),
+            )
         overrides = merge_overrides(old, new)
-        config.check_saved_targets(overrides, new, **trusted)
-        composed = config.compose(overrides, config_name=config_name, config_dir=config_dir)
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        with config.only_trusted(overrides, new, **trusted):
+            composed = config.compose(overrides, config_name=config_name, config_dir=config_dir)
+    except (HydraException, OmegaConfBaseException, ValueError, AttributeError) as error:
         raise ConfigError(app.explain(error)) from error
     cfg = config.anchored(composed, started_in)
     config.check(cfg)
@@ -114,13 +111,20 @@ def _resume(options: argparse.Namespace) -> int:
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
     resume = Resume(options.from_scratch, options.skip_unreadable, started_in)
     checkpoints = checkpoint_folder(cfg, folder)
+    given = any(text.lstrip("+").startswith("checkpoint.dir=") for text in options.overrides)
+    if not given and (other := other_run(checkpoints, folder)):
+        raise ConfigError(
+            f"checkpoint.dir is {checkpoints} in the saved settings of {folder}, but the run in {other} saves there; "
+            "where this one is to take it over, give checkpoint.dir=... again"
+        )
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
     before = OmegaConf.load(folder / ".hydra" / "config.yaml")
     assert isinstance(before, DictConfig)
     for difference in config.config_diff(before, composed):
         print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
     arguments = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={config_name}"]
-    return start([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
+    with config.only_trusted(overrides, new, **trusted):  # Hydra composes it once more
+        return start([*arguments, *([f"--config-dir={config_dir}"] if config_dir else [])], resume=resume)
 
 
 def _read_invocation(folder: Path) -> tuple[list[str], str, Path | None, Path]:

@@ -296,6 +296,11 @@ def _check_mirror(get: Get) -> Iterator[Problem]:
 
     if problem := place_problem(mirror):
         yield Problem("checkpoint.mirror", problem)
+    if "protocol" in get("checkpoint.mirror_options"):
+        yield Problem(
+            "checkpoint.mirror_options.protocol",
+            "would take the place of what checkpoint.mirror names; say it there, such as s3://bucket/run",
+        )
 
 
 def _check_folder(key: str, get: Get) -> Iterator[Problem]:
