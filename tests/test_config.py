@@ -111,6 +111,7 @@ def test_the_default_configuration_passes() -> None:
         ("checkpoint.mirror_keep=some", "same, all"),
         ("checkpoint.mirror_tries=0", "at least 1"),
         ("checkpoint.mirror_backoff_s=0", "more than 0"),
+        ("checkpoint.timeout_s=1e12", "at most 1000000000"),
         ("checkpoint.save_strategy=all", "unrestricted, single_node"),
         ("algorithm.samples_per_prompt=1", "at least 2"),
         ("algorithm.clip_ratio_high=0", "more than 0"),
@@ -142,6 +143,11 @@ def test_what_is_handed_on_to_others_takes_any_key(key: str) -> None:
         cfg = compose([override])
         check(cfg)
         assert OmegaConf.select(cfg, f"{key}.own_key") == 1
+
+
+def test_the_options_of_a_mirror_do_not_choose_another_place() -> None:
+    message = refused("checkpoint.mirror=/mnt/far", "checkpoint.mirror_options.protocol=memory")
+    assert message.startswith("checkpoint.mirror_options.protocol would take the place of")
 
 
 def test_all_problems_are_listed_at_once() -> None:
@@ -360,6 +366,12 @@ def test_a_task_is_built_from_plain_values() -> None:
     task = OmegaConf.to_container(compose(["task.digits=4"]).task, resolve=True)
     assert isinstance(task, dict)
     assert len(build_task(task, 0).prompts(1, 1)[0].answer) == 4
+
+
+def test_nothing_is_resolved_once_more_when_a_task_is_built() -> None:
+    text = f"${{oc.create:{{_target_: {__name__}.fail}}}}"
+    with pytest.raises(ConfigError, match=r"^task\.reward\.weight is \$\{oc\.create:.* cannot be handed to a task"):
+        build_task({"_target_": f"{__name__}.Judged", "reward": {"weight": text}}, 0)
 
 
 @pytest.mark.parametrize("task", ["jsonl", "pairs"])

@@ -307,6 +307,17 @@ def test_the_classes_of_our_options_may_be_named_by_saved_settings_and_their_nei
             config.check_saved_target(key, name, [], tmp_path)
 
 
+def test_a_function_with_arguments_filled_in_is_at_home_where_it_was_written(own: Path) -> None:
+    (own / "of_mine" / "judges.py").write_text(
+        "import os\nfrom functools import partial\nfrom trinity_sync.tasks.rewards import numeric_match\n"
+        "near = partial(numeric_match, tolerance=0.01)\nfar = partial(os.system, 'true')\n"
+    )
+    key = "task.reward._target_"
+    config.check_saved_target(key, "of_mine.judges.near", ["of_mine"], own)
+    with pytest.raises(ConfigError, match=r"of_mine\.judges\.far .* would be imported and run"):
+        config.check_saved_target(key, "of_mine.judges.far", ["of_mine"], own)
+
+
 def test_saved_policies_of_an_older_version_are_known_by_their_names(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     cfg = OmegaConf.create({"retention": {"policies": {"keep_for": {"seconds": "24h"}, "keep_all": {}}}})
@@ -420,6 +431,27 @@ def test_a_class_that_is_no_sync_mode_is_refused_with_its_key(
 )
 def test_a_label_that_is_not_the_options_own_is_refused(overrides: list[str], told: str) -> None:
     assert refused(config.compose(overrides)) == told
+
+
+def test_a_class_of_ones_own_does_not_go_by_the_label_of_ours(rdma: Path, tiny: Path) -> None:
+    cfg = composed(rdma, "sync=rdma", "sync.mode=memory")
+    assert refused(cfg) == (
+        "sync.mode is memory, as events and reports call trinity_sync.sync.memory.MemoryMode, but sync._target_ is "
+        "of_mine.rdma.RdmaMode; give that a name of its own"
+    )
+    config.check(composed(tiny, "backend=tiny", "backend.strategy=fsdp2"))  # verl's name of the engine
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["sync=rdma", "sync.mode=nccl"],
+        ["sync._target_=x.Y", "sync.mode=nccl"],
+        ["backend=tiny", "backend.strategy=megatron"],
+    ],
+)
+def test_a_class_of_ones_own_with_the_label_of_ours_is_not_taken_for_ours_in_a_resume(overrides: list[str]) -> None:
+    assert config.chosen_by_option(overrides) == overrides
 
 
 def test_an_option_without_a_class_is_refused(own: Path) -> None:

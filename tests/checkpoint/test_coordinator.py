@@ -96,6 +96,21 @@ def test_the_pieces_of_a_save_yield_until_somebody_waits_for_it(coordinator: Che
     assert policies == [os.SCHED_IDLE, os.sched_getscheduler(0)]
 
 
+def test_saves_that_are_waited_for_together_are_hurried_together(
+    coordinator: CheckpointCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hurried = threading.Event()
+
+    def write() -> list[Path]:
+        assert hurried.wait(LIMIT / 2)
+        return []
+
+    for name in ("model", "optimizer"):
+        coordinator.save_async(name, write, 22, True, part=name)
+    monkeypatch.setattr(coordinator._saves["optimizer"].work, "hurry", hurried.set)
+    coordinator.wait_all()
+
+
 def test_settling_hides_what_saves_failed_of_and_no_interrupt(
     monitor: Any, coordinator: CheckpointCoordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

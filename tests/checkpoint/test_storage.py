@@ -24,6 +24,9 @@ def test_places_that_can_be_named(place: str) -> None:
         ("file://far", "absolute path"),
         ("s4://bucket/far", "knows no s4://"),
         ("simplecache::s3://bucket/far", "chain"),
+        ("simplecache://far", "over another one"),
+        ("reference://far", "over another one"),
+        ("zip://far", "over another one"),
     ],
 )
 def test_places_that_cannot_are_refused_with_a_reason(place: str, text: str) -> None:

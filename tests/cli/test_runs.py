@@ -2,64 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hydra
 import pytest
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 import launch
-import trinity_sync.launch
+from tests.cli.stand_in import StandIn, standing_in
 from trinity_sync import __version__, config
+from trinity_sync.checkpoint.lock import locked
+from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
-from trinity_sync.cli import runs
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app
+from trinity_sync.launch import app, settings
 from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
 ROOT = Path(launch.__file__).parent
 
 
-@dataclass
-class StandIn:
-    """Takes the place of `trinity_sync.launch.launcher`: notes its calls and leaves the files that others look for."""
-
-    calls: list[SimpleNamespace] = field(default_factory=list)
-    behave: Callable[[Any], int] = lambda cfg: 0
-
-    def run(self, cfg: Any, run_dir: Path, *, resume: Any = None) -> int:
-        self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, command=list(sys.argv)))
-        (run_dir / "run.json").write_text(json.dumps({"status": "running"}))
-        code = self.behave(cfg)
-        (run_dir / "summary.json").write_text(json.dumps({"reward_last": 0.5}))
-        return code
-
-
 @pytest.fixture
 def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
-    stand_in = StandIn()
-    monkeypatch.setattr(trinity_sync.launch, "launcher", stand_in, raising=False)
-    monkeypatch.setitem(sys.modules, "trinity_sync.launch.launcher", stand_in)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
-    handlers, level = list(logging.root.handlers), logging.root.level
-    yield stand_in
-    for handler in [h for h in logging.root.handlers if h not in handlers]:
-        handler.close()
-    logging.root.handlers[:] = handlers
-    logging.root.setLevel(level)
+    with standing_in(StandIn(), tmp_path, monkeypatch) as stand_in:
+        yield stand_in
 
 
 def start(*arguments: str) -> int:
@@ -174,6 +151,18 @@ def test_a_new_run_does_not_write_over_the_settings_of_an_old_one(launcher: Stan
     assert OmegaConf.load("here/.hydra/overrides.yaml") == ["seed=1"]
 
 
+@pytest.mark.parametrize("how", [["hydra.run.dir=here"], ["-m", "hydra.sweep.dir=.", "hydra.sweep.subdir=here"]])
+def test_a_folder_that_another_run_is_about_to_begin_in_is_left_alone(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: list[str]
+) -> None:
+    with RunFolder.open("here", resume=False):
+        before = contents(tmp_path)
+        assert start(*how, "seed=2") == 2
+        assert contents(tmp_path) == before
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/here is in use by process ")
+    assert launcher.calls == []
+
+
 # composition errors
 
 
@@ -256,9 +245,13 @@ def test_the_exit_code_of_a_sweep_is_made_of_those_of_its_jobs(launcher: StandIn
     assert start("-m", f"trainer.steps={values}") == code
 
 
-def test_a_sweep_over_an_unknown_option_starts_nothing(launcher: StandIn) -> None:
+def test_a_sweep_over_an_unknown_option_starts_and_writes_nothing(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert start("-m", "sync=memory,carrier-pigeon") == 2
+    assert capsys.readouterr().err.startswith("error: sync=carrier-pigeon is no option; ")
     assert launcher.calls == []
+    assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize("how", ["code", "exception"])
@@ -266,6 +259,50 @@ def test_an_interrupt_ends_the_whole_sweep(launcher: StandIn, how: str) -> None:
     launcher.behave = raising(KeyboardInterrupt()) if how == "exception" else lambda cfg: 130
     assert start("-m", "seed=1,2,3") == 130
     assert len(launcher.calls) == 1
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("again", "taken"),
+    [
+        (["hydra.sweep.dir=sweep", "hydra.sweep.subdir=${hydra:job.num}", "seed=1,2"], "sweep/0"),
+        (["hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "seed=5,1"], "sweep/1"),
+        (["hydra.sweep.dir=sweep/1", "seed=5,6"], "sweep/1"),
+        (["--config-dir=more", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "experiment=swept"], "sweep/1"),
+    ],
+)
+def test_a_sweep_into_the_folder_of_a_run_is_refused_before_anything_is_written(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], again: list[str], taken: str
+) -> None:
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    swept = "# @package _global_\nhydra: {sweeper: {params: {seed: '5,1'}}}\n"
+    (tmp_path / "more" / "experiment" / "swept.yaml").write_text(swept)
+    assert start("-m", "hydra.sweep.dir=sweep", "seed=1,2") == 0
+    before = contents(tmp_path)
+    capsys.readouterr()
+    assert start("-m", *again) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/{taken} already holds a run, so nothing ")
+    assert contents(tmp_path) == before
+    assert len(launcher.calls) == 2
+
+
+def test_a_sweep_may_have_more_jobs_in_the_folder_of_another(launcher: StandIn) -> None:
+    where = ["hydra.sweep.dir=sweep", "hydra.sweep.subdir=seed-${seed}"]
+    assert start("-m", *where, "seed=1,2") == 0
+    assert start("-m", *where, "seed=3,4") == 0
+    assert len(launcher.calls) == 4
+
+
+def test_jobs_that_would_share_a_folder_are_refused_before_the_first_one_runs(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start("-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=lr-${trainer.lr}", "seed=1,2") == 2
+    assert f"jobs 0 and 1 of the sweep would both write into {tmp_path}/sweep/lr-" in capsys.readouterr().err
+    assert launcher.calls == []
+    assert contents(tmp_path) == {}
 
 
 def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Path) -> None:
@@ -287,8 +324,10 @@ def test_a_job_returns_its_reward_to_a_sweeper_that_looks_for_the_best(launcher:
     app.run_main(entry, ["seed=1", "hydra.run.dir=good"])
     launcher.behave = raising(RunError("early"))
     app.run_main(entry, ["seed=2", "hydra.run.dir=bad"])
+    launcher.behave = raising(ConfigError("good already holds a run"))
+    app.run_main(entry, ["seed=3", "hydra.run.dir=good"])
     assert returned[0] == 0.5
-    assert returned[1] != returned[1]
+    assert all(map(math.isnan, returned[1:]))
 
 
 # resume
@@ -332,16 +371,66 @@ def test_a_later_resume_replays_the_settings_of_an_earlier_one_and_they_do_not_p
     assert launcher.calls[3].cfg == config.compose(["sync=memory", "trainer.steps=30", "seed=4"])
 
 
-@pytest.mark.parametrize("mistake", ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed"])
+@pytest.mark.parametrize(
+    "mistake",
+    ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed", "hydra.sweeper.params={a: 1}"],
+)
 def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
     folder = first_run("trainer.steps=10")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     assert cli.main(["resume", str(folder), mistake]) == 2
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
     assert len(launcher.calls) == 1
     assert capsys.readouterr().err.startswith("error: ")
+
+
+@pytest.mark.parametrize("when", ["before it begins", "when it has begun"])
+def test_a_refused_resume_leaves_the_settings_of_the_run(launcher: StandIn, when: str) -> None:
+    folder = first_run("trainer.steps=10")
+    before = contents(folder / ".hydra")
+    launcher.refuses = when == "before it begins"
+    launcher.behave = raising(ConfigError("backend.ranks is 2, but there is one processor"))
+    assert cli.main(["resume", str(folder), "backend.ranks=2"]) == 2
+    assert contents(folder / ".hydra") == before
+    assert len(launcher.calls) == 2
+
+
+def test_a_resume_that_begins_has_saved_its_settings(launcher: StandIn) -> None:
+    folder = first_run("trainer.steps=10")
+    first = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+    saw: list[list[str]] = []
+    launcher.behave = lambda cfg: saw.append(saved(folder)) or 1
+    assert cli.main(["resume", str(folder), "seed=4"]) == 1
+    assert saw == [saved(folder)] == [["trainer.steps=10", "seed=4"]]
+    assert OmegaConf.load(folder / ".hydra" / "config.yaml") == config.compose(["trainer.steps=10", "seed=4"])
+    last = OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra
+    assert {key for key in first if first._get_node(key) != last._get_node(key)} == {
+        "job",
+        "overrides",
+        "run",
+        "runtime",
+    }
+
+
+@pytest.mark.parametrize("name", ["hydra.yaml", "overrides.yaml", "config.yaml"])
+def test_a_resume_cut_off_while_it_saves_its_settings_has_the_next_one_show_them(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def cut(path: Path, text: str) -> None:
+        if path.name == name:
+            raise OSError(errno.EIO, "cut off")
+        path.write_text(text)
+
+    folder = first_run("seed=1")
+    with monkeypatch.context() as patched:
+        patched.setattr(settings, "replace_file", cut)
+        assert cli.main(["resume", str(folder), "seed=2"]) == 1
+    assert f"{folder}/.hydra/{name} cannot be written: cut off" in capsys.readouterr().err
+    assert cli.main(["resume", str(folder)]) == 0
+    used = launcher.calls[-1].cfg.seed
+    assert capsys.readouterr().err == ("changed: seed: 1 -> 2\n" if used == 2 else "")
 
 
 def test_a_run_in_use_is_not_resumed(launcher: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,14 +452,30 @@ def test_a_resume_that_cannot_see_what_was_committed_leaves_the_run_as_it_was(
 ) -> None:
     folder = first_run("trainer.steps=10")
     committed(folder, 2, 4)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    before = contents(folder)
     assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 2
     said = capsys.readouterr().err
     assert "steps 2, 4 were committed" in said
     assert f"checkpoint.dir={folder}/checkpoints" in said
     assert "--from-scratch" in said
     assert len(launcher.calls) == 1
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
+
+
+def test_the_checkpoints_of_another_run_are_not_taken_over_unasked(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = f"checkpoint.dir={tmp_path}/kept"
+    owner, foreign = first_run(place, folder="owner"), first_run(place, folder="foreign")
+    for run in (foreign, owner):
+        with locked(tmp_path / "kept", run):
+            pass
+    assert cli.main(["resume", str(foreign)]) == 2
+    assert f"the run in {owner} saves there" in capsys.readouterr().err
+    assert cli.main(["resume", str(owner)]) == 0
+    assert cli.main(["resume", str(foreign), place]) == 0
+    owner.rename("moved")
+    assert cli.main(["resume", "moved"]) == 0
 
 
 REWARD = "task.reward._target_=my_rewards.mine"
@@ -439,6 +544,9 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("+hydra.callbacks.evil='${oc.decode:\"{_target_: os.system}\"}'", "hydra.callbacks.evil is ${oc.decode:"),
         ("+hydra.callbacks.evil='${hydra.runtime.output_dir}'", "hydra.callbacks.evil is ${hydra.runtime.output_dir}"),
         ("+hydra.job.env_set.LD_PRELOAD=evil.so", "hydra.job.env_set.LD_PRELOAD is evil.so"),
+        ("hydra.mode=MULTIRUN", "hydra.mode is MULTIRUN"),
+        ("+backend.overrides.use_dist_checkpointing=true", "backend.overrides.use_dist_checkpointing=true"),
+        ("+backend.overrides={a: {fp8_quantizer_factory: os.system}}", "overrides.a.fp8_quantizer_factory=os.system"),
         ("hydra.overrides.task=['${oc.create:{_target_: os.system}}']", "hydra.overrides.task.0 is ${oc.create:"),
     ],
 )
@@ -491,6 +599,39 @@ def test_an_option_file_of_a_foreign_folder_is_looked_into(
         assert "task._target_ is os.system" in capsys.readouterr().err
 
 
+def test_what_runs_is_what_was_looked_into(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    file = tmp_path / "more" / "experiment" / "more.yaml"
+    file.write_text("# @package _global_\nseed: 11\n")
+    folder = first_run(f"--config-dir={tmp_path}/more", "experiment=more")
+    # as one can whose choice depends on the time of day
+    evil = "# @package _global_\nhydra:\n  callbacks:\n    evil:\n      _target_: my_evil.callback\n"
+    monkeypatch.setattr(config, "check_inputs", lambda cfg: file.write_text(evil))
+    assert cli.main(["resume", str(folder)]) == 2
+    assert "hydra.callbacks.evil._target_ is my_evil.callback in the saved settings" in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+def test_a_run_with_a_primary_config_of_ones_own_is_resumed(launcher: StandIn, tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 11\n")
+    folder = first_run(f"--config-dir={tmp_path}/more", "--config-name=mine", "trainer.steps=10")
+    assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 0
+    assert [call.cfg.seed for call in launcher.calls] == [11, 11]
+
+
+def test_a_setting_that_cannot_be_resolved_any_more_is_given_anew(
+    launcher: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PLACE", "/before")
+    folder = first_run("trainer.steps=10", "checkpoint.mirror=${oc.env:PLACE}")
+    monkeypatch.delenv("PLACE")
+    assert cli.main(["resume", str(folder), "checkpoint.mirror=null"]) == 0
+    assert capsys.readouterr().err == "changed: checkpoint.mirror: ${oc.env:PLACE} -> None\n"
+
+
 @pytest.mark.parametrize("scheme", ["pkg", "structured"])
 @pytest.mark.parametrize("place", ["option folder", "beside ours"])
 def test_a_primary_config_of_a_foreign_folder_has_no_package_imported(
@@ -507,7 +648,7 @@ def test_a_primary_config_of_a_foreign_folder_has_no_package_imported(
         source = {"path": str(tmp_path), "schema": "file", "provider": "command-line"}
         settings.hydra.runtime.config_sources.append(source)
     OmegaConf.save(settings, folder / ".hydra" / "hydra.yaml")
-    for arguments in ([], ["sync=nccl"], ["hydra.searchpath=[]"]):
+    for arguments in ([], ["sync=nccl"]):
         assert cli.main(["resume", str(folder), *arguments]) == 2
         said = capsys.readouterr().err
         assert "hydra.searchpath is my_rewards" in said
@@ -531,7 +672,7 @@ def test_how_to_insist_is_handed_on(launcher: StandIn) -> None:
     committed(folder, 4)
     assert cli.main(["resume", str(folder), "--from-scratch", "trainer.steps=20"]) == 0
     assert cli.main(["resume", "--skip-unreadable", str(folder), "trainer.steps=20"]) == 2
-    assert launcher.calls[1].resume == Resume(from_scratch=True)
+    assert launcher.calls[1].resume == Resume(from_scratch=True, started_in=Path.cwd())
     assert launcher.calls[1].cfg.trainer.steps == 20
     assert cli.main(["resume", str(folder), "--from-scratch", "--bogus"]) == 2
     assert len(launcher.calls) == 2
@@ -542,6 +683,55 @@ def test_a_run_in_a_folder_with_special_characters_is_resumed(launcher: StandIn,
     folder = first_run(folder=name)
     assert cli.main(["resume", name]) == 0
     assert launcher.calls[1].run_dir == folder
+
+
+def test_relative_paths_count_from_where_a_run_was_started(
+    launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("prompts.jsonl", "elsewhere/prompts.jsonl", "elsewhere/more.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"prompt": "a", "answer": "b"}\n')
+    for name in ("model", "elsewhere/model", "elsewhere/org/name"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text("{}")
+    folder = first_run(
+        "task=jsonl",
+        "task.path=prompts.jsonl",
+        "model=path",
+        "model.path=model",
+        "checkpoint.dir=store",
+        "checkpoint.mirror=copies",
+        "checkpoint.resume_from=other/global_step_2",
+    )
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for _ in range(2):
+        assert cli.main(["resume", str(folder)]) == 0
+        assert capsys.readouterr().err == ""
+        call = launcher.calls[-1]
+        assert call.resume.started_in == tmp_path
+        assert call.cfg.task.path == f"{tmp_path}/prompts.jsonl"
+        assert call.cfg.model.path == f"{tmp_path}/model"
+        assert (call.cfg.checkpoint.dir, call.cfg.checkpoint.mirror) == (f"{tmp_path}/store", f"{tmp_path}/copies")
+        assert OmegaConf.load(folder / ".hydra" / "config.yaml") == launcher.calls[0].cfg
+        assert OmegaConf.load(folder / ".hydra" / "hydra.yaml").hydra.runtime.cwd == str(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert config.config_digest(call.cfg) == config.config_digest(launcher.calls[0].cfg)
+
+
+def test_paths_that_a_resume_is_given_count_from_where_it_is_given(
+    launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = first_run("trainer.steps=10")
+    (tmp_path / "else where").mkdir()
+    monkeypatch.chdir(tmp_path / "else where")
+    given = ["checkpoint.dir=store", "checkpoint.mirror=s3://bucket/x", "model=path", "model.path=org/name"]
+    assert cli.main(["resume", str(folder), *given, "checkpoint.mirror=copies"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume", str(folder)]) == 0
+    for call in launcher.calls[1:]:
+        assert call.cfg.checkpoint.dir == f"{tmp_path}/else where/store"
+        assert call.cfg.checkpoint.mirror == f"{tmp_path}/else where/copies"
+        assert call.cfg.model.path == "org/name"
 
 
 def test_a_job_of_a_sweep_is_resumed_as_one_run(launcher: StandIn) -> None:
@@ -594,14 +784,18 @@ def test_what_is_no_run_cannot_be_resumed(
 def test_a_new_override_takes_the_place_of_the_one_it_replaces(
     old: list[str], new: list[str], merged: list[str]
 ) -> None:
-    assert runs.merge_overrides(old, new) == merged
+    assert invocation.merge_overrides(old, new) == merged
 
 
 def test_keys_that_only_the_option_before_had_go_with_it() -> None:
     old = ["backend=megatron", "backend.tp=2", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
-    kept = runs.without_foreign_keys(old, ["backend=fsdp2", "trainer.steps=9"], lambda choice: config.compose([choice]))
+
+    def compose(choice: str) -> DictConfig:
+        return config.compose([choice])
+
+    kept = invocation.without_foreign_keys(old, ["backend=fsdp2", "trainer.steps=9"], compose)
     assert kept == ["backend=megatron", "backend.ranks=4", "+backend.overrides.x=1", "sync.slots=3"]
-    assert runs.without_foreign_keys(old, ["trainer.steps=9"], lambda choice: config.compose([choice])) == old
+    assert invocation.without_foreign_keys(old, ["trainer.steps=9"], compose) == old
 
 
 # the command line

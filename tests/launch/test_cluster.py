@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray.exceptions import AuthenticationError
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import cluster as module
@@ -218,6 +219,30 @@ def test_an_address_without_a_cluster_is_a_mistake_in_the_configuration(
     assert dict(os.environ) == before
 
 
+@pytest.mark.parametrize("how", ["none was found", "a wrong one"])
+def test_a_cluster_that_refuses_the_token_is_not_called_a_missing_one(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: Any) -> None:
+        """As Ray 2.60 tells of a token."""
+        if how == "none was found":
+            raise AuthenticationError("no authentication token was found")
+        try:
+            raise RuntimeError(
+                "Failed to connect to GCS. Last connection error: ... AuthenticationError: InvalidAuthToken"
+            )
+        except RuntimeError as error:
+            raise ConnectionError("Failed to connect to Ray cluster") from error
+
+    monkeypatch.setattr(ray, "init", init)
+    joining = cluster(settings(address="auto"), namespace="run-3", cpus=1, env={})
+    with (
+        pytest.raises(ConfigError, match=r"^cluster\.address=auto: .* token; set RAY_AUTH_MODE=token, .*PATH to"),
+        joining,
+    ):
+        pass
+
+
 def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path) -> None:
     deep = root / ("d" * 100)
     deep.mkdir()
@@ -278,8 +303,8 @@ def test_a_sigterm_while_ray_starts_interrupts(
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def struck(root: Path, blow: str, work: str) -> subprocess.CompletedProcess[str]:
-    """A program whose raylet gets a signal, in a process of its own: what came of it."""
+def struck(root: Path, blow: str, work: str, victim: str = "raylet") -> subprocess.CompletedProcess[str]:
+    """A program of whose Ray a process gets a signal, in a process of its own: what came of it."""
     program = f"""
 import signal
 from types import SimpleNamespace
@@ -290,9 +315,9 @@ ray_end._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
 settings = SimpleNamespace(
     address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
 )
-with module.cluster(settings, namespace="run-1", cpus=1, env={{}}):
-    raylet = next(process for process in psutil.Process().children() if process.name() == "raylet")
-    raylet.send_signal(signal.{blow})
+with module.cluster(settings, namespace="run-1", cpus=1, env={{}}, lost=lambda error: print("recorded:", error)):
+    victim = next(process for process in psutil.Process().children() if process.name() == {victim!r})
+    victim.send_signal(signal.{blow})
     {work}
 print("the end")
 """
@@ -312,15 +337,26 @@ print("the end")
     return done
 
 
-def test_a_raylet_that_stands_still_ends_the_run_and_is_named(root: Path) -> None:
-    done = struck(root, "SIGSTOP", 'ray.put(b"x" * 10_000_000)')
+@pytest.mark.parametrize(
+    ("victim", "work", "why"),
+    [
+        ("raylet", 'ray.put(b"x" * 10_000_000)', "Ray has given up this node"),
+        ("gcs_server", "while True: ray.nodes()", "Ray's GCS has not answered for 2.4 s"),
+    ],
+)
+def test_what_stands_still_of_ray_ends_the_run_and_is_named_and_recorded(
+    root: Path, victim: str, work: str, why: str
+) -> None:
+    done = struck(root, "SIGSTOP", work, victim)
     assert done.returncode == 1
-    [said] = re.findall("^error: .*", done.stderr, re.MULTILINE)
-    assert said.startswith("error: Ray has given up this node")
+    [said] = re.findall("^error: (.*)", done.stderr, re.MULTILINE)
+    assert said.startswith(why)
+    assert f"recorded: {said}\n" in done.stdout
 
 
-def test_a_raylet_that_stands_still_does_not_keep_a_run_from_its_end(root: Path) -> None:
-    done = struck(root, "SIGSTOP", "pass")
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_what_stands_still_of_ray_does_not_keep_a_run_from_its_end(root: Path, victim: str) -> None:
+    done = struck(root, "SIGSTOP", "pass", victim)
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
 
 

@@ -135,3 +135,30 @@ def test_threads_may_be_left_open(threads: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert run(tmp_path, monkeypatch, lambda job: None, lambda **_: None) == 0
     assert read_record(tmp_path / "run.json")["threads"] == int(threads.strip() or "1")
+
+
+def test_settings_are_saved_when_the_record_has_begun_and_hear_of_a_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    @contextmanager
+    def settings() -> Iterator[None]:
+        seen.append(read_record(tmp_path / "run" / "run.json")["status"])
+        try:
+            yield
+        except ConfigError as error:
+            seen.append(error)
+            raise
+
+    refusal = ConfigError("too few processors")
+
+    @contextmanager
+    def refusing(*args: Any, **kwargs: Any) -> Iterator[None]:
+        raise refusal
+        yield
+
+    monkeypatch.setattr(launcher, "cluster", refusing)
+    with pytest.raises(ConfigError):
+        launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path / "run", settings=settings())
+    assert seen == ["running", refusal]

@@ -8,8 +8,11 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +26,11 @@ from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
+from trinity_sync.launch.actors import Actors
 from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.start import Start, look_before_resume
 from trinity_sync.protocol.parts import FULL
+from trinity_sync.tracking.run_folder import RunFolder
 
 
 def config(*overrides: str) -> Any:
@@ -272,6 +277,12 @@ def test_a_first_look_writes_nothing(tmp_path: Path) -> None:
     look_before_resume(config(), tmp_path / "fresh", Resume(), [])
 
 
+@contextmanager
+def settings(entered: list[bool]) -> Iterator[None]:
+    entered.append(True)
+    yield
+
+
 def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -280,8 +291,10 @@ def test_a_refused_resume_cuts_and_renames_nothing(tmp_path: Path) -> None:
     (run / "events.jsonl").write_text('{"event": "commit", "step": 20, "kind": "full"}\n')
     saved(run / "checkpoints", 10)
     unreadable(saved(run / "checkpoints", 20) / "actor" / "model_world_size_2_rank_0.pt")
+    entered: list[bool] = []
     with pytest.raises(ConfigError, match="cannot be read now"):
-        launcher.run(config(), run, resume=Resume())
+        launcher.run(config(), run, resume=Resume(), settings=settings(entered))
+    assert entered == []
     assert (run / "metrics.jsonl").read_text() == '{"step": 15}\n'
     assert [info.step for info in catalog.scan(run / "checkpoints")] == [10, 20]
 
@@ -322,6 +335,37 @@ def test_a_new_run_may_go_on_from_a_checkpoint_of_another_run(tmp_path: Path) ->
     folder = saved(tmp_path / "other", 10)
     start = Start.find(config(f"checkpoint.resume_from={folder}"), tmp_path / "own", resume=None)
     assert start == Start(10, False, tmp_path / "own", folder)
+
+
+def test_a_run_that_begins_again_finds_the_checkpoint_of_another_from_where_it_was_started(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "other", 10)
+    cfg, own = config("checkpoint.resume_from=other/global_step_10"), tmp_path / "own"
+    assert Start.find(cfg, own, resume=Resume(started_in=tmp_path)) == Start(10, True, own, folder)
+
+
+@pytest.mark.parametrize(
+    ("begins_with", "seeds"), [(None, [0, 5]), ("run/checkpoints/global_step_2", [0]), ("other/global_step_2", [0, 5])]
+)
+def test_a_run_that_does_not_go_on_makes_its_model_anew(
+    tmp_path: Path, begins_with: str | None, seeds: list[int]
+) -> None:
+    made: list[int] = []
+
+    def make_model(architecture: dict[str, object], seed: int, folder: str) -> None:
+        Path(folder).mkdir()
+        (Path(folder) / "config.json").touch()
+        made.append(seed)
+
+    def begin(cfg: Any, start: Start) -> None:
+        actors = Actors(cfg, folder, start, *[None] * 3, False)  # type: ignore[arg-type]
+        actors.trainer = SimpleNamespace(make_model=make_model)  # type: ignore[assignment]
+        actors._make_model()
+
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with RunFolder.open(tmp_path / "run", resume=False) as folder:
+        begin(config(), Start(0, False, checkpoints, None))
+        begin(config("seed=5"), Start(0, True, checkpoints, tmp_path / begins_with if begins_with else None))
+    assert made == seeds
 
 
 @pytest.mark.parametrize(("version", "backend"), [(1, "fsdp"), (2, "fsdp2")])

@@ -185,8 +185,7 @@ class CheckpointCoordinator:
             the first error of the background saves since the last call; the others are added to it as notes.
             WaitTimeout: a save does not end.
         """
-        errors = self._ended()
-        if errors:
+        if errors := self._ended():
             for other in errors[1:]:
                 errors[0].add_note(f"another background save failed as well: {described(other)}")
             raise errors[0]
@@ -233,9 +232,8 @@ class CheckpointCoordinator:
         return self._ask_facts()["fsync"]
 
     def is_saved(self, part: str, global_step: int) -> bool:
-        """Whether the part is in: committed, or about to be. To save it again changes nothing: `save_async` and
-        `save_sync` with `queues` then write nothing. Saves with collective barriers agree on it first, and report the
-        part all the same.
+        """Whether the part is in: committed, or about to be. `save_async` and `save_sync` with `queues` then write
+        nothing. Saves with collective barriers agree on it first, and report it all the same.
         """
         return self._answered(self._monitor.has_part(global_step, part, attempt=self._attempt))
 
@@ -362,6 +360,8 @@ class CheckpointCoordinator:
     def _ended(self) -> list[BaseException]:
         """Wait for all; what was raised since the last call."""
         deadline = time.monotonic() + self._timeout_s
+        for save in self._saves.values():
+            save.work.hurry()
         for name, save in list(self._saves.items()):
             self._join(name, save, deadline)
         self._saves = {name: save for name, save in self._saves.items() if not save.ended.done()}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator
@@ -74,6 +75,16 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
 def writer_of(root: Path) -> str | None:
     """Return what tells the run that writes in the folder, or did last, from all others; None: none did."""
     return _read(root / _LOCK) or None
+
+
+def other_run(root: Path, run: Path) -> Path | None:
+    """Return the folder of another run that is there and was the last to write in the folder; None: none was."""
+    found = re.match(r"the run in (.*) \(", writer_of(root) or "")
+    other = Path(found[1]) if found else run
+    try:
+        return None if not (other / "run.json").is_file() or other.samefile(run) else other
+    except OSError:
+        return None
 
 
 def has_no_monitor(root: Path, timeout_s: float) -> bool:

@@ -5,9 +5,9 @@ goes on with them, and for `reproduce`, which begins again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
@@ -77,42 +77,64 @@ class Invocation:
         """The same with other overrides."""
         return replace(self, overrides=tuple(overrides))
 
-    def recompose(self, new: Sequence[str], allowed: Sequence[str]) -> tuple[list[str], DictConfig]:
+    def recompose(self, new: Sequence[str], allowed: Sequence[str]) -> Recomposed:
         """Compose the settings again, with new overrides after the old ones.
 
         Args:
             new: as the user has just given them; relative paths in them count from here.
             allowed: packages of which the saved settings may name classes.
 
-        Returns:
-            All overrides, and the configuration that they make, with relative paths as they are.
-
         Raises:
             ConfigError: a setting is wrong or is none any more, or names what may not be run.
         """
-        trusted: dict[str, Any] = {
-            "config_name": self.config_name,
-            "config_dir": self.config_dir,
-            "allowed": allowed,
-            "where": self.place,
-        }
         saved = config.chosen_by_option(self.overrides)
         try:
             new = config.from_here(new, self.started_in)
-            config.check_search_path(merge_overrides(saved, new), new, **trusted)
-            overrides = merge_overrides(without_foreign_keys(saved, new, lambda choice: self._compose([choice])), new)
-            config.check_saved_targets(overrides, new, **trusted)
-            return overrides, self._compose(overrides)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            merge_overrides(saved, new)
+            with config.only_trusted_places(new, allowed=allowed, where=self.place):
+                overrides = without_foreign_keys(saved, new, lambda choice: self._compose([choice]))
+            overrides = merge_overrides(overrides, new)
+            with config.only_trusted(overrides, new, allowed=allowed, where=self.place):
+                cfg = self._compose(overrides)
+        except (HydraException, OmegaConfBaseException, ValueError, AttributeError) as error:
             raise ConfigError(explain(error)) from error
-
-    def command_line(self, overrides: Sequence[str], folder: Path) -> list[str]:
-        """Return what has Hydra compose the same, for a run in a folder."""
-        line = [*overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={self.config_name}"]
-        return [*line, *([f"--config-dir={self.config_dir}"] if self.config_dir else [])]
+        return Recomposed(invocation=self.of(overrides), new=tuple(new), allowed=tuple(allowed), cfg=cfg)
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         return config.compose(overrides, config_name=self.config_name, config_dir=self.config_dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomposed:
+    """Settings that were composed again.
+
+    Attributes:
+        invocation: with all overrides, the old and the new ones.
+        new: overrides that the user has just given.
+        allowed: packages of which the saved settings may name classes.
+        cfg: what they make, with relative paths as they are.
+    """
+
+    invocation: Invocation
+    new: tuple[str, ...]
+    allowed: tuple[str, ...]
+    cfg: DictConfig
+
+    def also(self, new: Sequence[str]) -> Recomposed:
+        """Compose them once more, with further new overrides; errors as of `Invocation.recompose`."""
+        return self.invocation.recompose([*self.new, *new], self.allowed)
+
+    def command_line(self, folder: Path) -> list[str]:
+        """Return what has Hydra compose the same, for a run in a folder."""
+        name, options = self.invocation.config_name, self.invocation.config_dir
+        line = [*self.invocation.overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={name}"]
+        return [*line, *([f"--config-dir={options}"] if options else [])]
+
+    def only_trusted(self) -> AbstractContextManager[None]:
+        """Inside, Hydra refuses to compose what names anything to be run that may not be."""
+        return config.only_trusted(
+            self.invocation.overrides, self.new, allowed=self.allowed, where=self.invocation.place
+        )
 
 
 def without_foreign_keys(old: Sequence[str], new: Sequence[str], compose: Callable[[str], DictConfig]) -> list[str]:

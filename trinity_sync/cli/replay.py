@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
-from trinity_sync.cli.invocation import Invocation, merge_overrides
+from trinity_sync.cli.invocation import Invocation, Recomposed, merge_overrides
 from trinity_sync.config.comparison import ABSENT, LOCATIONS, NAMED_BY_PATH
 from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.outcome import Outcome
@@ -48,16 +48,19 @@ class Replay:
     """Settings of the repetition.
 
     Attributes:
-        overrides: that make them.
-        cfg: the settings.
+        recomposed: all of them.
         left_out: overrides that said where the run lived.
         changed: settings that differ from the run's.
     """
 
-    overrides: list[str]
-    cfg: DictConfig
+    recomposed: Recomposed
     left_out: list[str]
     changed: list[config.Difference]
+
+    @property
+    def cfg(self) -> DictConfig:
+        """All settings."""
+        return self.recomposed.cfg
 
 
 def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay:
@@ -74,12 +77,12 @@ def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay
     invocation = source.invocation
     kept, left_out = split_places(invocation.overrides)
     saved = config.anchored(without_places(source.config), invocation.started_in)
-    overrides, today = invocation.of(kept).recompose((), allowed)
-    pinned = merge_overrides(overrides, [*_pins(saved, today, source.place), *_no_places(today)])
-    overrides, cfg = invocation.of(pinned).recompose(new, allowed)
-    _check_digest(source, cfg)
-    changed = [one for one in config.config_diff(saved, cfg) if not _is_place(one.key)]
-    return Replay(overrides=overrides, cfg=cfg, left_out=left_out, changed=changed)
+    today = invocation.of(kept).recompose((), allowed)
+    pins = [*_pins(saved, today.cfg, source.place), *_no_places(today.cfg)]
+    recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(new, allowed)
+    _check_digest(source, recomposed.cfg)
+    changed = [one for one in config.config_diff(saved, recomposed.cfg) if not _is_place(one.key)]
+    return Replay(recomposed=recomposed, left_out=left_out, changed=changed)
 
 
 def split_places(overrides: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -16,6 +16,7 @@ from trinity_sync.cli.runs import ALLOW_TARGET_HELP
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
+    from trinity_sync.cli.invocation import Recomposed
     from trinity_sync.cli.replay import Replay, Source
     from trinity_sync.reproduction.environment import Differs
     from trinity_sync.reproduction.outcome import Comparison, Outcome, Unequal
@@ -250,10 +251,11 @@ def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
 # --------------------------------------------------------------------------------------------------------------------
 
 
-def _run(source: Source, overrides: Sequence[str], folder: Path, steps: int) -> int:
+def _run(settings: Recomposed, folder: Path, steps: int) -> int:
     from trinity_sync.cli.runs import start
 
-    return start(source.invocation.command_line(overrides, folder), until=steps)
+    with settings.only_trusted():  # Hydra composes it once more
+        return start(settings.command_line(folder), until=steps)
 
 
 def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs: Sequence[Differs]) -> int:
@@ -261,7 +263,7 @@ def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs:
     from trinity_sync.tracking.files import write_json
 
     print(f"reproducing steps 1 to {steps} of {source.place} in {folder}", file=sys.stderr)
-    code = _run(source, settings.overrides, folder, steps)
+    code = _run(settings.recomposed, folder, steps)
     if code != 0:
         return code
     comparison = compare(source.outcome.up_to(steps), _outcome(folder))
@@ -319,7 +321,6 @@ def _outcome(folder: Path) -> Outcome:
 
 
 def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: int, repeats: int) -> int:
-    from trinity_sync.cli.invocation import merge_overrides
     from trinity_sync.reproduction.repeats import Interval, end_of, judged
     from trinity_sync.tracking.files import write_json
 
@@ -332,7 +333,7 @@ def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: in
     for number in range(repeats):
         seed = int(settings.cfg.seed) + number
         print(f"run {number + 1} of {repeats}: seed={seed} in {folder / str(number)}", file=sys.stderr)
-        code = _run(source, merge_overrides(settings.overrides, [f"seed={seed}"]), folder / str(number), steps)
+        code = _run(settings.recomposed.also([f"seed={seed}"]), folder / str(number), steps)
         if code != 0:
             return code
         end = end_of(_outcome(folder / str(number)), name)

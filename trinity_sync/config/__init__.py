@@ -16,7 +16,7 @@ from trinity_sync.config.options import TARGET, chosen_by_option
 from trinity_sync.config.places import anchored, from_here
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy, retention_policies
-from trinity_sync.config.saved import check_saved_target, check_saved_targets, check_search_path
+from trinity_sync.config.saved import check_saved_target, only_trusted, only_trusted_places
 from trinity_sync.config.schema import SCHEMA, Config, register
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target
 
@@ -36,8 +36,6 @@ __all__ = [
     "check",
     "check_inputs",
     "check_saved_target",
-    "check_saved_targets",
-    "check_search_path",
     "chosen_by_option",
     "compose",
     "conf_dir",
@@ -48,6 +46,8 @@ __all__ = [
     "instantiate_target",
     "load",
     "load_class",
+    "only_trusted",
+    "only_trusted_places",
     "plain",
     "quote",
     "register",

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load, load_class, missing
-from trinity_sync.config.options import LABELS, TARGET, own_labels, own_targets
+from trinity_sync.config.options import LABELS, OF_ENGINES, TARGET, own_labels, own_targets
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import Config
@@ -200,6 +200,12 @@ def _check_option(group: str, get: Get) -> Iterator[Problem]:
     if target not in own.values():
         if reason := missing(target):
             yield Problem(f"{group}.{TARGET}", f"is {target}, which cannot be used: {reason}")
+        elif group not in OF_ENGINES and target not in own_targets() and (said := get(label)) in own:
+            yield Problem(
+                label,
+                f"is {said}, as events and reports call {own[said]}, but {group}.{TARGET} is {target}; "
+                "give that a name of its own",
+            )
         return
     said = get(label)
     if text := _choice_text(said, tuple(own)):
@@ -290,6 +296,11 @@ def _check_mirror(get: Get) -> Iterator[Problem]:
 
     if problem := place_problem(mirror):
         yield Problem("checkpoint.mirror", problem)
+    if "protocol" in get("checkpoint.mirror_options"):
+        yield Problem(
+            "checkpoint.mirror_options.protocol",
+            "would take the place of what checkpoint.mirror names; say it there, such as s3://bucket/run",
+        )
 
 
 def _check_folder(key: str, get: Get) -> Iterator[Problem]:

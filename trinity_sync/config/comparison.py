@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.options import TARGET, own_targets
 
@@ -41,7 +42,7 @@ def config_digest(cfg: DictConfig) -> str:
     follow from the options; of a local path in `NAMED_BY_PATH` the last component counts. Canonical JSON is UTF-8 with
     sorted keys and no blanks.
     """
-    values = _values(cfg)
+    values = _values(OmegaConf.to_container(cfg, resolve=True))
     for key in LOCATIONS:
         *parents, last = key.split(".")
         _descend(values, parents).pop(last, None)
@@ -55,15 +56,31 @@ def config_digest(cfg: DictConfig) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _values(cfg: DictConfig) -> dict[str, Any]:
+def _values(cfg: object) -> dict[str, Any]:
     """What a configuration says, without the names that classes of ours happen to have."""
-    values = _without_own_targets(OmegaConf.to_container(cfg, resolve=True))
+    values = _without_own_targets(cfg)
     assert isinstance(values, dict)
     saving = values.get("checkpoint") or {}
     for name in ("coordinator", "monitor"):
         if saving.get(name) == {}:
             del saving[name]
     return values
+
+
+def _resolved(node: Any) -> Any:
+    if not isinstance(node, Container):
+        return node
+    written: Any = OmegaConf.to_container(node, resolve=False)
+    if isinstance(written, list):
+        return [_part(node, index, text) for index, text in enumerate(written)]
+    return {str(name): _part(node, name, text) for name, text in written.items()}
+
+
+def _part(node: Any, part: Any, written: object) -> object:
+    try:
+        return _resolved(node[part])
+    except OmegaConfBaseException:
+        return written
 
 
 def _without_own_targets(value: object) -> object:
@@ -91,8 +108,10 @@ class Difference(NamedTuple):
 
 
 def config_diff(old: DictConfig, new: DictConfig) -> list[Difference]:
-    """Return the keys whose resolved values differ, sorted by key; classes that options of ours name are no values."""
-    before, after = (dict(_leaves(_values(cfg), "")) for cfg in (old, new))
+    """Return the keys whose resolved values differ, sorted by key; classes that options of ours name are no values.
+    What cannot be resolved any more, such as a variable of the environment, counts as it is written.
+    """
+    before, after = (dict(_leaves(_values(_resolved(cfg)), "")) for cfg in (old, new))
     keys = sorted(before.keys() | after.keys())
     pairs = (Difference(key, before.get(key, ABSENT), after.get(key, ABSENT)) for key in keys)
     return [pair for pair in pairs if pair.old != pair.new]

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 _SEARCH_PATH = "hydra.searchpath"
 
@@ -31,36 +36,57 @@ def compose(
     Args:
         overrides: as on the command line, such as ``["sync=nccl", "trainer.steps=10"]``.
         config_name: the primary config.
-        config_dir: one more folder of option files, as `--config-dir` gives.
+        config_dir: one more folder of option files, and maybe of the primary config, as `--config-dir` gives.
         hydra: with Hydra's own settings, below the key `hydra`.
 
     Raises:
         HydraException, OmegaConfBaseException: an override names what is not there, or has the wrong type.
     """
-    overrides = list(overrides)
-    if config_dir:
-        search = [f"file://{config_dir.resolve()}", *search_path(overrides, config_name, config_dir)]
-        overrides = [text for text in overrides if parse(text).get_key_element() != _SEARCH_PATH]
-        overrides.append(f"{_SEARCH_PATH}=[{','.join(map(quote, search))}]")
     with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        return hydra_compose(config_name, overrides=overrides, return_hydra_config=hydra)
+        if config_dir:
+            _look_in(config_dir)
+        return hydra_compose(config_name, overrides=list(overrides), return_hydra_config=hydra)
 
 
-def search_path(overrides: Sequence[str], config_name: str, config_dir: Path | None) -> list[str]:
-    """Where settings have Hydra look for option files, beside our folder and `config_dir`: in folders, and in packages,
-    which it imports. Said by an override, else by the primary config. Nothing is imported.
+def _look_in(folder: Path) -> None:
+    """What `hydra.main` does with `--config-dir`."""
+    loader = GlobalHydra.instance().config_loader()
+    assert isinstance(loader, ConfigLoaderImpl)
+    loader.get_search_path().prepend("command-line", f"file://{folder.resolve()}", anchor="schema")
+    loader.repository.initialize_sources(loader.get_search_path())
+
+
+@contextmanager
+def inspected(
+    *, place: Callable[[str], object], composed: Callable[[DictConfig], object] = lambda cfg: None
+) -> Iterator[None]:
+    """Inside, what Hydra composes is inspected before it makes any use of it, by `compose` as by `hydra.main`. What is
+    looked at by one composition may not be what another comes to: options can depend on the time of day.
 
     Args:
-        overrides, config_name, config_dir: as for `compose`.
+        place: is given each place where `hydra.searchpath` has Hydra look for option files, before it looks there.
+        composed: is given each configuration, with Hydra's own settings. What they raise ends the composing.
     """
-    given = [override.value() for override in map(parse, overrides) if override.get_key_element() == _SEARCH_PATH]
-    found: Any = given[0] if given else None
-    if found is None:
-        name = config_name if config_name.endswith(".yaml") else f"{config_name}.yaml"
-        files = [folder / name for folder in (conf_dir(), config_dir) if folder is not None]
-        primary = next((OmegaConf.load(file) for file in files if file.is_file()), None)
-        found = OmegaConf.select(primary, _SEARCH_PATH) if isinstance(primary, DictConfig) else None
-    return [str(place) for place in found] if isinstance(found, list | ListConfig) else []
+    initialize_sources, load_configuration = ConfigRepository.initialize_sources, ConfigLoaderImpl.load_configuration
+
+    def looking(self: ConfigRepository, config_search_path: ConfigSearchPath) -> None:
+        for element in config_search_path.get_path():
+            if element.provider.startswith(_SEARCH_PATH):
+                place(element.path)
+        initialize_sources(self, config_search_path)
+
+    def loading(self: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
+        cfg = load_configuration(self, *args, **kwargs)
+        composed(cfg)
+        return cfg
+
+    ConfigRepository.initialize_sources = looking  # type: ignore[method-assign]
+    ConfigLoaderImpl.load_configuration = loading  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ConfigRepository.initialize_sources = initialize_sources  # type: ignore[method-assign]
+        ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
 
 
 def parse(override: str) -> Override:

@@ -1,10 +1,10 @@
 """The option files that come with this program, read as they stand: what they name may be named by any configuration,
-and what they call themselves by nobody else.
+and what they call themselves by none of the user's own, but for the names of engines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 
 from omegaconf import OmegaConf
@@ -17,6 +17,11 @@ TARGET = "_target_"
 LABELS = {"algorithm": "kind", "backend": "strategy", "explorer": "kind", "sync": "mode"}
 """Groups with one option at a time that names the class it configures, and the key by which that option calls itself:
 what users, events and reports name it by.
+"""
+
+OF_ENGINES = ("backend",)
+"""Of these, the groups whose label is a name of another program's, so that a class of the user's own may have it, too:
+verl's of the engine, by which a checkpoint says who can load it.
 """
 
 GROUPS = (*LABELS, "checkpoint", "retention")
@@ -52,20 +57,26 @@ def own_labels(group: str) -> Mapping[str, str]:
 
 def chosen_by_option(overrides: Sequence[str]) -> list[str]:
     """Overrides of a run, with those that name one of our classes by its label, as runs could once, put as the choice
-    of its option: ``sync.mode=nccl`` as ``sync=nccl``.
+    of its option: ``sync.mode=nccl`` as ``sync=nccl``. Where the run has chosen a class of the user's own they stay.
     """
-    return [_choice(text) or text for text in overrides]
+    chosen = dict(text.partition("=")[::2] for text in overrides)
+    own = {
+        group
+        for group in LABELS
+        if f"{group}.{TARGET}" in chosen or chosen.get(group, "") not in ("", *own_options(group))
+    }
+    return [_choice(text, own) or text for text in overrides]
 
 
-def _choice(override: str) -> str | None:
+def _choice(override: str, own: Collection[str]) -> str | None:
     key, _, value = override.partition("=")
     group, _, label = key.partition(".")
-    if LABELS.get(group) != label:
+    if group in own or LABELS.get(group) != label:
         return None
     named = [name for name, option in own_options(group).items() if option[label] == value]
     # Where options share a class, the label is a setting of it.
-    own = list(own_labels(group).values())
-    return f"{group}={named[0]}" if named and own.count(own_labels(group)[value]) == 1 else None
+    classes = list(own_labels(group).values())
+    return f"{group}={named[0]}" if named and classes.count(own_labels(group)[value]) == 1 else None
 
 
 def _content(value: object) -> dict[str, object]:

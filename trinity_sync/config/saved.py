@@ -9,7 +9,9 @@ resume, or the package with `--allow-target`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.config.composition import compose, search_path
+from trinity_sync.config.composition import compose, inspected
 from trinity_sync.config.options import own_targets_of
 from trinity_sync.errors import ConfigError
 
@@ -28,6 +30,14 @@ OWN = ("trinity_sync.tasks", "trinity_sync.tracking.tensorboard", "trinity_sync.
 _RUN = ("_target_", "class", "()")
 """Keys by which Hydra, and Python's logging that it sets up, are told what to call."""
 _IMPORTED = ("pkg://", "ext://")
+_LETS_RUN = {
+    "trust_remote_code": "that comes with a model",
+    # of verl's engine config for Megatron, and of megatron-core's TransformerConfig below it
+    "use_dist_checkpointing": "that is pickled beside weights",
+    "fp8_quantizer_factory": "of that name",
+    "fp4_quantizer_factory": "of that name",
+}
+"""Keys by which others are told so, wherever they stand, and which code that is."""
 _HARMLESS = re.compile(r"\$\{(?:(?:oc\.env|now|sum):[^${}]*|[^:${}\0]*)\}")
 """Interpolations that come to text or a number, or to what stands in the configuration itself. Others, such as those of
 `oc.create`, may come to a `_target_` that stands nowhere. Arguments may be such interpolations, NUL for each; names may
@@ -38,57 +48,73 @@ _RECORD = "hydra.job.override_dirname"
 """Written by Hydra itself from the overrides, as is `hydra.overrides`."""
 
 
-def check_search_path(
-    overrides: Sequence[str],
-    new: Sequence[str],
-    *,
-    config_name: str,
-    config_dir: Path | None,
-    allowed: Sequence[str],
-    where: Path,
-) -> None:
-    """That a run's settings have Hydra look for option files in folders alone, or in packages that are allowed or given
-    anew: it imports them for that. To be called before anything is composed of the settings; arguments and errors as
-    for `check_saved_targets`.
+@contextmanager
+def only_trusted_places(new: Sequence[str], *, allowed: Sequence[str], where: Path) -> Iterator[None]:
+    """Inside, Hydra looks for option files in folders alone, or in packages that are allowed or given anew: it imports
+    them for that. Arguments and errors as for `only_trusted`.
     """
-    of_overrides = search_path([text for text in overrides if text not in new], config_name, config_dir)
-    for place in (*of_overrides, *search_path([], config_name, config_dir)):
-        scheme, _, name = place.rpartition("://")
-        if scheme not in ("", "file"):
-            _check("hydra.searchpath", name.replace("/", ".").strip("."), allowed, where)
+    with inspected(place=_place_check(new, allowed, where)):
+        yield
 
 
-def check_saved_targets(
-    overrides: Sequence[str],
-    new: Sequence[str],
-    *,
-    config_name: str,
-    config_dir: Path | None,
-    allowed: Sequence[str],
-    where: Path,
-) -> None:
-    """That a run's settings name nothing to be run but what is ours, allowed, or given anew.
+@contextmanager
+def only_trusted(
+    overrides: Sequence[str], new: Sequence[str], *, allowed: Sequence[str], where: Path
+) -> Iterator[None]:
+    """Inside, what Hydra composes of a run's settings names nothing to be run but what is ours, allowed, or given anew;
+    and so do the places where it looks for option files.
 
     Args:
         overrides: all of them, the saved ones and then the new ones.
         new: those that the user has just given.
-        config_name, config_dir: as for `compose`.
         allowed: packages or dotted names that may be run, too.
         where: the run's folder, for the error.
 
     Raises:
         ConfigError: one does, with its key.
     """
-    cfg = compose(overrides, config_name=config_name, config_dir=config_dir, hydra=True)
-    given = set(_given(new))
     ours = compose(hydra=True)
-    known = {(key, text) for key, text, _ in _interpolated(ours, "")} | given
+    given = set(_given(new))
+
+    def check(cfg: DictConfig) -> None:
+        _check_settings(cfg, ours, overrides, given, allowed, where)
+
+    with inspected(place=_place_check(new, allowed, where), composed=check):
+        yield
+
+
+def _place_check(new: Sequence[str], allowed: Sequence[str], where: Path) -> Callable[[str], None]:
+    given = {value for key, value in _given(new) if key.startswith("hydra.searchpath.")}
+
+    def check(place: str) -> None:
+        scheme, _, name = place.rpartition("://")
+        if scheme not in ("", "file") and place not in given:
+            _check("hydra.searchpath", name.replace("/", ".").strip("."), allowed, where)
+
+    return check
+
+
+def _check_settings(
+    cfg: DictConfig,
+    ours: DictConfig,
+    overrides: Sequence[str],
+    given: Collection[tuple[str, Any]],
+    allowed: Sequence[str],
+    where: Path,
+) -> None:
+    known = {(key, text) for key, text, _ in _interpolated(ours, "")} | set(given)
     for key, text, value in _interpolated(cfg, ""):
         if not ((key, text) in known or key == _RECORD or (key.startswith("hydra.overrides.") and text in overrides)):
             _check_interpolation(key, text, value, where)
     values = _values(cfg)
     hydra = values.pop("hydra")
-    hydra.pop("searchpath", None)  # see `check_search_path`
+    hydra.pop("searchpath", None)  # see `only_trusted_places`
+    mode = getattr(hydra["mode"], "name", hydra["mode"])
+    if mode not in (None, "RUN") and ("hydra.mode", mode) not in given:
+        raise ConfigError(
+            f"hydra.mode is {mode} in the saved settings of {where}, which would start a sweep in another folder; "
+            "give hydra.mode=RUN to go on with the run"
+        )
     for key, value in _leaves(hydra["job"].get("env_set", {}), "hydra.job.env_set"):
         if (key, value) not in given:
             raise ConfigError(
@@ -115,10 +141,12 @@ def check_saved_targets(
         if (key, name) not in given:
             check_saved_target(key, name, allowed, where)
     for key, value in _leaves(values, ""):
-        if key.rpartition(".")[2] == "trust_remote_code" and value and (key, value) not in given:
+        code = _LETS_RUN.get(key.rpartition(".")[2])
+        if code is not None and value and (key, value) not in given:
+            text = str(value).lower() if isinstance(value, bool) else value
             raise ConfigError(
-                f"{key}={str(value).lower()} in the saved settings of {where} lets code run that comes with a model; "
-                f"where you trust it, give {key}={str(value).lower()} again"
+                f"{key}={text} in the saved settings of {where} lets code run {code}; "
+                f"where you trust it, give {key}={text} again"
             )
 
 
@@ -127,7 +155,7 @@ def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path)
 
     Args:
         key: that names it, not one of Hydra's own.
-        allowed, where: see `check_saved_targets`.
+        allowed, where: see `only_trusted`.
 
     Raises:
         ConfigError: it is not.
@@ -173,6 +201,8 @@ def _home(name: str) -> str:
         found = get_object(name)
     except Exception:
         return name
+    while isinstance(found, partial):
+        found = found.func
     return str(getattr(found, "__module__", None) or getattr(found, "__name__", None) or type(found).__module__)
 
 

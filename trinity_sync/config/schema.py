@@ -18,6 +18,9 @@ from trinity_sync.protocol.retention import POLICIES, Policy
 
 DTYPES = ("bf16", "fp32", "fp16")
 
+_LONGEST_S = 10**9
+"""More than this, 30 years, is more than a wait for a lock takes."""
+
 
 def _choice(*values: str) -> Any:
     return field(default=MISSING, metadata={"choices": values})
@@ -26,6 +29,10 @@ def _choice(*values: str) -> Any:
 def _number(*, at_least: float | None = None, more_than: float | None = None, at_most: float | None = None) -> Any:
     bounds = {"at_least": at_least, "more_than": more_than, "at_most": at_most}
     return field(default=MISSING, metadata={name: bound for name, bound in bounds.items() if bound is not None})
+
+
+def _seconds(*, at_least: float | None = None, more_than: float | None = None) -> Any:
+    return _number(at_least=at_least, more_than=more_than, at_most=_LONGEST_S)
 
 
 @dataclass(kw_only=True)
@@ -37,7 +44,7 @@ class BackendConfig:
     ranks: int = _number(at_least=1)
     param_offload: bool = MISSING
     optimizer_offload: bool = MISSING
-    timeout_s: float = _number(more_than=0)
+    timeout_s: float = _seconds(more_than=0)
     overrides: dict[str, Any] = MISSING
 
 
@@ -76,8 +83,8 @@ class SyncConfig:
     bucket_mb: int = _number(at_least=1)
     slots: int = _number(at_least=2)
     verify: str = _choice("full", "bucket", "off")
-    timeout_s: float = _number(more_than=0)
-    lease_s: float = _number(more_than=0)
+    timeout_s: float = _seconds(more_than=0)
+    lease_s: float = _seconds(more_than=0)
     transport: str = _choice("auto", "nccl", "gloo")
     shm_dir: str = MISSING
     durable: bool = MISSING
@@ -103,10 +110,10 @@ class CheckpointConfig:
     mirror_options: dict[str, Any] = MISSING
     mirror_keep: str = _choice("same", "all")
     mirror_tries: int = _number(at_least=1)
-    mirror_backoff_s: float = _number(more_than=0)
-    mirror_timeout_s: float = _number(more_than=0)
-    mirror_wait_s: float = _number(at_least=0)
-    timeout_s: float = _number(more_than=0)
+    mirror_backoff_s: float = _seconds(more_than=0)
+    mirror_timeout_s: float = _seconds(more_than=0)
+    mirror_wait_s: float = _seconds(at_least=0)
+    timeout_s: float = _seconds(more_than=0)
     save_strategy: str = _choice("unrestricted", "single_node", "single_process", "single_thread")
     fsync: bool = MISSING
     save_on_sigterm: bool = MISSING
@@ -218,7 +225,7 @@ class ExplorerConfig:
     top_k: int = _number(at_least=0)
     top_p: float = _number(more_than=0, at_most=1)
     batch_size: int = _number(at_least=1)
-    timeout_s: float = _number(more_than=0)
+    timeout_s: float = _seconds(more_than=0)
 
 
 @dataclass(kw_only=True)
@@ -237,14 +244,14 @@ class ClusterConfig:
     num_cpus: int | None = _number(at_least=1)
     object_store_mb: int = _number(at_least=75)
     temp_dir: str | None = MISSING
-    start_timeout_s: float = _number(more_than=0)
+    start_timeout_s: float = _seconds(more_than=0)
 
 
 @dataclass(kw_only=True)
 class TensorboardConfig:
     """The TensorBoard tracker."""
 
-    flush_s: float = _number(more_than=0)
+    flush_s: float = _seconds(more_than=0)
 
 
 @dataclass(kw_only=True)

@@ -61,7 +61,17 @@ def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
     """
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     assert isinstance(values, dict)
+    _check_text(values, "task")
     return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed)
+
+
+def _check_text(value: object, key: str) -> None:
+    """That nothing of a resolved value would be resolved once more by Hydra, and come to another thing to be built."""
+    if isinstance(value, dict | list):
+        for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_text(inner, f"{key}.{part}")
+    elif isinstance(value, str) and "${" in value:
+        raise ConfigError(f"{key} is {value}; a text with '${{' in it cannot be handed to a task")
 
 
 def instantiate_target(node: DictConfig, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,13 +42,15 @@ def place_problem(place: str) -> str | None:
     if protocol not in fsspec.available_protocols():
         return f"is {shown(place)}, but fsspec knows no {protocol}://; it knows {_USUAL} and others"
     try:
-        fsspec.get_filesystem_class(protocol)
+        found = fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         if protocol in _EXTRAS:
             advice = f"install it with: pip install 'trinity-sync[{_EXTRAS[protocol]}]'"
         else:
             advice = str(known_implementations.get(protocol, {}).get("err") or error)
         return f"is {shown(place)}, but the package that speaks {protocol}:// is not installed; {advice}"
+    if any("target_protocol" in inspect.signature(kind.__init__).parameters for kind in found.__mro__):
+        return f"is {shown(place)}, a file system over another one; name the one that keeps the files"
     return None
 
 

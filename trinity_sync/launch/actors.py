@@ -258,9 +258,12 @@ class Actors:
         )
 
     def _make_model(self) -> None:
-        """Make the model that ranks and explorers begin with, where there is none yet."""
+        """Make the model that ranks and explorers begin with. A run that goes on has its own already; one that begins
+        again may have been given another seed or architecture.
+        """
         cfg, made, start = self._cfg, self._folder.model, self._start
-        if cfg.model.path is None and not (made / "config.json").exists():
+        if cfg.model.path is None and not (start.continued and (made / "config.json").exists()):
+            shutil.rmtree(made, ignore_errors=True)
             self.trainer.make_model(dict(self._typed.model.architecture or {}), cfg.seed, str(made))
         if start.weights_only:
             from trinity_sync.checkpoint.export import export_checkpoint

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra._internal.utils as hydra_internals
 from hydra.core.hydra_config import HydraConfig
@@ -32,6 +32,9 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync import config
 from trinity_sync.errors import TrinityError
 from trinity_sync.launch.resume import Resume
+from trinity_sync.launch.settings import changed_settings
+from trinity_sync.launch.sweeps import folder_problem
+from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
@@ -105,7 +108,8 @@ def job(cfg: DictConfig) -> float:
 
     Returns:
         The objective for a sweeper that looks for the best settings: the mean reward of the last steps, NaN where the
-        run did not get so far. The exit code goes to `run_main`, since a sweep would end at a job that raises.
+        run did not get so far, or was refused. The exit code goes to `run_main`, since a sweep would end at a job that
+        raises.
 
     Raises:
         KeyboardInterrupt: the user wants to stop, so that a sweep stops too.
@@ -131,15 +135,19 @@ def job(cfg: DictConfig) -> float:
         _session.codes[run_dir] = code
     if code == INTERRUPTED and where:
         raise KeyboardInterrupt
-    return _objective(run_dir)
+    return math.nan if code == REFUSED else _objective(run_dir)
 
 
 def _launch(cfg: DictConfig, run_dir: Path) -> int:
-    config.check(cfg)
-    config.check_inputs(cfg)
+    resume = _session.resume
+    started_in = resume.started_in if resume else Path(HydraConfig.get().runtime.cwd)
+    used = config.anchored(cfg, started_in)
+    config.check(used)
+    config.check_inputs(used)
     from trinity_sync.launch import launcher
 
-    return launcher.run(cfg, run_dir, resume=_session.resume, until=_session.until)
+    settings = changed_settings(run_dir, cfg, started_in) if resume else None
+    return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
 
 def _objective(run_dir: Path) -> float:
@@ -153,19 +161,40 @@ class RunHooks(Callback):
     """Hydra's callback, named in `conf/config.yaml`."""
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Keep Hydra from writing its files over those of a run that is there; the launcher then refuses the folder."""
+        """Keep Hydra from writing its files over those of a run that is there: the launcher refuses the folder, or
+        saves the settings of a resume once nothing speaks against it. A folder in use is refused here.
+        """
         try:
-            taken = _session.resume is None and (Path(config.hydra.run.dir) / "run.json").exists()
+            folder = Path(config.hydra.run.dir).absolute()
         except OmegaConfBaseException:
             # a folder that cannot be named: Hydra meets the same error in a moment, and it is reported then
             return
-        if taken:
+        if owner := lock_owner(folder):
+            _refuse(f"{folder} is in use by {owner}; stop that run or choose another folder by hydra.run.dir")
+        if holds_run(folder):
             OmegaConf.set_readonly(config.hydra, False)
             config.hydra.output_subdir = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Refuse a sweep that would write over a run, or cannot be composed, before Hydra has written anything."""
+        try:
+            problem = folder_problem(config)
+        except HydraException as error:
+            problem = explain(error)
+        except OmegaConfBaseException:
+            return  # as above; or it can be named only where the job will run
+        if problem:
+            _refuse(problem)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Note where the sweep lies."""
         _session.sweep = Path(config.hydra.sweep.dir)
+
+
+def _refuse(problem: str) -> NoReturn:
+    """End the program from a callback of Hydra's, which would warn of an error and go on."""
+    print_error(problem)
+    raise SystemExit(REFUSED)
 
 
 def _finish_sweep(sweep: Path) -> int:

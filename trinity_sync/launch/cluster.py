@@ -183,18 +183,18 @@ def _join(address: str, **options: Any) -> None:
     import ray
     from ray.exceptions import AuthenticationError
 
-    where = f"cluster.address={address}"
     _check_reachable(address)
     try:
         with own_sigterm():
             ray.init(address=address, **options)
-    except AuthenticationError as error:
-        raise ConfigError(
-            f"{where}: Ray there refuses this program's token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
-            f"RAY_AUTH_TOKEN_PATH to the cluster's ({_first_line(error)})"
-        ) from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{where}: no Ray cluster answers there ({_first_line(error)})") from error
+    except (AuthenticationError, ConnectionError, ValueError, RuntimeError) as error:
+        said = f"no Ray cluster answers there ({_first_line(error)})"
+        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
+            said = (
+                "Ray there does not take this program's token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
+                "RAY_AUTH_TOKEN_PATH to what that cluster was started with"
+            )
+        raise ConfigError(f"cluster.address={address}: {said}") from error
 
 
 def _check_reachable(address: str) -> None:

@@ -11,6 +11,7 @@ import os
 import secrets
 import sys
 import threading
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def run(
     resume: Resume | None = None,
     until: int | None = None,
     job: type[Job] | None = None,
+    settings: AbstractContextManager[None] | None = None,
 ) -> int:
     """One run, from start to end.
 
@@ -53,6 +55,7 @@ def run(
         resume: go on in place, instead of starting in a new folder.
         until: end after this step, as if it were the last; None: `trainer.steps`.
         job: builds and drives the run.
+        settings: entered once the run's record has begun, left when the run is over.
 
     Returns:
         The exit code: 0 done, 130 interrupted.
@@ -76,7 +79,7 @@ def run(
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)
         recorder = _recorder(cfg, folder, start, threads, last_step)
         try:
-            with recorder, deaths_told(recorder.fault):
+            with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
                 _run(job or Job, cfg, folder, start, recorder, threads, last_step, stop)
         except KeyboardInterrupt:
             return 130

@@ -1,8 +1,9 @@
-"""What becomes of a run when Ray's raylet on its node dies, or stands still.
+"""What becomes of a run when Ray's raylet on its node dies, or stands still, or Ray's GCS does.
 
-When it dies, Ray ends its driver at the driver's next call into it, on the spot and mostly without a word: so that word
-is said as soon as the process is gone. That it stands still Ray notices after about a minute, and declares the node
-dead. The driver there is not told: its calls into the raylet never return, and no limit of ours reaches into them.
+When the raylet dies, Ray ends its driver at the driver's next call into it, on the spot and mostly without a word: so
+that word is said as soon as the process is gone. That it stands still Ray notices after about a minute, and declares
+the node dead. The driver there is not told: its calls into the raylet never return, and no limit of ours reaches into
+them. Nor do some of the calls into a GCS that stands still, and nobody notices that but who asks it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,16 @@ import select
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
+
+from trinity_sync.host.threads import in_background
 
 _LOOK_S = 0.1
 _ASK_S = 5.0
+_SILENT = 12
+"""So many times `_ASK_S` the GCS may take for an answer. Counted, so that a driver that was stopped itself asks on."""
 _END_S = 10.0
 
 
@@ -96,7 +103,7 @@ def _unwatched() -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, this program ends with exit code 1 once Ray says that its node is dead.
+    """Within the block, this program ends with exit code 1 once Ray says that its node is dead, or says nothing more.
 
     Args:
         end: called before with the error, on another thread: keeps what is known, ends what would outlive this program.
@@ -106,21 +113,19 @@ def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
     node, over = ray.get_runtime_context().get_node_id(), threading.Event()
 
     def watch() -> None:
+        asked, silent = in_background(ray.nodes, "nodes"), 0
         while not over.wait(_ASK_S):
-            try:
-                dead = any(one["NodeID"] == node and not one["Alive"] for one in ray.nodes())
-            except Exception:  # Ray is ending, or is asked again
-                continue
-            if dead and not over.is_set():
-                error = (
-                    "Ray has given up this node: its raylet died, or did not answer for longer than Ray's "
-                    "health check allows (RAY_health_check_timeout_ms); the run ends, and can be resumed"
-                )
+            silent = 0 if asked.done() else silent + 1
+            if (error := _problem(asked, node, silent)) and not over.is_set():
                 _say(error)
                 with contextlib.suppress(Exception):
                     end(error)
                 over.wait(_END_S)  # Ray ends a driver whose raylet has died
                 os._exit(1)
+            if asked.done():
+                asked = in_background(ray.nodes, "nodes")
+        with contextlib.suppress(TimeoutError):
+            asked.exception(_END_S)  # Ray is not to end meanwhile
 
     thread = threading.Thread(target=watch, name="node-watch", daemon=True)
     thread.start()
@@ -128,7 +133,20 @@ def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(_END_S)
+        thread.join(2 * _END_S)
+
+
+def _problem(asked: Future[list[dict[str, Any]]], node: str, silent: int) -> str | None:
+    """What there is to say of a question for all nodes that has been waiting for so many looks; None: nothing."""
+    if silent >= _SILENT:
+        return f"Ray's GCS has not answered for {silent * _ASK_S:g} s; the run ends, and can be resumed"
+    # it may have failed: Ray is ending, or is asked again
+    if asked.done() and not asked.exception() and any(o["NodeID"] == node and not o["Alive"] for o in asked.result()):
+        return (
+            "Ray has given up this node: its raylet died, or did not answer for longer than Ray's "
+            "health check allows (RAY_health_check_timeout_ms); the run ends, and can be resumed"
+        )
+    return None
 
 
 def _raylets(text: str) -> list[int]:

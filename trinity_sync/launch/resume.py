@@ -16,10 +16,12 @@ class Resume:
     Attributes:
         from_scratch: begin again at step 1, whatever was committed; what is there is set aside.
         skip_unreadable: go on from an older one though newer ones cannot be read now, or are gone.
+        started_in: where the run was started first, from which its relative paths count.
     """
 
     from_scratch: bool = False
     skip_unreadable: bool = False
+    started_in: Path = Path()
 
 
 def committed_steps(events: Path, checkpoints: Path) -> list[int]:

@@ -82,17 +82,18 @@ class Start:
                 f"checkpoint.dir={checkpoints} holds checkpoints of another run already; name another folder, "
                 f"or go on with that run: trinity-sync resume RUN_DIR"
             )
-        start = cls._first(cfg, checkpoints, resumed=False)
+        start = cls._first(cfg, checkpoints, None)
         if mirror is not None:
             mirror.check(checkpoints)
         return start
 
     @classmethod
-    def _first(cls, cfg: DictConfig, checkpoints: Path, *, resumed: bool) -> Start:
+    def _first(cls, cfg: DictConfig, checkpoints: Path, resume: Resume | None) -> Start:
         """Where the run begins while it has no checkpoint of its own."""
+        resumed = resume is not None
         if cfg.checkpoint.resume_from is None:
             return cls(0, resumed, checkpoints, None)
-        folder = Path(cfg.checkpoint.resume_from)
+        folder = Path(resume.started_in if resume else "", cfg.checkpoint.resume_from)
         step, whole = _check_given(cfg, folder)
         return cls(step, resumed, checkpoints, folder, weights_only=not whole)
 
@@ -111,7 +112,7 @@ class Start:
         if found is None:
             where = f"{checkpoints} or at {mirror.name}" if mirror is not None else str(checkpoints)
             why = "as asked for" if resume.from_scratch else f"no checkpoint in {where} verifies yet"
-            start = cls._first(cfg, checkpoints, resumed=True)
+            start = cls._first(cfg, checkpoints, resume)
             begin = "at step 1" if start.folder is None else f"with checkpoint.resume_from={start.folder}"
             print(f"{why}: the run begins again {begin}", file=sys.stderr)
             return start

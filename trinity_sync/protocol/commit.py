@@ -74,13 +74,9 @@ class CommitBook:
         return StepStatus("committed" if done else "unknown", visible)
 
     def has(self, step: int, part: str) -> bool:
-        """Return whether the part is in, so that there is nothing to write for it: a commit holds its files or is about
-        to, and who wrote them once more would tear them.
-        """
+        """Return whether the part is in: who wrote its files again would tear what is committed, or about to be."""
         entry = self._steps.get(step)
-        if entry is None or entry.failed is not None or entry.deleted:
-            return False
-        return part in entry.parts.done
+        return entry is not None and entry.failed is None and not entry.deleted and part in entry.parts.done
 
     def turn(self, ticket: str) -> bool | None:
         """Return whether this ticket has its turn. None: not known; its step failed or its writer is lost."""

@@ -133,6 +133,11 @@ class RunFolder:
         self.close()
 
 
+def holds_run(path: str | os.PathLike[str]) -> bool:
+    """Whether there is a run in a folder, begun or ended."""
+    return (Path(path) / "run.json").exists()
+
+
 def lock_owner(path: str | os.PathLike[str]) -> LockOwner | None:
     """Return who is running in a folder right now; None if nobody. Looks without disturbing."""
     try:
