@@ -29,12 +29,13 @@ PURPOSES = {
     "host": "locks, durable files, signals, logs",
     "errors": "what a user is told, and exit codes",
     "report": "HTML report of a run or sweep",
+    "reproduction": "is a repeated run the same?",
     "tracking": "run folder, metrics, events, trackers",
     "tasks": "prompts and rewards",
     "samples": "batches, queue, staleness",
 }
 """What each package is for, in a few words."""
-BESIDE = ["report", "tracking", "tasks", "samples"]
+BESIDE = ["report", "reproduction", "tracking", "tasks", "samples"]
 """Packages beside the layers."""
 
 
