@@ -1,0 +1,41 @@
+"""The benchmarks run, small: what they call is the program's, and would fail in silence otherwise."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.all
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(tmp_path: Path, name: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / name), "--json", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+def test_every_way_of_sync_is_measured(tmp_path: Path) -> None:
+    found = run(tmp_path, "sync.py", "--params", "2e6", "--model", "qwen3-0.6b", "--rounds", "1", "--syncs", "10")
+    assert {"model", "small tensors", "control plane"} <= found["results"].keys()
+    assert {"memory/total_s", "checkpoint/total_s", "nccl/total_s", "fleet/four/total_s"} <= found["results"]["model"].keys()
+
+
+def test_checkpoints_are_measured_beside_others(tmp_path: Path) -> None:
+    found = run(tmp_path, "checkpoint.py", "--params", "8e6", "--backends", "fsdp2", "--rounds", "1")
+    assert {"lazy/committed_s", "verl/blocked_s", "dcp_process/total_s"} <= found["results"]["fsdp2"].keys()
