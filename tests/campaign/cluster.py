@@ -465,9 +465,12 @@ def observed(ledger: Ledger) -> Iterator[None]:
     commit = disk.CheckpointDisk.commit
 
     def told(self: disk.CheckpointDisk, decision: Commit) -> Manifest:
+        if getattr(decision, "beside", False):
+            return commit(self, decision)
+        durable = self.fsync if decision.kind == FULL else bool(decision.durable)
+        ledger.committing(decision.step, decision.attempt, durable=durable)
         manifest = commit(self, decision)
-        if not getattr(decision, "beside", False):
-            ledger.committed(manifest, durable=self.fsync if manifest.kind == FULL else bool(decision.durable))
+        ledger.committed(manifest, durable=durable)
         return manifest
 
     ray = mock.Mock(get_runtime_context=_Context)

@@ -86,6 +86,7 @@ class Ledger:
     pins: set[tuple[int, int]] = field(default_factory=set)
     leases: dict[int, tuple[int, int]] = field(default_factory=dict)
     doubtful: set[tuple[int, int]] = field(default_factory=set)
+    begun: set[tuple[int, int]] = field(default_factory=set)
     superseded: set[tuple[int, int]] = field(default_factory=set)
     named: dict[Kind, int] = field(default_factory=dict)
     disordered: bool = False
@@ -98,8 +99,14 @@ class Ledger:
 
     # ---- what the world tells
 
+    def committing(self, step: int, attempt: int, *, durable: bool) -> None:
+        """The monitor begins to make a step visible, which it may not live to tell."""
+        if not durable:
+            self.begun.add((step, attempt))
+
     def committed(self, manifest: Manifest, *, durable: bool) -> None:
         """The monitor made a step visible."""
+        self.begun.discard((manifest.step, manifest.attempt))
         files = {entry.path: entry.xxh3_128 for entry in manifest.files}
         known = self.promises.get(manifest.step)
         if known is not None and not covers(manifest.kind, known.kind):
@@ -141,6 +148,8 @@ class Ledger:
             if not promise.durable:
                 self.doubtful.add((step, promise.attempt))
                 del self.promises[step]
+        self.doubtful |= self.begun
+        self.begun.clear()
         # A pin may have come between a commit's rename and its fsync.
         self.pins = {key for key in self.pins if key[0] in self.promises}
         self.leases.clear()

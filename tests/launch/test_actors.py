@@ -66,6 +66,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             "cluster": SimpleNamespace(namespace="none"),
             "run_key": "run",
             "use_gpu": False,
+            "last_step": 1,
             "stop": None,
         }
         made: Any = Actors(Setup(**setup))

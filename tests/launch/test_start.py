@@ -26,7 +26,7 @@ from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
-from trinity_sync.launch.actors import Actors
+from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.start import Start, look_before_resume
 from trinity_sync.protocol.parts import FULL
@@ -357,7 +357,8 @@ def test_a_run_that_does_not_go_on_makes_its_model_anew(
         made.append(seed)
 
     def begin(cfg: Any, start: Start) -> None:
-        actors = Actors(cfg, folder, start, *[None] * 3, False)  # type: ignore[arg-type]
+        others: Any = dict.fromkeys(("recorder", "cluster", "run_key", "use_gpu", "last_step", "stop"))
+        actors = Actors(Setup(cfg=cfg, folder=folder, start=start, **others))
         actors.trainer = SimpleNamespace(make_model=make_model)  # type: ignore[assignment]
         actors._make_model()
 
