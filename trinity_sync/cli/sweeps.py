@@ -43,7 +43,11 @@ class Job:
             return "not begun"
         if lock_owner(self.folder):
             return "in use"
-        return "completed" if read_record(self.folder / "run.json").get("status") == "completed" else "begun"
+        try:
+            status = read_record(self.folder / "run.json").get("status")
+        except ConfigError:  # to go on with it says what is wrong
+            status = None
+        return "completed" if status == "completed" else "begun"
 
 
 def resume_sweep(sweep: Path, resume: Resume, allowed: Sequence[str]) -> int:
@@ -102,25 +106,23 @@ def read_jobs(sweep: Path) -> list[Job]:
         raise ConfigError(f"{sweep} has folders of its own for jobs (hydra.sweep.subdir); name one to go on with")
     return [
         Job(folder=sweep / str(number), invocation=whole.of(overrides))
-        for number, overrides in enumerate(_split(whole.overrides))
+        for number, overrides in enumerate(_split(whole.overrides, path))
     ]
 
 
-def _split(overrides: Sequence[str]) -> list[list[str]]:
+def _split(overrides: Sequence[str], place: Path) -> list[list[str]]:
     with initialize_config_dir(version_base="1.3", config_dir=str(config.conf_dir())):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         try:
             (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)
         except HydraException as error:
-            raise ConfigError(explain(error)) from error
+            raise ConfigError(f"{place}: {explain(error)}") from error
     return [list(job) for job in jobs]
 
 
 def _run(job: Job, state: str, resume: Resume, allowed: Sequence[str]) -> int:
     try:
-        if state == "begun" or state == "in use":
-            return resume_run(job.folder, (), allowed, resume)
-        return _begin(job, allowed)
+        return _begin(job, allowed) if state == "not begun" else resume_run(job.folder, (), allowed, resume)
     except TrinityError as error:
         print_error(f"job {job.folder.name}: {error}")
         return error.exit_code
