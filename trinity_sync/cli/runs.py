@@ -84,9 +84,14 @@ def _resume(options: argparse.Namespace) -> int:
             f"{folder} is a sweep, which goes on as it was; to change a setting or begin again, name one of its jobs, "
             f"such as {folder / '0'}"
         )
-    from trinity_sync.cli.sweeps import resume_sweep
+    from trinity_sync.cli.sweeps import Job, resume_sweep
 
-    return resume_sweep(folder, resume, options.allow_target)
+    def begin(job: Job) -> int:
+        settings = job.settings(options.allow_target)
+        with settings.only_trusted():
+            return start(settings.command_line(job.folder))
+
+    return resume_sweep(folder, begin=begin, go_on=lambda job: resume_run(job, (), options.allow_target, resume))
 
 
 def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], resume: Resume) -> int:

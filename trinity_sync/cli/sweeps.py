@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from trinity_sync import config
-from trinity_sync.cli.invocation import Invocation
-from trinity_sync.cli.runs import resume_run, start
+from trinity_sync.cli.invocation import Invocation, Recomposed
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.launch.app import DONE, INTERRUPTED, explain, finish_sweep, print_error
-from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.record import read_record
 from trinity_sync.tracking.run_folder import lock_owner
 
@@ -36,6 +34,21 @@ class Job:
     folder: Path
     invocation: Invocation
 
+    def settings(self, allowed: Sequence[str]) -> Recomposed:
+        """Compose its settings.
+
+        Args:
+            allowed: packages of which the saved settings may name classes.
+
+        Raises:
+            ConfigError: they are wrong, name what may not be run, or hold paths that mean others here.
+        """
+        found = self.invocation.recompose((), allowed)
+        place = self.invocation.started_in
+        if config.anchored(found.cfg, place) != found.cfg:
+            raise ConfigError(f"it has paths that count from {place}, where the sweep was started; go on with it there")
+        return found
+
     @property
     def state(self) -> str:
         """How it stands: ``completed``, ``in use``, ``begun``, or ``not begun``."""
@@ -50,13 +63,13 @@ class Job:
         return "completed" if status == "completed" else "begun"
 
 
-def resume_sweep(sweep: Path, resume: Resume, allowed: Sequence[str]) -> int:
+def resume_sweep(sweep: Path, *, begin: Callable[[Job], int], go_on: Callable[[Path], int]) -> int:
     """Go on with a sweep, one job after another, and write its report.
 
     Args:
         sweep: its folder.
-        resume: how jobs go on that have begun.
-        allowed: packages of which the saved settings may name classes.
+        begin: starts a job, and returns its exit code.
+        go_on: goes on with the run in a folder, and returns its exit code.
 
     Returns:
         The exit code, as of the sweep itself: 0 all have completed, 1 some have not, 130 interrupted.
@@ -70,9 +83,15 @@ def resume_sweep(sweep: Path, resume: Resume, allowed: Sequence[str]) -> int:
     print(f"{len(jobs)} jobs: {told}", file=sys.stderr)
     codes: dict[Path, int] = {}
     for job, state in zip(jobs, states, strict=True):
-        if state != "completed":
-            print(f"job {job.folder.name}: {state}", file=sys.stderr)
-        codes[job.folder] = DONE if state == "completed" else _run(job, state, resume, allowed)
+        codes[job.folder] = DONE
+        if state == "completed":
+            continue
+        print(f"job {job.folder.name}: {state}", file=sys.stderr)
+        try:
+            codes[job.folder] = begin(job) if state == "not begun" else go_on(job.folder)
+        except TrinityError as error:
+            print_error(f"job {job.folder.name}: {error}")
+            codes[job.folder] = error.exit_code
         if codes[job.folder] == INTERRUPTED:
             return INTERRUPTED
     return finish_sweep(sweep, codes)
@@ -118,20 +137,3 @@ def _split(overrides: Sequence[str], place: Path) -> list[list[str]]:
         except HydraException as error:
             raise ConfigError(f"{place}: {explain(error)}") from error
     return [list(job) for job in jobs]
-
-
-def _run(job: Job, state: str, resume: Resume, allowed: Sequence[str]) -> int:
-    try:
-        return _begin(job, allowed) if state == "not begun" else resume_run(job.folder, (), allowed, resume)
-    except TrinityError as error:
-        print_error(f"job {job.folder.name}: {error}")
-        return error.exit_code
-
-
-def _begin(job: Job, allowed: Sequence[str]) -> int:
-    settings = job.invocation.recompose((), allowed)
-    place = job.invocation.started_in
-    if config.anchored(settings.cfg, place) != settings.cfg:
-        raise ConfigError(f"it has paths that count from {place}, where the sweep was started; go on with it there")
-    with settings.only_trusted():
-        return start(settings.command_line(job.folder))
