@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     run = commands.add_parser("run", help="run with a configuration, or a sweep; see `trinity-sync run --help`")
     run.add_argument("overrides", nargs="*", help="group=option and key=value")
 
-    resume = commands.add_parser("resume", help="go on with a run, in place, from its newest good checkpoint")
-    resume.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run")
+    resume = commands.add_parser(
+        "resume", help="go on with a run, in place, from its newest good checkpoint; or a sweep"
+    )
+    resume.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, or of a sweep that was cut off")
     resume.add_argument("overrides", nargs="*", help="settings to change, key=value; for instance trainer.steps=200")
     resume.add_argument(
         "--skip-unreadable",
@@ -70,31 +73,61 @@ def _job(cfg: DictConfig) -> float:
 
 
 def _resume(options: argparse.Namespace) -> int:
+    from trinity_sync.launch.resume import Resume
+
+    folder = options.run.absolute()
+    resume = Resume(options.from_scratch, options.skip_unreadable)
+    if not (folder / "multirun.yaml").is_file():
+        return resume_run(folder, options.overrides, options.allow_target, resume)
+    if options.overrides or options.from_scratch:
+        raise ConfigError(
+            f"{folder} is a sweep, which goes on as it was; to change a setting or begin again, name one of its jobs, "
+            f"such as {folder / '0'}"
+        )
+    from trinity_sync.cli.sweeps import Job, resume_sweep
+
+    def begin(job: Job) -> int:
+        settings = job.settings(options.allow_target)
+        with settings.only_trusted():
+            return start(settings.command_line(job.folder))
+
+    return resume_sweep(folder, begin=begin, go_on=lambda job: resume_run(job, (), options.allow_target, resume))
+
+
+def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], resume: Resume) -> int:
     """Go on with a run in its own folder.
 
     The settings are those of the run, composed again from the overrides it was started with, and then the new ones.
     They are checked, and then saved when the run's next attempt begins, so that a mistake leaves the run as it was.
+
+    Args:
+        folder: of the run, absolute.
+        overrides: new ones.
+        allowed: packages of which the saved settings may name classes.
+        resume: how it goes on.
+
+    Returns:
+        The exit code.
     """
     from omegaconf import DictConfig, OmegaConf
 
     from trinity_sync import config
     from trinity_sync.checkpoint.lock import other_run
     from trinity_sync.cli.invocation import Invocation
-    from trinity_sync.launch.resume import Resume, committed_steps
+    from trinity_sync.launch.resume import committed_steps
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
 
-    folder = options.run.absolute()
     invocation = Invocation.read(folder)
-    settings = invocation.recompose(options.overrides, options.allow_target)
+    settings = invocation.recompose(overrides, allowed)
     cfg = config.anchored(settings.cfg, invocation.started_in)
     config.check(cfg)
     config.check_inputs(cfg)
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
-    resume = Resume(options.from_scratch, options.skip_unreadable, invocation.started_in)
+    resume = replace(resume, started_in=invocation.started_in)
     checkpoints = checkpoint_folder(cfg, folder)
-    given = any(text.lstrip("+").startswith("checkpoint.dir=") for text in options.overrides)
+    given = any(text.lstrip("+").startswith("checkpoint.dir=") for text in overrides)
     if not given and (other := other_run(checkpoints, folder)):
         raise ConfigError(
             f"checkpoint.dir is {checkpoints} in the saved settings of {folder}, but the run in {other} saves there; "

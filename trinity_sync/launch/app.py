@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
@@ -100,7 +100,9 @@ def run_main(
         started = any(code != REFUSED for code in _session.codes.values())
         print_error(explain(error))
         return FAILED if started else REFUSED
-    return _finish_sweep(_session.sweep) if _session.sweep else max(_session.codes.values(), default=DONE)
+    if _session.sweep:
+        return finish_sweep(_session.sweep, _session.codes or _codes_on_disk(_session.sweep))
+    return max(_session.codes.values(), default=DONE)
 
 
 def job(cfg: DictConfig) -> float:
@@ -197,9 +199,12 @@ def _refuse(problem: str) -> NoReturn:
     raise SystemExit(REFUSED)
 
 
-def _finish_sweep(sweep: Path) -> int:
-    """Write the report of a sweep, say which jobs did not end well, and make one exit code of theirs."""
-    codes = _session.codes or _codes_on_disk(sweep)
+def finish_sweep(sweep: Path, codes: Mapping[Path, int]) -> int:
+    """Write the report of a sweep, say which jobs did not end well, and make one exit code of theirs.
+
+    Args:
+        codes: exit code by the folder of the job.
+    """
     if all(code == REFUSED for code in codes.values()):
         return REFUSED
     _report_sweep(sweep)
