@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,6 +139,19 @@ def test_another_environment_is_warned_of_and_named(launcher: Computing, capsys:
     assert "trinity-sync: 99.0 -> " in found.out.splitlines()[-1]
 
 
+def test_what_came_of_it_is_told_though_the_disk_is_full(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first()
+
+    def full(path: Path, value: object) -> None:
+        raise RunError(f"{path} cannot be written: no space")
+
+    monkeypatch.setattr("trinity_sync.tracking.files.write_json", full)
+    assert reproduce(run) == 1
+    assert capsys.readouterr().out.startswith("equal: 6 versions")
+
+
 def test_a_repetition_that_fails_is_no_comparison(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
     run = first()
 
@@ -168,6 +182,30 @@ def test_steps_that_the_run_does_not_have_are_refused(
 ) -> None:
     assert reproduce(first(), f"--steps={steps}") == 2
     assert f"--steps is {steps}; " in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+def test_steps_of_which_nothing_is_known_are_refused(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
+    run = first()
+    for name in ("events.jsonl", "metrics.jsonl"):
+        (run / name).unlink()
+    assert reproduce(run, "--steps=3") == 2
+    assert "has nothing to compare up to there" in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *("hydra.run.dir=", "hydra.run.dir=null", "hydra.run.dir=a,b", "++hydra.run.dir='x/${name}'"),
+        *("hydra.run.dir=~/x", "hydra.mode=MULTIRUN", "seed=1,2"),
+    ],
+)
+def test_what_is_no_single_run_in_a_folder_is_refused(
+    launcher: Computing, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(first(), given) == 2
+    assert given.lstrip("+")[:8] in capsys.readouterr().err
     assert len(launcher.calls) == 1
 
 
@@ -249,6 +287,84 @@ def test_settings_of_somebody_else_run_nothing_of_theirs(
     assert len(launcher.calls) == 1
 
 
+def test_places_that_options_of_the_users_own_name_are_left_out(
+    launcher: Computing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "conf" / "experiment" / "own.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(
+        "# @package _global_\ndefaults: [{override /tracker: [tensorboard]}, {override /cluster: existing}]\n"
+        f"cluster: {{address: auto}}\ncheckpoint: {{dir: elsewhere}}\nsync: {{shm_dir: {tmp_path}}}\n"
+    )
+    (options := tmp_path / "conf").rename(tmp_path / "then")
+    run = first("experiment=own", f"--config-dir={tmp_path / 'then'}")
+    (tmp_path / "then").rename(options)
+    assert reproduce(run, f"--config-dir={options}") == 0
+    found = launcher.calls[-1].cfg
+    ours = config.compose()
+    assert (found.tracker, found.cluster, found.checkpoint.dir) == ({}, ours.cluster, None)
+    assert found.sync.shm_dir == ours.sync.shm_dir
+    left_out = capsys.readouterr().err
+    assert all(text in left_out for text in ("tracker=tensorboard", "cluster.address=auto", "checkpoint.dir=elsewhere"))
+    assert reproduce(run, f"--config-dir={options}", "tracker=tensorboard", "hydra.run.dir=again") == 0
+    assert [*launcher.calls[-1].cfg.tracker] == ["tensorboard"]
+
+
+def test_a_name_that_is_no_name_makes_no_folder(launcher: Computing) -> None:
+    run = first()
+    rewrite(run / ".hydra" / "overrides.yaml", lambda texts: texts.append("name=../evil"))
+    rewrite(run / ".hydra" / "config.yaml", lambda values: values.update(name="../evil"))
+    digest = config.config_digest(OmegaConf.load(run / ".hydra" / "config.yaml"))  # type: ignore[arg-type]
+    rewrite(run / "run.json", lambda record: record.update(config_digest=digest))
+    assert reproduce(run) == 2
+    assert not Path("evil").exists(), "which is outputs/../evil"
+    assert reproduce(run, "--bundle") == 0
+    assert Path("evil-run.bundle.json").is_file()
+
+
+def test_the_checkpoint_it_began_with_is_found_from_another_folder(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first("checkpoint.resume_from=ck/global_step_2")
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert reproduce(run) == 0
+    assert launcher.calls[-1].cfg.checkpoint.resume_from == str(tmp_path / "ck" / "global_step_2")
+    assert "changed:" not in capsys.readouterr().err
+
+
+def test_a_model_that_lies_elsewhere_under_another_name_is_given_again(launcher: Computing, tmp_path: Path) -> None:
+    model = tmp_path / "models" / "tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    run = first("model=path", f"model.path={model}")
+    moved = model.rename(tmp_path / "snapshot")
+    assert reproduce(run, f"model.path={moved}") == 0
+    assert launcher.calls[-1].cfg.model.path == str(moved)
+
+
+def test_threads_are_those_of_the_run_where_none_are_asked_for(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = first()
+    rewrite(run / "run.json", lambda record: record.update(threads=4))
+    monkeypatch.setenv("OMP_NUM_THREADS", " ")
+    assert reproduce(run) == 0
+    assert os.environ["OMP_NUM_THREADS"] == "4"
+
+
+def test_settings_that_were_changed_at_a_resume_are_a_reason(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = first()
+    assert cli.main(["resume", str(run), "trainer.steps=7"]) == 0
+    launcher.spoilt = 6
+    assert reproduce(run) == 1
+    assert (
+        "what was otherwise: settings: several, as the run was resumed with other settings" in capsys.readouterr().out
+    )
+
+
 # where it is found
 
 
@@ -256,8 +372,9 @@ def test_a_job_of_a_sweep_and_an_experiment_by_its_name(launcher: Computing) -> 
     cli.main(["run", "-m", "hydra.sweep.dir=multirun/x/y", "trainer.steps=2,3", "experiment=quick"])
     assert reproduce("multirun/x/y/1", "hydra.run.dir=again") == 0
     assert launcher.calls[-1].cfg.trainer.steps == 3
-    assert reproduce("quick") == 0
-    assert result(launcher)["of"].endswith("multirun/x/y/1")
+    for _ in range(2):
+        assert reproduce("quick", f"hydra.run.dir=outputs/quick/{len(launcher.calls)}") == 0
+        assert result(launcher)["of"].endswith("multirun/x/y/1"), "not what was repeated of it"
 
 
 @pytest.mark.parametrize(
@@ -317,14 +434,14 @@ def test_the_record_and_the_settings_alone_are_enough(
 
 
 def test_a_bundle_reproduces_elsewhere(launcher: Computing, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = first("seed=3", "checkpoint.dir=secret")
+    run = first("seed=3", "checkpoint.dir=secret", "checkpoint={interval: 3, mirror_options: {key: secret}}")
     assert reproduce(run, "--bundle") == 0
     path = Path(capsys.readouterr().out.strip())
     assert path == Path("copy-digits-run.bundle.json")
     assert "secret" not in path.read_text()
     shutil.rmtree(run)
     assert reproduce(path) == 0
-    assert launcher.calls[-1].cfg.seed == 3
+    assert (launcher.calls[-1].cfg.seed, launcher.calls[-1].cfg.checkpoint.interval) == (3, 3)
     assert capsys.readouterr().out.startswith("equal: 6 versions")
 
 
@@ -335,6 +452,7 @@ def test_a_bundle_that_was_changed_is_refused(launcher: Computing, capsys: pytes
     assert reproduce("b.json") == 2
     assert "was changed after it was written" in capsys.readouterr().err
     assert reproduce(run, "--bundle", "--output", "no/such/folder/b.json") == 1
+    assert reproduce(run, "--bundle", "seed=4") == 2
 
 
 # runs that are not the same bit for bit

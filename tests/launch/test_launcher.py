@@ -16,6 +16,7 @@ from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
 from trinity_sync.launch.actors import Setup
+from trinity_sync.launch.start import Start
 from trinity_sync.tracking.record import read_record
 
 
@@ -118,6 +119,21 @@ def test_a_thread_of_the_run_that_dies_is_a_fault(tmp_path: Path, monkeypatch: p
     assert run(tmp_path, monkeypatch, loop, lambda **_: None) == 0
     [event] = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["where"], event["error"]) == ("fault", "thread events", "pop from empty list")
+
+
+@pytest.mark.parametrize(
+    ("began", "until", "last"), [(0, None, 20), (0, 3, 3), (10, 10, 11), (10, 4, 11), (10, 30, 20)]
+)
+def test_a_run_that_ends_early_does_one_step_at_least(
+    began: int, until: int | None, last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(launcher.Start, "find", lambda *_, **__: Start(began, False, tmp_path / "checkpoints", None))
+    monkeypatch.setattr(launcher, "cluster", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(Idle, "loop", lambda job: seen.append(job.setup.last_step))
+    cfg = compose(["trainer.steps=20", "live=off"])
+    assert launcher.run(cfg, tmp_path, until=until, job=Idle) == 0  # type: ignore[arg-type]
+    assert seen == [last]
 
 
 @pytest.mark.parametrize("threads", ["4,2", "0", "-1", "two"])

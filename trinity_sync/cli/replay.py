@@ -20,6 +20,9 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.outcome import Outcome
 from trinity_sync.tracking.record import RunJson
 
+_WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster.")
+_BEGAN_WITH = "checkpoint.resume_from"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -76,13 +79,14 @@ def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay
     """
     invocation = source.invocation
     kept, left_out = split_places(invocation.overrides)
-    saved = config.anchored(without_places(source.config), invocation.started_in)
+    saved = _anchored(without_places(source.config), invocation.started_in)
     today = invocation.of(kept).recompose((), allowed)
-    pins = [*_pins(saved, today.cfg, source.place), *_no_places(today.cfg)]
+    places = [*_own_places(today.cfg, new)]
+    pins = [*_pins(saved, today.cfg, source.place), *(pin for pin, _ in places)]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(new, allowed)
     _check_digest(source, recomposed.cfg)
     changed = [one for one in config.config_diff(saved, recomposed.cfg) if not _is_place(one.key)]
-    return Replay(recomposed=recomposed, left_out=left_out, changed=changed)
+    return Replay(recomposed=recomposed, left_out=left_out + [text for _, text in places], changed=changed)
 
 
 def split_places(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -118,11 +122,23 @@ def _pins(saved: DictConfig, today: DictConfig, place: Path) -> Iterator[str]:
         yield f"{key}={_as_value(old)}"
 
 
-def _no_places(cfg: DictConfig) -> Iterator[str]:
-    """Overrides against a place that an option of the user's own names."""
-    for key in ("checkpoint.dir", "checkpoint.mirror"):
-        if OmegaConf.select(cfg, key) is not None:
-            yield f"{key}=null"
+def _own_places(cfg: DictConfig, new: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Overrides against places that options of the user's own name, each with what is left out thereby."""
+    if not any(text.lstrip("+~").startswith("tracker") for text in new):
+        for name in OmegaConf.select(cfg, "tracker") or ():
+            yield f"~tracker.{name}", f"tracker={name}"
+    for key, ours, here in config.config_diff(config.compose(), cfg):
+        if key.startswith(_WRITTEN_TO) and ABSENT not in (ours, here):
+            yield f"{key}={_as_value(ours)}", f"{key}={here}"
+
+
+def _anchored(saved: DictConfig, folder: Path) -> DictConfig:
+    """Settings with all paths as they were meant, also of the checkpoint that the run began with."""
+    found = config.anchored(saved, folder)
+    begun = OmegaConf.select(found, _BEGAN_WITH)
+    if isinstance(begun, str) and found is not saved:
+        OmegaConf.update(found, _BEGAN_WITH, str(folder / begun))
+    return found
 
 
 def _as_value(value: object) -> str:
@@ -137,8 +153,9 @@ def _as_value(value: object) -> str:
 
 
 def _says_where(override: str) -> bool:
-    key = override.lstrip("+~").partition("=")[0]
-    return _is_place(key) and key != "hydra.searchpath"
+    key, _, value = override.strip().lstrip("+~").partition("=")
+    holds_some = value.startswith("{") and any(place.startswith(f"{key}.") for place in LOCATIONS)
+    return holds_some or (_is_place(key) and key != "hydra.searchpath")
 
 
 def _is_place(key: str) -> bool:
@@ -151,11 +168,15 @@ def _check_digest(source: Source, cfg: DictConfig) -> None:
     saved = config.anchored(source.config, source.invocation.started_in)
     saved = copy.deepcopy(saved)
     OmegaConf.set_readonly(saved, False)
-    for key in NAMED_BY_PATH:  # of a file that is here only its name counts
+    if expected is None or config.config_digest(saved) == expected:
+        return
+    for key in NAMED_BY_PATH:  # of what was a file only the name counted
         old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
-        if old is not None and new is not None and Path(old).name == Path(new).name:
-            OmegaConf.update(saved, key, new)
-    if expected is not None and config.config_digest(saved) != expected:
+        if isinstance(old, str) and not Path(old).exists():
+            # found where it lies now; given anew under another name, it is the old name that counted
+            same = isinstance(new, str) and Path(new).name == Path(old).name
+            OmegaConf.update(saved, key, new if same else Path(old).name)
+    if config.config_digest(saved) != expected:
         raise ConfigError(
             f"the settings of {source.place} are not those of its record, which has config_digest {expected}: they "
             "were changed since, or a file that they name is not here"

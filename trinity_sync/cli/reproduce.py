@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,7 +39,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     reproduce.add_argument("overrides", nargs="*", help="settings to change, key=value; such as hydra.run.dir=DIR")
     reproduce.add_argument("--steps", type=int, metavar="N", help="the first N steps only")
     reproduce.add_argument("--allow-target", action="append", default=[], metavar="PREFIX", help=ALLOW_TARGET_HELP)
-    reproduce.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of option files that a bundle needs")
+    reproduce.add_argument("--config-dir", type=Path, metavar="DIR", help="folder of option files that the run needs")
     reproduce.add_argument(
         "--metrics-only",
         action="store_true",
@@ -52,14 +53,18 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _reproduce(options: argparse.Namespace) -> int:
+    from trinity_sync import config
     from trinity_sync.cli.replay import replay
 
+    if options.bundle and (options.overrides or options.steps is not None):
+        raise ConfigError("--bundle writes a run as it was; give what is to change where it is reproduced")
     source = _read(_find(options.run), options.config_dir)
     if options.bundle:
         return _write_bundle(source, options.output)
     _check_comparable(source, metrics_only=options.metrics_only, repeats=options.repeats)
     given, folder = _split_folder(options.overrides)
     settings = replay(source, given, options.allow_target)
+    config.check(settings.cfg)  # before Hydra makes a folder of what may be no name
     steps = _steps(options.steps, source, settings)
     differs = _say_what_differs(source, settings)
     folder = folder or Path("outputs") / str(settings.cfg.name) / time.strftime("%Y-%m-%d_%H-%M-%S")
@@ -79,9 +84,9 @@ def _find(name: str) -> Path:
 
     if os.path.lexists(name):
         return Path(name).absolute()
-    if not (config.conf_dir() / "experiment" / f"{name}.yaml").is_file():
-        raise ConfigError(f"{name} is no folder of a run, no bundle and no experiment; name the folder with run.json")
     runs = [run for run in _runs_here() if _experiment_of(run) == name]
+    if not runs and not (config.conf_dir() / "experiment" / f"{name}.yaml").is_file():
+        raise ConfigError(f"{name} is no folder of a run, no bundle and no experiment; name the folder with run.json")
     if not runs:
         raise ConfigError(
             f"there is no run of experiment={name} below {Path.cwd()}/outputs or multirun; start one: "
@@ -92,7 +97,8 @@ def _find(name: str) -> Path:
 
 def _runs_here() -> Iterator[Path]:
     for pattern in ("outputs/*/*/run.json", "multirun/*/*/*/run.json"):
-        yield from (path.parent for path in Path.cwd().glob(pattern))
+        found = (path.parent for path in Path.cwd().glob(pattern))
+        yield from (run for run in found if not (run / RESULT).exists())  # what was repeated is not what to repeat
 
 
 def _experiment_of(run: Path) -> object:
@@ -132,6 +138,8 @@ def _read(place: Path, config_dir: Path | None) -> Source:
             raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
         if not isinstance(config, DictConfig):
             raise ConfigError(f"{saved} is no configuration; name the folder of a run")
+        if config_dir is not None:
+            invocation = replace(invocation, config_dir=config_dir)
         return Source(invocation=invocation, record=record, config=config, outcome=read_outcome(place, record))
     bundle = read_bundle(place)
     return Source(
@@ -155,7 +163,7 @@ def _write_bundle(source: Source, output: Path | None) -> int:
 
     if not source.place.is_dir():
         raise ConfigError(f"{source.place} is a bundle already; name the folder of a run")
-    path = output or Path(f"{source.config.name}-{source.place.name}.bundle.json")
+    path = output or Path(Path(f"{source.config.get('name')}-{source.place.name}.bundle.json").name)
     kept, _ = split_places(source.invocation.overrides)
     Bundle(
         record=source.record,
@@ -190,7 +198,7 @@ def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> No
             f"{source.place} is not reproducible bit for bit: who was faster decided what its updates were made of "
             "(trainer.schedule=free). Compare how it ended with a few runs of other seeds: --metrics-only"
         )
-    if not (source.outcome.digests or source.outcome.metrics):
+    if not source.outcome:
         raise ConfigError(
             f"{source.place} has nothing to compare: it ended before its first version (status "
             f"{source.record.get('status')}), or events.jsonl is not there"
@@ -198,12 +206,36 @@ def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> No
 
 
 def _split_folder(overrides: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Take the override of the folder out of the others: Hydra's own settings are not part of the run's."""
-    from trinity_sync.config.composition import parse
+    """Take the override of the folder out of the others: Hydra's own settings are not part of the run's.
 
-    given = [text for text in overrides if not text.startswith(f"{_RUN_DIR}=")]
-    folders = [parse(text).value() for text in overrides if text not in given]
-    return given, Path(str(folders[-1])) if folders else None
+    Raises:
+        ConfigError: it names no folder, or a sweep is asked for.
+    """
+    given, folder = [], None
+    for text in overrides:
+        key = text.lstrip("+").partition("=")[0]
+        if key == "hydra.mode":
+            raise ConfigError(f"{text}: what is reproduced is one run, not a sweep")
+        if key != _RUN_DIR:
+            given.append(text)
+        else:
+            folder = Path(_folder_name(text))
+    return given, folder
+
+
+def _folder_name(override: str) -> str:
+    from hydra.errors import HydraException
+
+    from trinity_sync.config.composition import parse
+    from trinity_sync.launch.app import explain
+
+    try:
+        value = parse(override).value()
+    except HydraException as error:
+        raise ConfigError(f"{override}: {explain(error)}") from error
+    if not isinstance(value, str | int | float) or not str(value).strip() or "${" in str(value):
+        raise ConfigError(f"{override} names no folder; write its name out, hydra.run.dir=DIR")
+    return str(value)
 
 
 def _steps(asked: int | None, source: Source, settings: Replay) -> int:
@@ -211,17 +243,19 @@ def _steps(asked: int | None, source: Source, settings: Replay) -> int:
     last, planned = source.outcome.steps, int(settings.cfg.trainer.steps)
     if asked is not None and not 1 <= asked <= last:
         raise ConfigError(f"--steps is {asked}; {source.place} has steps 1 to {last}")
+    if asked is not None and not source.outcome.up_to(asked):
+        raise ConfigError(f"--steps is {asked}; {source.place} has nothing to compare up to there, only of later steps")
     return min(asked or max(last, 1), planned)
 
 
 def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
     """Say on stderr what is otherwise than it was; return what may change numbers, but for settings."""
     from trinity_sync.host import hardware
-    from trinity_sync.reproduction.environment import differences
+    from trinity_sync.reproduction.environment import Differs, differences
     from trinity_sync.tracking.record import git_state, package_versions
 
     threads = source.record.get("threads")
-    if isinstance(threads, int) and "OMP_NUM_THREADS" not in os.environ:
+    if isinstance(threads, int) and not os.environ.get("OMP_NUM_THREADS", "").strip():
         os.environ["OMP_NUM_THREADS"] = str(threads)  # sums depend on it
     found = os.environ.get("OMP_NUM_THREADS", "")
     differs = differences(
@@ -233,6 +267,11 @@ def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
             "hardware": hardware.describe(),
         },
     )
+    digests = {attempt.get("config_digest") for attempt in source.record.get("attempts") or []}
+    if len(digests - {None}) > 1:
+        differs.append(
+            Differs("settings", "several, as the run was resumed with other settings", "of the last attempt")
+        )
     for text in settings.left_out:
         if not text.startswith("live="):
             print(f"left out: {text} (where the run lived; give it again where it is meant)", file=sys.stderr)
@@ -240,9 +279,6 @@ def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
         print(f"changed: {one.key}: {one.old} -> {one.new}", file=sys.stderr)
     for difference in differs:
         print(f"warning: {difference}", file=sys.stderr)
-    digests = {attempt.get("config_digest") for attempt in source.record.get("attempts", [])}
-    if len(digests - {None}) > 1:
-        print("warning: the run was resumed with other settings; those of its last attempt are used", file=sys.stderr)
     return differs
 
 
@@ -267,22 +303,22 @@ def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs:
     if code != 0:
         return code
     comparison = compare(source.outcome.up_to(steps), _outcome(folder))
-    write_json(
-        folder / RESULT,
-        {
-            "of": source.place,
-            "steps": steps,
-            "equal": comparison.equal,
-            "versions": comparison.versions,
-            "metrics": comparison.values,
-            "first_version": _told(comparison.first_version),
-            "first_metrics": [_told(one) for one in comparison.first_metrics],
-            "absent": comparison.absent,
-            "changed": [one._asdict() for one in settings.changed],
-            "environment": [one._asdict() for one in differs],
-        },
-    )
-    print("\n".join(_verdict(comparison, settings, differs)))
+    result = {
+        "of": source.place,
+        "steps": steps,
+        "equal": comparison.equal,
+        "versions": comparison.versions,
+        "metrics": comparison.values,
+        "first_version": _told(comparison.first_version),
+        "first_metrics": [_told(one) for one in comparison.first_metrics],
+        "absent": comparison.absent,
+        "changed": [one._asdict() for one in settings.changed],
+        "environment": [one._asdict() for one in differs],
+    }
+    try:  # each of the two also where the other fails
+        print("\n".join(_verdict(comparison, settings, differs)), flush=True)
+    finally:
+        write_json(folder / RESULT, result)
     return 0 if comparison.equal else 1
 
 
@@ -343,14 +379,17 @@ def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: in
         ends.append(end)
     interval = Interval.of(ends)
     alike = was in interval
-    write_json(
-        folder / RESULT,
-        {"of": source.place, "steps": steps, "metric": name, "was": was, "ends": ends, "alike": alike}
-        | {"low": interval.low, "high": interval.high},
-    )
-    print(
-        f"{'alike' if alike else 'differs'}: {name} at the end was {was:.6g}; of {repeats} runs with other seeds it is "
-        f"{', '.join(f'{end:.6g}' for end in ends)}, so that 95 % of runs end between {interval.low:.6g} and "
-        f"{interval.high:.6g}"
-    )
+    try:  # each of the two also where the other fails
+        print(
+            f"{'alike' if alike else 'differs'}: {name} at the end was {was:.6g}; of {repeats} runs with other seeds "
+            f"it is {', '.join(f'{end:.6g}' for end in ends)}, so that 95 % of runs end between {interval.low:.6g} and "
+            f"{interval.high:.6g}",
+            flush=True,
+        )
+    finally:
+        write_json(
+            folder / RESULT,
+            {"of": source.place, "steps": steps, "metric": name, "was": was, "ends": ends, "alike": alike}
+            | {"low": interval.low, "high": interval.high},
+        )
     return 0 if alike else 1

@@ -258,5 +258,7 @@ def _given(new: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """(key, value) of what stands on the command line itself; choices of options are none: those are files."""
     for override in OverridesParser.create().parse_overrides(list(new)):
         key, value = override.get_key_element().lstrip("+~"), override.value()
+        if override.is_sweep_override():
+            raise ConfigError(f"{override.input_line} is a sweep; give one value here")
         yield from _named(value, key)
         yield from _leaves(value, key)

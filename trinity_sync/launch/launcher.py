@@ -53,7 +53,7 @@ def run(
         cfg: composed and checked.
         run_dir: the run's folder.
         resume: go on in place, instead of starting in a new folder.
-        until: end after this step, as if it were the last; None: `trainer.steps`.
+        until: end after this step, as if it were the last, but do one step at least; None: `trainer.steps`.
         job: builds and drives the run.
         settings: entered once the run's record has begun, left when the run is over.
 
@@ -65,7 +65,6 @@ def run(
         RunError: the run failed; the run's record says so too.
     """
     threads = _threads()
-    last_step = min(cfg.trainer.steps, until or cfg.trainer.steps)
     stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
@@ -77,6 +76,7 @@ def run(
             look_before_resume(cfg, checkpoints, resume, committed)
         stack.enter_context(locked(checkpoints, folder.path))
         start = Start.find(cfg, checkpoints, resume=resume, committed=committed, logs=folder.logs)
+        last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         recorder = _recorder(cfg, folder, start, threads, last_step)
         try:
             with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():

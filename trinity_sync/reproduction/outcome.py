@@ -44,6 +44,10 @@ class Outcome:
     digests: Mapping[int, str] = field(default_factory=dict)
     metrics: Mapping[int, Mapping[str, Number]] = field(default_factory=dict)
 
+    def __bool__(self) -> bool:
+        """Whether anything is known."""
+        return bool(self.digests or self.metrics)
+
     @property
     def steps(self) -> int:
         """The last step that anything is known of; 0: none."""
@@ -64,7 +68,8 @@ class Comparison:
     Attributes:
         versions, values: how many digests and numbers both have.
         unequal: what is not the same, by step; of one step the metrics first, which were there before its version.
-        absent: steps that only the old one has a digest or metrics of.
+        absent: steps that only the old one has a digest or metrics of. A version does not count where the new one has a
+            later one: weights are also saved where a run is stopped, which its repetition is not.
     """
 
     versions: int
@@ -97,7 +102,7 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
 
     What only the new one has says nothing: it may have published at a step at which the old one did not.
     """
-    versions, values = 0, 0
+    versions, values, newest = 0, 0, max(new.digests, default=-1)
     unequal: list[Unequal] = []
     absent: list[int] = []
     for step in sorted({*old.digests, *old.metrics}):
@@ -111,7 +116,8 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
             versions += 1
             if old.digests[step] != new.digests[step]:
                 unequal.append(Unequal(step, DIGEST, old.digests[step], new.digests[step]))
-        if (before is not None and after is None) or (step in old.digests and step not in new.digests):
+        unsaved = step in old.digests and step not in new.digests and step > newest
+        if (before is not None and after is None) or unsaved:
             absent.append(step)
     return Comparison(versions=versions, values=values, unequal=tuple(unequal), absent=tuple(absent))
 
