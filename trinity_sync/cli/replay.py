@@ -14,36 +14,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
-from trinity_sync.cli.invocation import Invocation, Recomposed, merge_overrides
+from trinity_sync.cli.invocation import Recomposed, merge_overrides
+from trinity_sync.cli.source import Source
 from trinity_sync.config.comparison import ABSENT, LOCATIONS, NAMED_BY_PATH
 from trinity_sync.errors import ConfigError
-from trinity_sync.reproduction.outcome import Outcome
-from trinity_sync.tracking.record import RunJson
 
 _WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster.")
 _BEGAN_WITH = "checkpoint.resume_from"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A run that is to be repeated.
-
-    Attributes:
-        invocation: how it was started.
-        record: of its run.json, as much as there is.
-        config: all of its settings, as saved.
-        outcome: what it computed.
-    """
-
-    invocation: Invocation
-    record: RunJson
-    config: DictConfig
-    outcome: Outcome
-
-    @property
-    def place(self) -> Path:
-        """Its folder, or the bundle."""
-        return self.invocation.place
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,12 +17,11 @@ from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_sync.cli.invocation import Recomposed
-    from trinity_sync.cli.replay import Replay, Source
+    from trinity_sync.cli.replay import Replay
+    from trinity_sync.cli.source import Source
     from trinity_sync.reproduction.environment import Differs
     from trinity_sync.reproduction.outcome import Comparison, Outcome, Unequal
 
-RESULT = "reproduction.json"
-"""In the folder of the repetition: what it repeats, and how it compares."""
 _RUN_DIR = "hydra.run.dir"
 _MOST_SHOWN = 5
 
@@ -55,10 +53,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _reproduce(options: argparse.Namespace) -> int:
     from trinity_sync import config
     from trinity_sync.cli.replay import replay
+    from trinity_sync.cli.source import find_source, read_source
 
     if options.bundle and (options.overrides or options.steps is not None):
         raise ConfigError("--bundle writes a run as it was; give what is to change where it is reproduced")
-    source = _read(_find(options.run), options.config_dir)
+    source = read_source(find_source(options.run), options.config_dir)
     if options.bundle:
         return _write_bundle(source, options.output)
     _check_comparable(source, metrics_only=options.metrics_only, repeats=options.repeats)
@@ -71,89 +70,6 @@ def _reproduce(options: argparse.Namespace) -> int:
     if options.metrics_only:
         return _repeat_with_seeds(source, settings, folder.absolute(), steps, options.repeats)
     return _repeat(source, settings, folder.absolute(), steps, differs)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What is reproduced
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def _find(name: str) -> Path:
-    """The folder or file that is meant; the newest run of an experiment of that name."""
-    from trinity_sync import config
-
-    if os.path.lexists(name):
-        return Path(name).absolute()
-    runs = [run for run in _runs_here() if _experiment_of(run) == name]
-    if not runs and not (config.conf_dir() / "experiment" / f"{name}.yaml").is_file():
-        raise ConfigError(f"{name} is no folder of a run, no bundle and no experiment; name the folder with run.json")
-    if not runs:
-        raise ConfigError(
-            f"there is no run of experiment={name} below {Path.cwd()}/outputs or multirun; start one: "
-            f"trinity-sync run experiment={name}"
-        )
-    return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
-
-
-def _runs_here() -> Iterator[Path]:
-    for pattern in ("outputs/*/*/run.json", "multirun/*/*/*/run.json"):
-        found = (path.parent for path in Path.cwd().glob(pattern))
-        yield from (run for run in found if not (run / RESULT).exists())  # what was repeated is not what to repeat
-
-
-def _experiment_of(run: Path) -> object:
-    from omegaconf import OmegaConf
-
-    try:
-        return OmegaConf.load(run / ".hydra" / "hydra.yaml").hydra.runtime.choices.get("experiment")
-    except Exception:
-        return None  # whatever it is, it is not a run that can be told to be of an experiment
-
-
-def _read(place: Path, config_dir: Path | None) -> Source:
-    """Read a run from its folder, or from a bundle.
-
-    Raises:
-        ConfigError: it is neither, is being written, or cannot be read.
-    """
-    from omegaconf import DictConfig, OmegaConf
-
-    from trinity_sync.cli.invocation import Invocation
-    from trinity_sync.cli.replay import Source
-    from trinity_sync.reproduction.bundle import read_bundle
-    from trinity_sync.reproduction.outcome import read_outcome
-    from trinity_sync.tracking.record import read_record
-    from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
-
-    if place.is_dir():
-        invocation = Invocation.read(place)
-        if owner := lock_owner(place):
-            raise RunFolderInUse(f"{place} is in use by {owner}: the run is not over; reproduce it when it is")
-        record = read_record(place / "run.json")
-        saved = place / ".hydra" / "config.yaml"
-        try:
-            config = OmegaConf.load(saved)
-            OmegaConf.resolve(config)
-        except Exception as error:
-            raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
-        if not isinstance(config, DictConfig):
-            raise ConfigError(f"{saved} is no configuration; name the folder of a run")
-        if config_dir is not None:
-            invocation = replace(invocation, config_dir=config_dir)
-        return Source(invocation=invocation, record=record, config=config, outcome=read_outcome(place, record))
-    bundle = read_bundle(place)
-    return Source(
-        invocation=Invocation(
-            overrides=bundle.overrides,
-            config_name=bundle.config_name,
-            config_dir=config_dir,
-            started_in=Path.cwd(),
-            place=place,
-        ),
-        record=bundle.record,
-        config=OmegaConf.create(dict(bundle.config)),
-        outcome=bundle.outcome,
-    )
 
 
 def _write_bundle(source: Source, output: Path | None) -> int:
@@ -295,6 +211,7 @@ def _run(settings: Recomposed, folder: Path, steps: int) -> int:
 
 
 def _repeat(source: Source, settings: Replay, folder: Path, steps: int, differs: Sequence[Differs]) -> int:
+    from trinity_sync.cli.source import RESULT
     from trinity_sync.reproduction.outcome import compare
     from trinity_sync.tracking.files import write_json
 
@@ -357,6 +274,7 @@ def _outcome(folder: Path) -> Outcome:
 
 
 def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: int, repeats: int) -> int:
+    from trinity_sync.cli.source import RESULT
     from trinity_sync.reproduction.repeats import Interval, end_of, judged
     from trinity_sync.tracking.files import write_json
 
