@@ -80,7 +80,14 @@ def test_a_run_cannot_finish_as_running(tmp_path: Path) -> None:
         record.finish("running")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "{}"),
+        *('{"attempt": 0, "git": "x"}', '{"attempt": 0, "packages": [1]}'),
+        *('{"attempt": 0, "attempts": [null]}', '{"attempt": 0, "attempts": 3}'),
+    ],
+)
 def test_a_damaged_record_is_a_configuration_error_that_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(ConfigError, match=r"run\.json"):

@@ -248,6 +248,12 @@ def read_record(path: Path) -> RunJson:
         raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
     if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
         raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
+    attempts: object = record.get("attempts") or []
+    for name, part in record.items():
+        if name in ("git", "packages", "hardware") and not isinstance(part, dict | None):
+            raise ConfigError(f"{path} is not the record of a run: {name} is {part!r:.60}")
+    if not (isinstance(attempts, list) and all(isinstance(attempt, dict) for attempt in attempts)):
+        raise ConfigError(f"{path} is not the record of a run: attempts is {attempts!r:.60}")
     return record
 
 
