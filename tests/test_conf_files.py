@@ -90,7 +90,7 @@ def test_every_key_has_a_one_line_comment_above_it(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=short)
 def test_every_file_says_what_it_is_for(path: Path) -> None:
     first = next(line for line in path.read_text().splitlines() if not line.startswith("# @package"))
-    assert re.match(r"# .+[.]$", first)
+    assert re.match(r"# .+[.?]$", first)
 
 
 @pytest.mark.parametrize("schema", config.SCHEMA.values(), ids=config.SCHEMA)

@@ -121,6 +121,15 @@ def test_the_first_version_that_differs_is_told(launcher: Computing, capsys: pyt
     assert not result(launcher)["equal"]
 
 
+def test_a_job_of_an_experiment_that_is_a_sweep_is_repeated_as_one_run(launcher: Computing) -> None:
+    assert cli.main(["run", "experiment=backends", "trainer.steps=5", "hydra.sweep.dir=sweep"]) == 0
+    assert reproduce("sweep/2") == 0
+    *_, job, again = launcher.calls
+    assert len(launcher.calls) == 4
+    assert again.cfg == job.cfg
+    assert again.run_dir.parent == Path("outputs/backends").absolute()
+
+
 def test_what_is_changed_is_told_and_so_are_metrics(launcher: Computing, capsys: pytest.CaptureFixture[str]) -> None:
     assert reproduce(first(), "seed=1") == 1
     found = capsys.readouterr()

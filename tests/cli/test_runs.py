@@ -25,8 +25,9 @@ from trinity_sync import __version__, config
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
+from trinity_sync.config import targets
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app, settings
+from trinity_sync.launch import app, settings, sweeps
 from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -237,12 +238,64 @@ def test_a_sweep_runs_every_job_though_one_fails(launcher: StandIn, capsys: pyte
     assert "error: 1 of 3 jobs did not end well: 1 in multirun/copy-digits/" in message
 
 
+@pytest.mark.parametrize(("refused", "code"), [((), 0), ((2,), 1), ((1, 2), 2)])
+def test_the_exit_code_of_a_sweep_is_made_of_those_of_its_jobs(
+    launcher: StandIn, refused: tuple[int, ...], code: int
+) -> None:
+    launcher.behave = lambda cfg: 2 if cfg.seed in refused else 0
+    assert start("-m", "seed=1,2") == code
+
+
 @pytest.mark.parametrize(
-    ("values", "code"),
-    [("140,150", 0), ("140,0", 1), ("0,-1", 2)],
+    ("overrides", "told"),
+    [
+        (
+            ["trainer.steps=140,0", "seed=1,2"],
+            r"job 2 of the sweep \(trainer.steps=0 seed=1\) cannot run, so nothing was started: trainer.steps is 0",
+        ),
+        (
+            ["trainer.schedule=free", "sync=memory,nccl"],
+            r"job 1 of the sweep \(.*sync=nccl\).*: trainer.schedule is free",
+        ),
+        (
+            ["task=jsonl", "task.path=good.jsonl,bad.jsonl"],
+            r"job 1 of the sweep .*bad.jsonl:1: there is no field .answer",
+        ),
+        (["checkpoint.dir='${hydra:runtime.output_dir}/c','~/c'"], r"job 1 of the sweep .*checkpoint.dir is ~/c"),
+        (["+hydra.job.env_set={LR: '0'}", "trainer.lr='1.0','${oc.env:LR}'"], r"job 1 of the sweep .*trainer.lr is 0"),
+    ],
 )
-def test_the_exit_code_of_a_sweep_is_made_of_those_of_its_jobs(launcher: StandIn, values: str, code: int) -> None:
-    assert start("-m", f"trainer.steps={values}") == code
+def test_a_sweep_of_which_one_job_cannot_run_starts_and_writes_nothing(
+    launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], overrides: list[str], told: str
+) -> None:
+    (tmp_path / "good.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n')
+    before = contents(tmp_path)
+    assert start("-m", *overrides) == 2
+    assert re.match(f"error: {told}", capsys.readouterr().err)
+    assert launcher.calls == []
+    assert contents(tmp_path) == before
+
+
+def test_jobs_of_a_sweep_that_read_the_same_file_have_it_read_once_before(
+    launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    built: list[Any] = []
+    build_task = targets.build_task
+    monkeypatch.setattr(targets, "build_task", lambda *of: built.append(of) or build_task(*of))
+    before: list[int] = []
+    launcher.behave = lambda cfg: before.append(len(built)) or 0
+    assert start("-m", "task=jsonl", "task.path=rows.jsonl", "seed=1,2,3") == 0
+    assert before == [2, 3, 4]
+
+
+def test_settings_of_jobs_that_run_elsewhere_are_checked_there(
+    launcher: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeps, "BasicLauncher", object)
+    assert start("-m", "trainer.steps=140,0") == 1
+    assert len(launcher.calls) == 1
 
 
 def test_a_sweep_over_an_unknown_option_starts_and_writes_nothing(
@@ -544,7 +597,6 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("+hydra.callbacks.evil='${oc.decode:\"{_target_: os.system}\"}'", "hydra.callbacks.evil is ${oc.decode:"),
         ("+hydra.callbacks.evil='${hydra.runtime.output_dir}'", "hydra.callbacks.evil is ${hydra.runtime.output_dir}"),
         ("+hydra.job.env_set.LD_PRELOAD=evil.so", "hydra.job.env_set.LD_PRELOAD is evil.so"),
-        ("hydra.mode=MULTIRUN", "hydra.mode is MULTIRUN"),
         ("+backend.overrides.use_dist_checkpointing=true", "backend.overrides.use_dist_checkpointing=true"),
         ("+backend.overrides={a: {fp8_quantizer_factory: os.system}}", "overrides.a.fp8_quantizer_factory=os.system"),
         ("hydra.overrides.task=['${oc.create:{_target_: os.system}}']", "hydra.overrides.task.0 is ${oc.create:"),
@@ -739,6 +791,41 @@ def test_a_job_of_a_sweep_is_resumed_as_one_run(launcher: StandIn) -> None:
     assert cli.main(["resume", "sweep/1"]) == 0
     assert launcher.calls[2].cfg == launcher.calls[1].cfg
     assert launcher.calls[2].run_dir == Path("sweep/1").absolute()
+
+
+@pytest.mark.parametrize("where", ["saved", "given"])
+def test_a_resume_is_one_run_whatever_the_settings_say(launcher: StandIn, where: str) -> None:
+    folder = first_run("trainer.steps=10")
+    if where == "saved":
+        OmegaConf.save(["trainer.steps=10", "hydra.mode=MULTIRUN"], folder / ".hydra" / "overrides.yaml")
+    assert cli.main(["resume", str(folder), *(["hydra.mode=MULTIRUN"] if where == "given" else [])]) == 0
+    assert [call.run_dir for call in launcher.calls] == [folder, folder]
+    assert not Path("multirun").exists()
+
+
+@pytest.mark.parametrize(
+    "experiment", sorted(found.stem for found in (config.conf_dir() / "experiment").glob("*.yaml"))
+)
+def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launcher: StandIn, experiment: str) -> None:
+    where = ["hydra.run.dir=here", "hydra.sweep.dir=here"]
+    assert start(f"experiment={experiment}", *where) == 0
+    swept = Path("here/multirun.yaml").exists()
+    assert len(launcher.calls) == JOBS.get(experiment, 1)
+    assert swept == (experiment in JOBS)
+    last = launcher.calls[-1]
+    assert cli.main(["resume", str(last.run_dir)]) == 0
+    again = launcher.calls[-1]
+    assert (again.cfg, again.run_dir, bool(again.resume)) == (last.cfg, last.run_dir, True)
+
+
+JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8}
+"""Of the experiments that are sweeps."""
+
+
+def test_one_job_of_a_saved_sweep_is_run_alone(launcher: StandIn) -> None:
+    assert start("experiment=staleness", "hydra.mode=RUN", "sync.max_staleness=4") == 0
+    (call,) = launcher.calls
+    assert (call.cfg.sync.max_staleness, call.cfg.sync.interval) == (4, 4)
 
 
 def test_a_resume_finds_the_option_files_that_the_run_was_given(launcher: StandIn, tmp_path: Path) -> None:

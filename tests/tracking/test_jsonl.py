@@ -70,6 +70,26 @@ def test_a_torn_line_longer_than_one_block_is_cut_whole(tmp_path: Path) -> None:
     assert path.read_bytes() == b'{"step": 1}\n'
 
 
+@given(records=RECORDS, count=st.integers(0, 8), torn=st.binary(max_size=5), long=st.sampled_from([0, 9000, 20000]))
+def test_the_last_lines_are_read_without_the_others(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict], count: int, torn: bytes, long: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "a.jsonl"
+    write(path, [{**record, "long": "x" * long} for record in records])
+    with path.open("ab") as file:
+        file.write(torn.replace(b"\n", b"") if records else b"")
+    everything, last = jsonl.read(path), jsonl.read_last(path, count)
+    assert last == everything[len(everything) - len(last) :]
+    assert len(last) >= min(count, len(records))
+    assert len(last) * long <= (count + 1) * long + (1 << 14)
+
+
+def test_damage_among_the_last_lines_is_told_by_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(f'{{"x": "{"x" * 20000}"}}\n' * 3 + "nonsense\n{}\n")
+    with pytest.raises(RunError, match=r"a\.jsonl, line 2 from its end is not a JSON object"):
+        jsonl.read_last(tmp_path / "a.jsonl", 2)
+
+
 def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"step": 1}\nnonsense\n{"step": 3}\n')

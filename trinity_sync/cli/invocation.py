@@ -125,9 +125,10 @@ class Recomposed:
         return self.invocation.recompose([*self.new, *new], self.allowed)
 
     def command_line(self, folder: Path) -> list[str]:
-        """Return what has Hydra compose the same, for a run in a folder."""
+        """Return what has Hydra compose the same, for one run in a folder, also where its settings are for a sweep."""
         name, options = self.invocation.config_name, self.invocation.config_dir
-        line = [*self.invocation.overrides, f"hydra.run.dir={config.quote(str(folder))}", f"--config-name={name}"]
+        one = [f"hydra.run.dir={config.quote(str(folder))}", "hydra.mode=RUN"]
+        line = [*self.invocation.overrides, *one, f"--config-name={name}"]
         return [*line, *([f"--config-dir={options}"] if options else [])]
 
     def only_trusted(self) -> AbstractContextManager[None]:

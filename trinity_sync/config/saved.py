@@ -109,12 +109,6 @@ def _check_settings(
     values = _values(cfg)
     hydra = values.pop("hydra")
     hydra.pop("searchpath", None)  # see `only_trusted_places`
-    mode = getattr(hydra["mode"], "name", hydra["mode"])
-    if mode not in (None, "RUN") and ("hydra.mode", mode) not in given:
-        raise ConfigError(
-            f"hydra.mode is {mode} in the saved settings of {where}, which would start a sweep in another folder; "
-            "give hydra.mode=RUN to go on with the run"
-        )
     for key, value in _leaves(hydra["job"].get("env_set", {}), "hydra.job.env_set"):
         if (key, value) not in given:
             raise ConfigError(

@@ -20,16 +20,23 @@ from trinity_sync.errors import ConfigError, TrinityError
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
 
 
-def check_inputs(cfg: DictConfig) -> None:
+def check_inputs(cfg: DictConfig, task: Any = None) -> Any:
     """Build once what a class of the user's own may refuse: backend, algorithm, retention policies, sync mode and task.
     The task's file is read line by line, and its reward function imported, before Ray starts.
+
+    Args:
+        cfg: a configuration that has passed `check`.
+        task: built of the same settings of a task before, with whatever seed; None: it is built.
+
+    Returns:
+        The task.
 
     Raises:
         ConfigError: naming the key, and the file and line where there is one.
     """
     check_own_classes(cfg)
     retention_policies(cfg)
-    task = build_task(cfg.task, cfg.seed)
+    task = build_task(cfg.task, cfg.seed) if task is None else task
     algorithm = load(f"algorithm.{TARGET}", cfg.algorithm[TARGET])
     lacking = [name for name in algorithm.task_methods if not callable(getattr(task, name, None))]
     if lacking:
@@ -38,6 +45,7 @@ def check_inputs(cfg: DictConfig) -> None:
             f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {algorithm.tasks}"
         )
     _check_sync(cfg)
+    return task
 
 
 def _check_sync(cfg: DictConfig) -> None:

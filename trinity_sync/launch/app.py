@@ -33,7 +33,7 @@ from trinity_sync import config
 from trinity_sync.errors import TrinityError
 from trinity_sync.launch.resume import Resume
 from trinity_sync.launch.settings import changed_settings
-from trinity_sync.launch.sweeps import folder_problem
+from trinity_sync.launch.sweeps import sweep_problem
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -178,9 +178,9 @@ class RunHooks(Callback):
             config.hydra.output_subdir = None
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Refuse a sweep that would write over a run, or cannot be composed, before Hydra has written anything."""
+        """Refuse a sweep that would write over a run, or has a job that cannot run, before anything is written."""
         try:
-            problem = folder_problem(config)
+            problem = sweep_problem(config)
         except HydraException as error:
             problem = explain(error)
         except OmegaConfBaseException:

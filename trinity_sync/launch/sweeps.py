@@ -1,23 +1,68 @@
-"""Into which folders the jobs of a sweep will write: Hydra would not ask whether something is there."""
+"""What is wrong with the jobs of a sweep, found before the first one runs: with their settings, and with the folders
+they would write into, about which Hydra would not ask.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf, open_dict
+from hydra.core.utils import env_override
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trinity_sync.config import check, check_inputs
+from trinity_sync.errors import TrinityError
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 
-def folder_problem(config: DictConfig) -> str | None:
-    """Say why a sweep cannot have the folders of its jobs; None: it can.
+@dataclass(frozen=True, kw_only=True)
+class _Job:
+    """A job of a sweep: its overrides, and what they come to, with Hydra's own settings."""
 
-    Of a sweeper that chooses values as it goes only the first job is looked at, and with none of those values.
+    number: int
+    overrides: Sequence[str]
+    cfg: DictConfig
+
+    @contextmanager
+    def begun(self) -> Iterator[Path]:
+        """Inside, ${hydra:...} and the environment are those of the job, whose folder this gives."""
+        state = HydraConfig.instance()
+        before = state.cfg
+        with read_write(self.cfg.hydra), open_dict(self.cfg.hydra):
+            self.cfg.hydra.job.id = self.cfg.hydra.job.num = self.number
+        state.set_config(self.cfg)
+        try:
+            hydra: Any = HydraConfig.get()
+            folder = Path(hydra.sweep.dir, str(hydra.sweep.subdir)).absolute()
+            with read_write(hydra.runtime):
+                hydra.runtime.output_dir = str(folder)
+            with env_override(hydra.job.env_set):
+                yield folder
+        finally:
+            state.cfg = before
+
+    def settings(self) -> DictConfig:
+        """What they come to without Hydra's own settings, as the job will see it."""
+        settings = copy.deepcopy(self.cfg)
+        with read_write(settings), open_dict(settings):
+            del settings["hydra"]
+        return settings
+
+
+def sweep_problem(config: DictConfig) -> str | None:
+    """Say why a sweep cannot begin; None: it can.
+
+    Of a sweeper that chooses values as it goes only the first job is looked at, with none of those values, and only for
+    its folder. Settings of jobs that another program starts elsewhere are left to them.
 
     Args:
         config: of the sweep, as Hydra's callbacks are given it.
@@ -26,8 +71,18 @@ def folder_problem(config: DictConfig) -> str | None:
         HydraException: a job cannot be composed.
         OmegaConfBaseException: its folder cannot be named.
     """
-    folders = _job_folders(config)
-    for folder in (Path(config.hydra.sweep.dir).absolute(), *folders):
+    jobs = _jobs(config)
+    problem = _folder_problem(Path(config.hydra.sweep.dir).absolute(), jobs)
+    here = _is(config.hydra.launcher, BasicLauncher) and _is(config.hydra.sweeper, BasicSweeper)
+    return problem or (_settings_problem(jobs) if here else None)
+
+
+def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
+    folders: list[Path] = []
+    for job in jobs:
+        with job.begun() as folder:
+            folders.append(folder)
+    for folder in (sweep, *folders):
         if owner := lock_owner(folder):
             return f"{folder} is in use by {owner}, so nothing was started; choose another folder by hydra.sweep.dir"
         if holds_run(folder):
@@ -44,26 +99,35 @@ def folder_problem(config: DictConfig) -> str | None:
     return None
 
 
-def _job_folders(config: DictConfig) -> list[Path]:
+def _settings_problem(jobs: Sequence[_Job]) -> str | None:
+    tasks: dict[str, Any] = {}  # so that a file of prompts is read once
+    for job in jobs:
+        settings = job.settings()
+        with job.begun():
+            try:
+                check(settings)
+                task = OmegaConf.to_yaml(settings.task, resolve=True)
+                tasks[task] = check_inputs(settings, tasks.get(task))
+            except TrinityError as error:
+                given = " ".join(job.overrides)
+                return f"job {job.number} of the sweep ({given}) cannot run, so nothing was started: {error}"
+    return None
+
+
+def _jobs(config: DictConfig) -> list[_Job]:
     loader = GlobalHydra.instance().config_loader()
-    sweeper: Any = OmegaConf.to_container(config.hydra.sweeper)
+    params: Any = OmegaConf.to_container(config.hydra.sweeper).get("params")  # type: ignore[union-attr]
     given: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    texts = [*(f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()), *given]
+    texts = [*(f"{key}={value}" for key, value in (params or {}).items()), *given]
     overrides = OverridesParser.create(config_loader=loader).parse_overrides(texts)
-    if sweeper["_target_"] == f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}":
+    if _is(config.hydra.sweeper, BasicSweeper):
         (jobs,) = BasicSweeper.split_arguments(overrides, None)
     else:
         jobs = [[text for text, one in zip(texts, overrides, strict=True) if not one.is_sweep_override()]]
-    return [_folder(loader.load_sweep_config(config, job), number) for number, job in enumerate(jobs)]
+    return [
+        _Job(number=number, overrides=job, cfg=loader.load_sweep_config(config, job)) for number, job in enumerate(jobs)
+    ]
 
 
-def _folder(cfg: DictConfig, number: int) -> Path:
-    with open_dict(cfg):
-        cfg.hydra.job.id = cfg.hydra.job.num = number
-    state = HydraConfig.instance()
-    before = state.cfg
-    state.set_config(cfg)  # what is written as ${hydra:...} looks there
-    try:
-        return Path(cfg.hydra.sweep.dir, str(cfg.hydra.sweep.subdir)).absolute()
-    finally:
-        state.cfg = before
+def _is(plugin: DictConfig, kind: type) -> bool:
+    return str(plugin._target_) == f"{kind.__module__}.{kind.__qualname__}"

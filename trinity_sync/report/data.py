@@ -116,9 +116,9 @@ def load(path: Path) -> Run | Sweep:
     path = path.absolute()
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder; name the folder of a run or of a sweep")
-    if _is_run(path):
+    if is_run(path):
         return load_run(path)
-    jobs = sorted((child for child in path.iterdir() if child.is_dir() and _is_run(child)), key=_job_order)
+    jobs = sorted((child for child in path.iterdir() if child.is_dir() and is_run(child)), key=job_order)
     if not jobs:
         raise ConfigError(
             f"{path} holds neither a run (run.json) nor a sweep (folders of runs); name one, such as "
@@ -132,9 +132,8 @@ def load_run(path: Path) -> Run:
     run = Run(path=path, checkpoints=path / "checkpoints")
     if (path / "run.json").exists():
         run.record = _read(run, "run.json", read_record, RunJson())
-        run.status = str(run.record.get("status", "unknown"))
-        if run.status == "running" and lock_owner(path) is None:
-            run.status = "interrupted"
+        run.status = status_now(path, run.record)
+        if run.status != run.record.get("status") == "running":
             run.notes.append("The run ended without saying so: run.json says running, but no process holds the folder.")
     else:
         run.notes.append("There is no run.json: the run did not start.")
@@ -151,6 +150,12 @@ def load_run(path: Path) -> Run:
     wall = wall_seconds(run.record, run.metrics, run.events)
     run.summary = summarise(run.metrics, run.events, run.status, wall, peaks, run.checkpoints)
     return run
+
+
+def status_now(path: Path, record: RunJson) -> str:
+    """Return the status in run.json, but ``interrupted`` where it says running and nobody has locked the folder."""
+    status = str(record.get("status", "unknown"))
+    return "interrupted" if status == "running" and lock_owner(path) is None else status
 
 
 def smooth(
@@ -174,11 +179,13 @@ def steps_to(run: Run) -> int | None:
     return None
 
 
-def _is_run(path: Path) -> bool:
+def is_run(path: Path) -> bool:
+    """Whether a folder is that of a run, be it one that did not start."""
     return (path / "run.json").exists() or (path / ".hydra").is_dir()
 
 
-def _job_order(path: Path) -> tuple[int, str]:
+def job_order(path: Path) -> tuple[int, str]:
+    """Sort the folders of a sweep's jobs by number, and then those with other names."""
     return (int(path.name), "") if path.name.isdecimal() else (1 << 62, path.name)
 
 

@@ -92,6 +92,26 @@ def read(path: Path) -> list[dict[str, object]]:
     return [record for _, record in _lines(path)]
 
 
+def read_last(path: Path, count: int) -> list[dict[str, object]]:
+    """As `read`, of the last `count` lines or some more, without reading the others."""
+    try:
+        with path.open("rb") as file:
+            start = file.seek(0, os.SEEK_END)
+            tail = b""
+            while start > 0 and tail.count(b"\n") <= count:
+                step = min(start, 1 << 14)
+                start -= step
+                file.seek(start)
+                tail = file.read(step) + tail
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise _read_error(path, error) from error
+    if start > 0:  # the first piece may be half a line
+        tail = tail.partition(b"\n")[2]
+    return [record for _, record in _parsed(path, tail, at_start=start == 0)]
+
+
 def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:
     """Drop the lines of steps after `step`, and a torn last line. Everything else stays as it is, byte for byte.
 
@@ -131,11 +151,16 @@ def _whole(value: object) -> int | None:
 
 def _lines(path: Path) -> list[tuple[bytes, dict[str, object]]]:
     try:
-        pieces = path.read_bytes().split(b"\n")
+        text = path.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise _read_error(path, error) from error
+    return _parsed(path, text)
+
+
+def _parsed(path: Path, text: bytes, *, at_start: bool = True) -> list[tuple[bytes, dict[str, object]]]:
+    pieces = text.split(b"\n")
     # Split leaves an empty piece after a final newline, and a torn line where there is none.
     last = len(pieces) - 1 if pieces[-1] else len(pieces) - 2
     found = []
@@ -146,7 +171,8 @@ def _lines(path: Path) -> list[tuple[bytes, dict[str, object]]]:
         if record is not None:
             found.append((piece, record))
         elif index != last:
-            raise RunError(f"{path}, line {index + 1} is not a JSON object; repair or remove that line")
+            line = f"line {index + 1}" if at_start else f"line {last - index + 1} from its end"
+            raise RunError(f"{path}, {line} is not a JSON object; repair or remove that line")
     return found
 
 
@@ -173,6 +199,10 @@ def _mend_tail(handle: int) -> None:
         write_all(handle, b"\n")
     else:
         os.ftruncate(handle, end - len(torn))
+
+
+def _read_error(path: Path, error: OSError) -> RunError:
+    return RunError(f"{path} cannot be read: {error.strerror or error}")
 
 
 def _write_error(path: Path, error: OSError) -> RunError:

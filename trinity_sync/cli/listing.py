@@ -1,0 +1,115 @@
+"""The command `trinity-sync list`: all runs and sweeps below a folder, a line each."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_sync.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trinity_sync.report.overview import RunLine, SweepLine
+
+_HEAD = ("folder", "name", "status", "steps", "reward", "backend", "sync", "wall")
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add it to the parser of `trinity-sync`."""
+    listing = commands.add_parser("list", help="list all runs and sweeps below a folder, the newest last")
+    listing.add_argument(
+        "folder", type=Path, nargs="?", metavar="DIR", help="the folder (default: outputs and multirun, here)"
+    )
+    listing.add_argument("--jobs", action="store_true", help="also list the jobs of sweeps, with what tells them apart")
+    listing.add_argument("--json", action="store_true", help="print one JSON document")
+    listing.set_defaults(command=_list)
+
+
+def _list(options: argparse.Namespace) -> int:
+    from trinity_sync.cli.checkpoints import print_json, print_table
+    from trinity_sync.report.overview import SweepLine, find
+
+    lines = find(_roots(options.folder))
+    if options.json:
+        return print_json([_as_json(line) for line in lines])
+    rows, problems = [], []
+    for line in lines:
+        if isinstance(line, SweepLine):
+            rows.append(_sweep_row(line))
+            if options.jobs:
+                rows += [_run_row(job, " ".join(line.distinct(job)) or "-") for job in line.jobs]
+            problems += [problem for job in line.jobs for problem in job.problems]
+        else:
+            rows.append(_run_row(line, line.name or "-"))
+            problems += line.problems
+    if not rows:
+        print("no runs")
+    print_table(_HEAD, rows)
+    sys.stdout.flush()
+    for problem in problems:
+        print(f"note: {problem}", file=sys.stderr)
+    return 0
+
+
+def _roots(folder: Path | None) -> list[Path]:
+    if folder is None:
+        here = [Path("outputs").absolute(), Path("multirun").absolute()]
+        roots = [root for root in here if root.is_dir()]
+        if not roots:
+            raise ConfigError(f"there is neither outputs nor multirun in {Path.cwd()}; name a folder with runs")
+        return roots
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; name one with runs below it")
+    return [folder.absolute()]
+
+
+def _run_row(run: RunLine, name: str) -> tuple[str, ...]:
+    from trinity_sync.tracking import units
+    from trinity_sync.tracking.closing import shorten
+
+    return (
+        shorten(run.path),
+        name,
+        run.status,
+        f"{run.steps}/{run.total_steps}" if run.total_steps is not None else str(run.steps),
+        units.number(run.reward),
+        _backend(run),
+        run.sync or "-",
+        units.seconds(run.wall_s),
+    )
+
+
+def _sweep_row(sweep: SweepLine) -> tuple[str, ...]:
+    from trinity_sync.tracking import units
+    from trinity_sync.tracking.closing import shorten
+
+    walls = [job.wall_s for job in sweep.jobs if job.wall_s is not None]
+    states = ", ".join(f"{count} {status}" for status, count in sweep.states.items())
+    return (
+        shorten(sweep.path),
+        next((job.name for job in sweep.jobs if job.name), "-"),
+        f"{units.plural(len(sweep.jobs), 'job')}{': ' if states else ''}{states}",
+        "-",
+        "-",
+        _shared({_backend(job) for job in sweep.jobs}),
+        _shared({job.sync or "-" for job in sweep.jobs}),
+        units.seconds(sum(walls) if walls else None),
+    )
+
+
+def _backend(run: RunLine) -> str:
+    return f"{run.backend or '-'} x {run.ranks}" if run.ranks is not None else run.backend or "-"
+
+
+def _shared(values: set[str]) -> str:
+    return values.pop() if len(values) == 1 else "various" if values else "-"
+
+
+def _as_json(line: RunLine | SweepLine) -> dict[str, Any]:
+    from trinity_sync.report.overview import SweepLine
+
+    if isinstance(line, SweepLine):
+        return {"path": str(line.path), "states": line.states, "jobs": [_as_json(job) for job in line.jobs]}
+    return {**dataclasses.asdict(line), "path": str(line.path)}
