@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_looked_into_is_named(
     scandir = os.scandir
 
     def refusing(folder: Path) -> Any:
-        if folder.name == "locked":
+        if Path(folder).name == "locked":
             raise PermissionError(13, "Permission denied")
         return scandir(folder)
 
