@@ -95,7 +95,8 @@ class Run:
         again = reproduce(self.folder, *arguments)
         assert again.code == 0, again.output
         result = json.loads((again.folder / "reproduction.json").read_text())
-        assert (result["equal"], result["versions"]) == (True, len(again.digests))
+        assert result["equal"]
+        assert result["versions"] >= len(again.digests)  # and those that were only saved
         assert result["metrics"] >= 10 * len(again.lines("metrics.jsonl"))
         assert again.digests == {step: self.digests[step] for step in again.digests}
 
