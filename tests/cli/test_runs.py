@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import launch
 from tests.cli.stand_in import StandIn, standing_in
+from tests.tracking import synthetic
 from trinity_sync import __version__, config
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.cli import invocation
@@ -894,6 +895,43 @@ def test_keys_that_only_the_option_before_had_go_with_it() -> None:
 )
 def test_exit_codes_of_the_command_line(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(arguments) == code
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    return synthetic.whole_run(tmp_path / "run", total=12)
+
+
+def test_a_report_is_a_page_and_a_table(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(recorded)]) == 0
+    table, page, _ = capsys.readouterr().out.rsplit("\n", 2)
+    assert "completed, 12 of 12 steps" in table
+    assert page == str(recorded / "report.html")
+    assert (recorded / "report.html").exists()
+
+
+def test_a_report_as_json_is_nothing_but_json_and_writes_no_page(
+    recorded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", str(recorded), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 12
+    assert not (recorded / "report.html").exists()
+
+
+@pytest.mark.parametrize(("options", "opens"), [(["--open"], True), (["--open", "--json"], True), (["--open"], False)])
+def test_a_report_is_opened_in_the_browser(
+    recorded: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    opens: bool,
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or opens)
+    assert cli.main(["report", str(recorded), *options]) == 0
+    assert opened == [(recorded / "report.html").as_uri()]
+    assert (recorded / "report.html").exists()
+    assert ("no browser could be opened" in capsys.readouterr().err) is not opens
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

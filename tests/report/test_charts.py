@@ -90,6 +90,37 @@ def test_a_chart_of_nothing_says_so(points: list) -> None:
     assert "<svg" not in drawing
 
 
+def test_curves_that_never_move_are_a_line_of_text() -> None:
+    flat = [Series(name=name, points=[(1.0, 0.5), (2.0, None), (3.0, 0.5)]) for name in "ab"]
+    drawing = charts.line_chart(flat, label="Mean <reward>", y_format=text)
+    assert drawing == '<p class="quiet">Mean &lt;reward&gt;: 0.5 throughout, from step 1 to 3.</p>'
+    moving = Series(name="c", points=[(1.0, 0.5), (3.0, 0.6)])
+    assert "<svg" in charts.line_chart([*flat, moving], label="a", y_format=text)
+    edges = {"low": [(1.0, 0.4), (3.0, 0.4)], "high": [(1.0, 0.6), (3.0, 0.6)]}
+    assert "<svg" in charts.line_chart([Series(name="d", points=flat[0].points, **edges)], label="a", y_format=text)
+
+
+@given(points=POINTS, by=st.floats(0, 1e6))
+def test_a_band_lies_within_the_picture_around_its_curve(points: list, by: float) -> None:
+    known = [(x, y) for x, y in points if y is not None]
+    low, high = [(x, y - by) for x, y in known], [(x, y + by) for x, y in known]
+    drawing = charts.line_chart(
+        [Series(name="a", points=points, low=low, high=high)], label="a", y_format=text, width=400, height=200
+    )
+    corners = [pair.split(",") for found in re.findall(r'<polygon points="([^"]*)"', drawing) for pair in found.split()]
+    assert len(corners) == (2 * len(known) if "<svg" in drawing else 0)
+    for x, y in corners:
+        assert 0 <= float(x) <= 400
+        assert 0 <= float(y) <= 200
+
+
+def test_a_thinned_curve_keeps_its_extremes() -> None:
+    points = [(float(step), {5000: 9.0, 7000: -9.0}.get(step, float(step % 2))) for step in range(10_000)]
+    drawing = charts.line_chart([Series(name="a", points=points)], label="a", y_format=text)
+    heights = [y for _, y in positions(drawing)]
+    assert max(heights) - min(heights) > 150
+
+
 def test_stacked_bars_are_as_high_as_their_sum() -> None:
     drawing = charts.bar_chart([1.0, 2.0], {"a": [1.0, 1.0], "b": [1.0, 3.0]}, label="a", y_format=text)
     bars = re.findall(

@@ -12,6 +12,7 @@ from tests.tracking.synthetic import Clock
 from trinity_sync.errors import ConfigError
 from trinity_sync.report import render_table, write_report
 from trinity_sync.report.data import Run, load, smooth, steps_to
+from trinity_sync.report.figures import COLUMNS
 from trinity_sync.report.run_charts import step_parts
 
 VOID = {"meta"}
@@ -167,7 +168,7 @@ def test_totals_of_a_step_are_no_part_of_it(finished: Path) -> None:
     run = load(finished)
     assert isinstance(run, Run)
     steps, parts = step_parts(run)
-    assert list(parts) == ["generate", "update", "publish", "save"]
+    assert list(parts) == ["generate", "train", "publish", "save"]
     assert len(steps) == len(parts["save"]) == 60
 
 
@@ -281,8 +282,8 @@ def test_a_sweep_compares_its_runs_by_what_differs(sweep: Path) -> None:
     text = page.text
     assert "the same in all: sync=memory" in text
     assert "Runs 3 2 completed" in text
-    assert re.search(r"0 trainer\.lr=1e-3 ✓ completed 60/60 0\.956 48 2 min 30 s", text)
-    assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 \S+ - 30 s", text)
+    assert re.search(r"0 trainer\.lr=1e-3 ✓ completed 60/60 ★ 0\.956 0\.919 to 1 48 2 min 30 s", text)
+    assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 \S+ \S+ to \S+ - ★ 30 s", text)
     assert re.search(r"10 trainer\.lr=9 ○ not started 0/60", text)
     assert "10: There is no run.json" in text
 
@@ -293,7 +294,7 @@ def test_a_sweep_links_the_pages_that_there_are(sweep: Path) -> None:
 
 def test_a_sweep_lays_the_reward_curves_over_each_other(sweep: Path) -> None:
     page = write_report(sweep).read_text()
-    assert page.count("<polyline") == 2
+    assert page.count("<polyline") == 2 * 2  # by step, and by wall time
     assert "0: trainer.lr=1e-3" in page
 
 
@@ -309,11 +310,17 @@ def test_the_table_of_a_sweep_keeps_to_the_width_and_to_its_main_columns(sweep: 
     lines = render_table(sweep, width).splitlines()
     assert max(len(line) for line in lines) <= max(width, 71)
     assert lines[0].split()[:5] == ["Job", "Overrides", "Status", "Steps", "Reward"]
-    assert [line.split()[0] for line in lines[2:5]] == ["0", "1", "10"]
+    assert re.findall(r"^(\d+) ", "\n".join(lines), re.MULTILINE) == ["0", "1", "10"]
 
 
-def test_a_wide_table_has_every_column(sweep: Path) -> None:
-    assert render_table(sweep, 200).splitlines()[0].split()[-4:] == ["Load", "p95", "Moved", "Faults"]
+def test_a_wide_table_has_every_column_and_the_spreads(sweep: Path) -> None:
+    head, _, job, spreads, *_ = render_table(sweep, 300).splitlines()
+    assert all(column.title in head for column in COLUMNS)
+    assert "=4.04 ms" in job
+    assert "p95 5.98 ms" in spreads
+    assert "p5 13.5" in spreads
+    assert "Pause" not in render_table(sweep, 200)
+    assert "p95 5.98 ms" not in render_table(sweep, 100)
 
 
 def test_the_summary_on_disk_and_the_page_agree(finished: Path) -> None:

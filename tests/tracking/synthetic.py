@@ -84,38 +84,51 @@ def metrics(step: int) -> dict[str, float]:
         "loss": 0.4 * math.exp(-step / 30) + noise / 3,
         "staleness/mean": float(step % 3 == 0),
         "timing/generate": 1.1 + noise,
-        "timing/update": 0.8,
+        "timing/train": 0.8,
         "timing/publish": 0.05,
         "timing/save": 0.3 if step % 10 == 0 else 0.0,
         "timing/step": 2.3 + noise,
     }
 
 
-def steps(recorder: Recorder, clock: Clock, first: int, last: int, explorers: int = 2) -> None:
-    """Trains the steps `first` to `last`: publishes and loads each, saves every tenth, keeps the newest two."""
+def slower(fields: dict[str, Any], pace: float) -> dict[str, Any]:
+    """The same, whose seconds are longer by a factor."""
+    return {name: value * pace if name.endswith("_s") else value for name, value in fields.items()}
+
+
+def steps(
+    recorder: Recorder, clock: Clock, first: int, last: int, explorers: int = 2, pace: float = 1.0, late: int = 0
+) -> None:
+    """Trains the steps `first` to `last`: publishes and loads each, saves every tenth, keeps the newest two.
+
+    All times are `pace` times as long, and what is learned comes `late` steps later.
+    """
     for step in range(first, last + 1):
-        clock.pass_(2.5)
-        recorder.event("publish", **publish(step))
+        clock.pass_(2.5 * pace)
+        recorder.event("publish", **slower(publish(step), pace))
         for index in range(explorers):
-            recorder.event("load", **load(step, f"explorer-{index}"))
+            recorder.event("load", **slower(load(step, f"explorer-{index}"), pace))
         if step % 10 == 0:
-            recorder.event("commit", **commit(step))
+            recorder.event("commit", **slower(commit(step), pace))
             (recorder.folder.checkpoints / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
             if step > 20:
                 (recorder.folder.checkpoints / f"global_step_{step - 20}").rmdir()
                 recorder.event(
                     "prune", step=step - 20, reason="keep_last n=2: two newer ones", freed_bytes=3_700_000_000
                 )
-        recorder.metrics(step, metrics(step))
+        recorder.metrics(step, {**metrics(step), "reward/mean": metrics(step - late)["reward/mean"]})
 
 
-def hydra(path: Path, overrides: list[str], name: str = "copy_digits", total: int = 60) -> None:
+def hydra(
+    path: Path, overrides: list[str], name: str = "copy_digits", total: int = 60, seed: int = 7, mode: str = "memory"
+) -> None:
     folder = path / ".hydra"
     folder.mkdir(parents=True)
     (folder / "overrides.yaml").write_text("".join(f"- {text}\n" for text in overrides))
     (folder / "config.yaml").write_text(
-        f"name: {name}\nseed: 7\nbackend:\n  strategy: fsdp2\n  ranks: 2\nsync:\n  mode: memory\n  interval: 1\n"
+        f"name: {name}\nseed: {seed}\nbackend:\n  strategy: fsdp2\n  ranks: 2\nsync:\n  mode: {mode}\n  interval: 1\n"
         f"trainer:\n  steps: {total}\n  lr: 0.001\nagain: ${{trainer.steps}}\n"
+        "algorithm:\n  prompts_per_step: 4\n  samples_per_prompt: 8\n"
     )
 
 
@@ -155,13 +168,21 @@ def recording(
 
 
 def whole_run(
-    path: Path, *, total: int = 60, overrides: list[str] | None = None, report: Callable[[Path], object] | None = None
+    path: Path,
+    *,
+    total: int = 60,
+    overrides: list[str] | None = None,
+    report: Callable[[Path], object] | None = None,
+    seed: int = 7,
+    mode: str = "memory",
+    pace: float = 1.0,
+    late: int = 0,
 ) -> Path:
-    """A completed run of `total` steps."""
+    """A completed run of `total` steps; `pace` and `late` as for `steps`."""
     clock = Clock()
-    hydra(path, overrides or ["backend=fsdp2", "sync=memory"], total=total)
-    with recording(path, clock, total=total, report=report) as recorder:
-        recorder.event("publish", **publish(0))
-        steps(recorder, clock, 1, total)
+    hydra(path, overrides or ["backend=fsdp2", "sync=memory"], total=total, seed=seed, mode=mode)
+    with recording(path, clock, total=total, report=report, seed=seed) as recorder:
+        recorder.event("publish", **slower(publish(0), pace))
+        steps(recorder, clock, 1, total, pace=pace, late=late)
         recorder.finish("completed", peak_memory={"trainer": 9_400_000_000, "explorer": 4_100_000_000})
     return path

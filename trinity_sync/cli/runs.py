@@ -50,8 +50,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     resume.set_defaults(command=_resume)
 
-    report = commands.add_parser("report", help="write report.html of a run or of a sweep")
+    report = commands.add_parser("report", help="write report.html of a run or of a sweep, and print its table")
     report.add_argument("folder", type=Path, metavar="DIR", help="folder of the run or of the sweep")
+    report.add_argument("--json", action="store_true", help="print JSON instead, and write no page")
+    report.add_argument("--open", action="store_true", help="open the page in the browser")
     report.set_defaults(command=_report)
 
 
@@ -145,9 +147,18 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
 def _report(options: argparse.Namespace) -> int:
     if not options.folder.is_dir():
         raise ConfigError(f"{options.folder} is no folder; name the folder of a run or of a sweep")
-    from trinity_sync.report import render_table, write_report
+    from trinity_sync.report import load, render_json, render_table, write_report
 
-    page = write_report(options.folder)
-    print(render_table(options.folder))
-    print(page)
+    found = load(options.folder)
+    page = None if options.json and not options.open else write_report(found)
+    print(render_json(found) if options.json else f"{render_table(found)}\n{page}")
+    if options.open and page is not None:
+        _open(page)
     return 0
+
+
+def _open(page: Path) -> None:
+    import webbrowser
+
+    if not webbrowser.open(page.as_uri()):
+        print(f"note: no browser could be opened; the page is {page}", file=sys.stderr)

@@ -216,11 +216,12 @@ def finish_sweep(sweep: Path, codes: Mapping[Path, int]) -> int:
 
 
 def _report_sweep(sweep: Path) -> None:
-    from trinity_sync.report import render_table, write_report
+    from trinity_sync.report import load, render_table, write_report
 
     try:
-        page = write_report(sweep)
-        print(render_table(sweep))
+        found = load(sweep)
+        page = write_report(found)
+        print(render_table(found))
         print(page)
     except TrinityError as error:
         print_error(f"the sweep has no report: {error}")

@@ -1,4 +1,4 @@
-"""The report of a run or of a sweep: one self-contained HTML page, and a table for the terminal.
+"""The report of a run or of a sweep: one self-contained HTML page, a table for the terminal, and JSON for programs.
 
 Called by the recorder at the end of a run, by the sweep callback, and by `trinity-sync report`. It only reads what is
 in the folder, so it works on a run that is still going on, one that died, and one that was copied from elsewhere.
@@ -6,22 +6,23 @@ in the folder, so it works on a run that is still going on, one that died, and o
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
 
-from trinity_sync.report import run_page, sweep_page, terminal
-from trinity_sync.report.data import Sweep, load
-from trinity_sync.tracking.files import write_atomic
+from trinity_sync.report import as_json, run_page, sweep_page, terminal
+from trinity_sync.report.data import Run, Sweep, load
+from trinity_sync.tracking.files import plain, write_atomic
 
-__all__ = ["render_table", "write_report"]
+__all__ = ["load", "render_json", "render_table", "write_report"]
 
 
-def write_report(path: str | os.PathLike[str]) -> Path:
+def write_report(folder: str | os.PathLike[str] | Run | Sweep) -> Path:
     """Write `report.html` into the folder of a run or of a sweep.
 
     Args:
-        path: the folder.
+        folder: the folder, or what `load` read from it.
 
     Returns:
         The page.
@@ -30,21 +31,37 @@ def write_report(path: str | os.PathLike[str]) -> Path:
         ConfigError: the folder holds neither a run nor a sweep.
         RunError: the disk refuses the page.
     """
-    found = load(Path(path))
+    found = _read(folder)
     page = sweep_page.render(found, time.time()) if isinstance(found, Sweep) else run_page.render(found, time.time())
     target = found.path / "report.html"
     write_atomic(target, page.encode())
     return target
 
 
-def render_table(path: str | os.PathLike[str], width: int | None = None) -> str:
-    """Render the main figures of a run, or one row per run of a sweep, as plain text.
+def render_table(folder: str | os.PathLike[str] | Run | Sweep, width: int | None = None) -> str:
+    """Render the main figures of a run, or the comparison of a sweep, as plain text.
 
     Args:
-        path: the folder of the run or sweep.
+        folder: the folder of the run or sweep, or what `load` read from it.
         width: columns; those of the terminal by default.
 
     Raises:
         ConfigError: the folder has neither a run nor a sweep.
     """
-    return terminal.render(load(Path(path)), width)
+    return terminal.render(_read(folder), width)
+
+
+def render_json(folder: str | os.PathLike[str] | Run | Sweep) -> str:
+    """Render the summary of a run, or the comparison of a sweep, as indented JSON.
+
+    Args:
+        folder: the folder of the run or sweep, or what `load` read from it.
+
+    Raises:
+        ConfigError: the folder has neither a run nor a sweep.
+    """
+    return json.dumps(plain(as_json.to_json(_read(folder))), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _read(folder: str | os.PathLike[str] | Run | Sweep) -> Run | Sweep:
+    return folder if isinstance(folder, Run | Sweep) else load(Path(folder))

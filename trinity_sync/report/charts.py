@@ -1,8 +1,8 @@
 """Charts as inline SVG: lines over steps, and stacked bars, for the report pages.
 
 Colours come from the page's style, so one chart fits light and dark. Long runs are thinned to what a
-page can show; values are on hover through SVG titles, without scripts. What is drawn is computed here, and written
-down by the templates.
+page can show; values are on hover through SVG titles, without scripts. Curves that never move become a line of text.
+What is drawn is computed here, and written down by the templates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal
 from markupsafe import Markup
 
 from trinity_sync.report.templating import render
+from trinity_sync.report.thinning import Points, thin
 
 COLOURS = 8
 _MOST_POINTS = 600
@@ -24,7 +25,6 @@ _WIDTH, _HEIGHT = 560, 250
 _MOST_BARS = 60
 _DASHES = ("", "7 3", "2 3", "9 3 2 3")
 
-Points = Sequence[tuple[float, float | None]]
 Format = Callable[[float], str]
 
 
@@ -38,6 +38,7 @@ class Series:
         colour: 0 to `COLOURS` - 1.
         style: ``line``, ``faint`` (behind another), ``steps`` (level until the next point) or ``dots``.
         dash: index of a dash pattern, 0 for a full line.
+        low, high: edges of a band around it, points like its own; none if empty.
     """
 
     name: str
@@ -45,6 +46,8 @@ class Series:
     colour: int = 0
     style: Literal["line", "faint", "steps", "dots"] = "line"
     dash: int = 0
+    low: Points = ()
+    high: Points = ()
 
     @property
     def fill(self) -> str:
@@ -60,6 +63,11 @@ class Series:
     def dashes(self) -> str:
         """The dash pattern as SVG writes it."""
         return _DASHES[self.dash % len(_DASHES)]
+
+    @property
+    def band(self) -> list[tuple[float, float]]:
+        """The corners of the band: its lower edge, and the upper one back again."""
+        return [(x, y) for x, y in [*self.low, *reversed(self.high)] if y is not None]
 
     @property
     def pieces(self) -> list[list[tuple[float, float]]]:
@@ -140,12 +148,15 @@ def line_chart(
         marks: vertical lines by x, with their text.
         empty: said where there is nothing to show.
     """
-    thinned = [replace(item, points=_thin(_drawable(item.points, log), worst=item.style == "dots")) for item in series]
-    curves = [item for item in thinned if item.pieces]
+    curves = [item for item in (_thinned(item, log) for item in series) if item.pieces]
     if not curves:
-        return _nothing(empty)
+        return _said(empty)
     xs = [x for item in curves for x, _ in item.points]
-    ys = [y for item in curves for _, y in item.points if y is not None]
+    known = [(x, y) for item in curves for x, y in (*item.points, *item.band) if y is not None]
+    ys = [y for _, y in known]
+    if min(ys) == max(ys) and len({x for x, _ in known}) > 1:
+        first, last = min(known)[0], max(known)[0]
+        return _said(f"{label}: {y_format(ys[0])} throughout, from {x_label} {first:g} to {last:g}.")
     ys += [bound for bound in y_bounds if bound is not None]
     y_ticks, y_range = log_ticks(min(ys), max(ys)) if log else ticks(min(ys), max(ys))
     plot = _Plot(
@@ -178,7 +189,7 @@ def bar_chart(
         label, y_format, empty: as for `line_chart`.
     """
     if not xs or not parts:
-        return _nothing(empty)
+        return _said(empty)
     share = math.ceil(len(xs) / _MOST_BARS)
     bins = [range(start, min(start + share, len(xs))) for start in range(0, len(xs), share)]
     heights = {name: [sum(values[i] for i in bin_) / len(bin_) for bin_ in bins] for name, values in parts.items()}
@@ -242,7 +253,7 @@ def log_ticks(low: float, high: float) -> tuple[list[float], tuple[float, float]
     return [10.0**power for power in range(first, last + 1, every)], (10.0**first, 10.0**last)
 
 
-def _nothing(text: str) -> Markup:
+def _said(text: str) -> Markup:
     return Markup('<p class="quiet">{}</p>').format(text)
 
 
@@ -254,18 +265,13 @@ def _drawable(points: Points, log: bool) -> Points:
     return [(x, y if y is None or not log or y > 0 else None) for x, y in points]
 
 
-def _thin(points: Points, worst: bool) -> Points:
-    """Return at most `_MOST_POINTS` points, each the mean or the highest of its share; an empty share stays a gap."""
-    if len(points) <= _MOST_POINTS:
-        return points
-    share = math.ceil(len(points) / _MOST_POINTS)
-    thinned: list[tuple[float, float | None]] = []
-    for start in range(0, len(points), share):
-        chunk = points[start : start + share]
-        values = [y for _, y in chunk if y is not None]
-        value = None if not values else max(values) if worst else sum(values) / len(values)
-        thinned.append((chunk[len(chunk) // 2][0], value))
-    return thinned
+def _thinned(series: Series, log: bool) -> Series:
+    return replace(
+        series,
+        points=thin(_drawable(series.points, log), _MOST_POINTS),
+        low=thin(series.low, _MOST_POINTS),
+        high=thin(series.high, _MOST_POINTS),
+    )
 
 
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 
+from trinity_sync.report.agreement import agreement
 from trinity_sync.report.data import TARGET_REWARD, Run, Sweep, steps_to
+from trinity_sync.report.figures import BY_KEY, detail
+from trinity_sync.report.marks import RULE, Mark
+from trinity_sync.report.rows import Row, compare
 from trinity_sync.report.run_page import facts
-from trinity_sync.report.sweep_page import HEAD, cells
 from trinity_sync.tracking import units
 from trinity_sync.tracking.closing import closing_lines, lay_out
 
-# Columns of HEAD in the order in which a narrow terminal loses them: the two p95, faults, load, bytes, blocked, wall.
-_LEAST_FIRST = (10, 8, 12, 9, 11, 7, 6)
+_FAULTS = "faults"
+# Figures in the order in which a narrow terminal loses them.
+_LEAST_FIRST = (
+    *("pause_s", "publish_s", "save_s", _FAULTS, "save_blocked_s", "not_training", "samples_per_s"),
+    *("bytes_moved", "load_s", "blocked_s", "wall_s"),
+)
+_WITH_SPREADS = 5  # so many of them are worth less than the spreads of the others
+_SIGNS: Mapping[Mark | None, str] = {"best": "*", "tie": "="}
 
 
 def render(found: Run | Sweep, width: int | None = None) -> str:
@@ -46,27 +56,53 @@ def _run(run: Run, width: int) -> list[str]:
 
 
 def _sweep(sweep: Sweep, width: int) -> list[str]:
-    """Lay out a table whose least important columns go where the width is too small; overrides stand one per line."""
-    rows = [cells(sweep, run) for run in sweep.runs]
-    stacks = [sweep.distinct(run) or ["none"] for run in sweep.runs]
-    widths = [max(len(title), *(len(row[index]) for row in rows)) for index, title in enumerate(HEAD)]
-    widths[1] = max(len(HEAD[1]), *(len(text) for stack in stacks for text in stack))
-    shown = list(range(len(HEAD)))
-    for index in _LEAST_FIRST:
-        if sum(widths[column] + 2 for column in shown) - 2 > width:
-            shown.remove(index)
-
-    def line(texts: Sequence[str]) -> str:
-        aligned = [
-            texts[column].ljust(widths[column]) if column < 3 else texts[column].rjust(widths[column])
-            for column in shown
-        ]
-        return "  ".join(aligned)
-
-    lines = [line(HEAD), "  ".join("-" * widths[column] for column in shown)]
-    for row, stack in zip(rows, stacks, strict=True):
-        lines.append(line([row[0], stack[0], *row[2:]]))
-        lines += [line(["", text, *[""] * (len(HEAD) - 2)]) for text in stack[1:]]
+    """Lay out a table, overrides one per line, as much of it as the width takes."""
+    rows = compare(sweep).rows
+    *_, narrowest = tables = list(_tables(rows))
+    table = next((table for table in tables if len(table[0]) <= width), narrowest)
+    below = [agreement(sweep.runs).text] if len(sweep.runs) > 1 else []
+    if any(row.marks for row in rows):
+        below.append(f"* best of its column, = a tie with the best. {RULE}")
     if len(sweep.runs) > 1 and sweep.common:
-        lines += ["", *textwrap.wrap(f"the same in all: {' '.join(sweep.common)}", width)]
-    return lines
+        below.append(f"the same in all: {' '.join(sweep.common)}")
+    return [*table, *(line for text in below for line in ("", *textwrap.wrap(text, width)))]
+
+
+def _tables(rows: Sequence[Row]) -> Iterator[list[str]]:
+    """Lay out the same table narrower and narrower: a few columns go, then the spreads, then the other columns."""
+    keys = [*BY_KEY, _FAULTS]
+    for spreads, most in ((True, _WITH_SPREADS), (False, len(_LEAST_FIRST))):
+        for gone in range(most + 1):
+            yield _table(rows, [key for key in keys if key not in _LEAST_FIRST[:gone]], spreads=spreads)
+
+
+def _table(rows: Sequence[Row], keys: Sequence[str], *, spreads: bool) -> list[str]:
+    titles = [BY_KEY[key].title if key in BY_KEY else "Faults" for key in keys]
+    lines: list[Sequence[str]] = [["Job", "Overrides", "Status", "Steps", *titles]]
+    for row in rows:
+        settings = [*(row.settings or ("none",)), *([row.size] if row.size else [])]
+        figures = [_figure(row, key) if spreads else _figure(row, key)[:1] for key in keys]
+        lines += zip_longest([_jobs(row)], settings, [row.status], [row.steps], *figures, fillvalue="")
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * wide for wide in widths])
+    return ["  ".join(_aligned(line, widths)) for line in lines]
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
+    for column, (text, wide) in enumerate(zip(line, widths, strict=True)):
+        yield text.ljust(wide) if column < 3 else text.rjust(wide)
+
+
+def _jobs(row: Row) -> str:
+    return ",".join(row.jobs) if len(row.jobs) <= 3 else f"{row.jobs[0]}..{row.jobs[-1]}"
+
+
+def _figure(row: Row, key: str) -> list[str]:
+    """A figure and, where it has one, its spread below."""
+    if key == _FAULTS:
+        return [str(row.faults)]
+    if key not in row.figures:
+        return ["-"]
+    column, one = BY_KEY[key], row.figures[key]
+    spread = detail(column, one, len(row.runs))
+    return [f"{_SIGNS.get(row.marks.get(key), '')}{column.text(one.value)}", *([spread] if spread else [])]

@@ -165,7 +165,17 @@ def mismatches(events: Iterable[Record]) -> list[Record]:
 def spread(values: Iterable[object]) -> Spread:
     """Make the median and the 95th percentile of what was measured, interpolated as numpy's default does."""
     ordered = sorted(_measured(values))
-    return {"median": _quantile(ordered, 0.5), "p95": _quantile(ordered, 0.95)}
+    return {"median": quantile(ordered, 0.5), "p95": quantile(ordered, 0.95)}
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """Return the value that a share of sorted ones lies below, interpolated as numpy's default does; None of none."""
+    if not ordered:
+        return None
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def kept_checkpoints(events: Iterable[Record], checkpoints: Path | None = None) -> list[Record]:
@@ -204,28 +214,33 @@ def _names(folder: Path) -> set[str] | None:
 
 
 def wall_seconds(record: RunJson, metrics: Iterable[Record], events: Iterable[Record]) -> float | None:
-    """Add up the seconds of all attempts of a run.
+    """Add up the seconds of all attempts of a run; None if none has a beginning and an end. Arguments: `spans`."""
+    found = spans(record, metrics, events)
+    return sum(end - begin for begin, end in found.values()) if found else None
+
+
+def spans(
+    record: RunJson, metrics: Iterable[Record], events: Iterable[Record]
+) -> dict[int | None, tuple[float, float]]:
+    """Find when each attempt of a run began and ended, in Unix seconds; those of which both is known, oldest first.
 
     Args:
         record: the content of run.json.
         metrics, events: the run's lines. An attempt that was killed is taken to have lasted until its last line.
-
-    Returns:
-        None if no attempt has a beginning and an end.
     """
     written: dict[object, float] = {}
     for line in itertools.chain(metrics, events):
         at = units.finite(line.get("time"))
         if at is not None:
             written[line.get("attempt")] = max(at, written.get(line.get("attempt"), at))
-    total = None
+    found = {}
     attempts: Sequence[AttemptJson] = record.get("attempts") or [record]
     for item in attempts:
         begin, end = units.finite(item.get("started")), units.finite(item.get("ended"))
         end = written.get(item.get("attempt")) if end is None else end
         if begin is not None and end is not None:
-            total = (total or 0.0) + max(0.0, end - begin)
-    return total
+            found[item.get("attempt")] = (begin, max(begin, end))
+    return found
 
 
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
@@ -301,12 +316,3 @@ def _measured(values: Iterable[object]) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float | None:
-    if not ordered:
-        return None
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)

@@ -1,0 +1,153 @@
+"""The page, the table and the JSON of a sweep over modes and seeds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.report.test_report import Page
+from tests.tracking import synthetic
+from trinity_sync.report import load, render_json, render_table, write_report
+from trinity_sync.report.data import Sweep
+from trinity_sync.report.figures import COLUMNS
+
+MODES = {"checkpoint": 2.5, "memory": 1.0, "nccl": 1.02}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three modes, of which one is slow and two are a tie, with two seeds each, of which one learns later."""
+    path = tmp_path_factory.mktemp("multirun") / "copy-digits" / "today"
+    jobs = [(mode, pace, seed) for mode, pace in MODES.items() for seed in (0, 1)]
+    for number, (mode, pace, seed) in enumerate(jobs):
+        synthetic.whole_run(
+            path / str(number),
+            total=50,
+            overrides=["trainer.steps=50", f"sync={mode}", f"seed={seed}"],
+            mode=mode,
+            seed=seed,
+            pace=pace * (1 + 0.05 * seed),
+            late=3 * seed,
+        )
+    return path
+
+
+@pytest.fixture(scope="module")
+def sweep(folder: Path) -> Sweep:
+    found = load(folder)
+    assert isinstance(found, Sweep)
+    return found
+
+
+@pytest.fixture(scope="module")
+def values(sweep: Sweep) -> dict:
+    return json.loads(render_json(sweep))
+
+
+def test_seeds_are_one_row_and_each_job_has_its_own(sweep: Sweep) -> None:
+    text = Page(write_report(sweep)).text
+    assert "the same in all: trainer.steps=50" in text
+    assert re.search(r"0 1 sync=checkpoint 2 seeds ✓ completed 50/50 ", text)
+    assert re.search(r"2 3 sync=memory 2 seeds ✓ completed 50/50 .* ≈ 2 min 08 s 2 min 05 s to 2 min 11 s ", text)
+    assert re.search(r"Jobs Each by itself .* 5 sync=nccl seed=1 ✓ completed 50/50 ", text)
+    assert text.count("What the columns say") == 1
+
+
+def test_the_page_says_what_is_a_tie_and_whether_digests_agree(sweep: Sweep) -> None:
+    text = Page(write_report(sweep)).text
+    assert "★ best of its column, ≈ a tie with the best. A tie: the bands overlap" in text
+    assert "digests agree: 6 jobs in 2 sets, 102 versions" in text
+    assert "Digests agree 6 jobs, 102 versions" in text
+
+
+def test_digests_that_differ_stand_out(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    events = tmp_path / "copy" / "2" / "events.jsonl"
+    events.write_text(events.read_text().replace(synthetic.digest(30), "f00d"))
+    page = write_report(tmp_path / "copy")
+    words = f"digests differ: version 30 is {synthetic.digest(30)} in job 0, f00d in job 2"
+    assert f'<section class="card wide error"><p>{words}</p></section>' in page.read_text()
+    assert words in render_table(tmp_path / "copy", 200)
+
+
+def test_each_chart_has_a_mean_and_a_band_per_row(sweep: Sweep) -> None:
+    page = write_report(sweep).read_text()
+    assert re.findall(r'role="img" aria-label="(Mean [^"]*)"', page) == [
+        "Mean reward by step",
+        "Mean reward by wall time",
+    ]
+    assert (page.count("<polyline"), page.count("<polygon")) == (6, 6)
+    assert "sync=nccl (2 seeds)" in page
+
+
+def test_the_table_of_the_terminal_says_the_same(sweep: Sweep) -> None:
+    text = render_table(sweep, 120)
+    assert all(line.isprintable() and len(line) <= 120 for line in text.splitlines())
+    assert re.search(r"^2,3 +sync=memory +completed +50/50 .* =4\.\d+ ms", text, re.MULTILINE)
+    assert "digests agree: 6 jobs in 2 sets, 102 versions" in text
+    assert "* best of its column, = a tie with the best." in text
+
+
+def test_what_is_wider_than_the_screen_scrolls_and_says_so(sweep: Sweep) -> None:
+    page = write_report(sweep).read_text()
+    assert page.count('<p class="quiet narrow">The table is wider than a narrow screen: it scrolls sideways.</p>') == 2
+    assert page.count("<table>") == page.count('<div class="scroll">') == 2
+    assert ".scroll { overflow: auto;" in page
+    assert "background-attachment: local" in page
+
+
+def test_json_has_rows_jobs_and_digests(values: dict) -> None:
+    assert values.keys() == {"path", "common", "columns", "tie", "rows", "jobs", "digests"}
+    assert list(values["columns"]) == [column.key for column in COLUMNS]
+    row = values["rows"][1]
+    assert row.keys() == {"settings", "jobs", "seeds", "completed", "figures", "reward_by_step", "reward_by_wall_s"}
+    assert (row["settings"], row["jobs"], row["seeds"], row["completed"]) == (["sync=memory"], ["2", "3"], [0, 1], 2)
+    assert row["figures"]["blocked_s"].keys() == {"value", "low", "high", "least", "most", "count", "mark"}
+    assert [row["figures"]["blocked_s"]["mark"] for row in values["rows"]] == [None, "tie", "tie"]
+    assert [len(point) for point in row["reward_by_step"]] == [4] * 50
+    job = values["jobs"][3]
+    assert (job["job"], job["seed"], job["status"], job["steps"], job["total_steps"]) == ("3", 1, "completed", 50, 50)
+    assert "p95" in job["figures"]["load_s"]
+    assert "p5" in job["figures"]["samples_per_s"]
+    assert values["digests"] == {
+        **{"agree": True, "jobs": 6, "sets": 2, "versions": 102, "differs": None},
+        "text": "digests agree: 6 jobs in 2 sets, 102 versions",
+    }
+
+
+def test_the_documentation_names_every_key_of_the_json(values: dict) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text()
+    known = set(re.findall(r"`(\w+)`", page))
+    for part in (values, values["columns"]["load_s"], values["columns"], values["rows"][0], values["jobs"][0]):
+        assert part.keys() <= known
+    assert values["jobs"][0]["figures"]["load_s"].keys() | values["digests"].keys() | {"mark"} <= known
+
+
+def test_the_json_of_a_run_is_its_summary(folder: Path) -> None:
+    assert json.loads(render_json(folder / "0")) == json.loads((folder / "0" / "summary.json").read_text())
+
+
+def test_a_sweep_of_one_job_compares_nothing(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder / "0", tmp_path / "sweep" / "0")
+    text = Page(write_report(tmp_path / "sweep")).text
+    assert "★" not in text
+    assert "≈" not in text
+
+
+@pytest.mark.all
+def test_fifty_runs_of_a_thousand_steps_make_a_page_of_bearable_size_in_bearable_time(tmp_path: Path) -> None:
+    first = synthetic.whole_run(tmp_path / "sweep" / "0", total=1000, overrides=["trainer.lr=0", "seed=0"])
+    for number in range(1, 50):
+        copy = shutil.copytree(first, tmp_path / "sweep" / str(number))
+        (copy / ".hydra" / "overrides.yaml").write_text(f"- trainer.lr={number}\n- seed={number % 2}\n")
+    started = time.process_time()
+    found = load(tmp_path / "sweep")
+    page = write_report(found)
+    render_table(found, 120)
+    assert time.process_time() - started < 10
+    assert page.stat().st_size < 8_000_000

@@ -1,0 +1,110 @@
+"""Whether the jobs of a sweep that ought to compute the same did: equal digests, version by version."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from trinity_sync.report.data import Run
+from trinity_sync.tracking import units
+
+# What numbers do not depend on: how versions travel, what is kept, where the run lives and how it is shown.
+_NO_MATTER = ("name", "live", "hydra", "tracker", "cluster", "retention")
+_MATTERS_OF = {
+    "sync": ("interval", "max_staleness", "encoding", "wire_dtype"),
+    "checkpoint": ("resume_from",),
+}
+
+
+class Differs(NamedTuple):
+    """The first version, by step, that is not the same in two jobs, with what each of them has."""
+
+    version: int
+    job: str
+    digest: str
+    other_job: str
+    other_digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How the digests of jobs compare.
+
+    Attributes:
+        jobs: how many were compared, each with at least one other.
+        sets: how many sets these are; the jobs of one ought to be equal.
+        versions: how many versions at least two jobs of a set have a digest of.
+        differs: the first that is not equal.
+    """
+
+    jobs: int
+    sets: int
+    versions: int
+    differs: Differs | None
+
+    @property
+    def agree(self) -> bool | None:
+        """Whether all are equal; None where there was nothing to compare."""
+        return self.differs is None if self.versions else None
+
+    @property
+    def text(self) -> str:
+        """The same in a sentence."""
+        if self.differs is not None:
+            one = self.differs
+            return (
+                f"digests differ: version {one.version} is {one.digest} in job {one.job}, {one.other_digest} in job "
+                f"{one.other_job}"
+            )
+        if not self.versions:
+            return (
+                "digests not compared: no two reproducible jobs of one seed, and of the same settings up to sync, "
+                "retention and checkpoint, have a version in common"
+            )
+        of = f" in {self.sets} sets" if self.sets > 1 else ""
+        return f"digests agree: {units.plural(self.jobs, 'job')}{of}, {units.plural(self.versions, 'version')}"
+
+
+def agreement(runs: Sequence[Run]) -> Agreement:
+    """Compare the digests of the jobs that ought to be equal, at each step that both published or committed.
+
+    These are reproducible and have the same settings, seed, packages, threads and hardware; but how versions travel
+    (`sync`, except for what changes samples: interval, staleness, encoding, wire dtype), what is kept and how it is
+    saved may differ.
+    """
+    sets: dict[str, list[Run]] = {}
+    for run in runs:
+        if run.config and run.record.get("reproducible", True) and run.summary["digests"]:
+            sets.setdefault(_computes(run), []).append(run)
+    compared, counted, versions = 0, 0, 0
+    first: Differs | None = None
+    for alike in sets.values():
+        held: dict[int, list[tuple[Run, str]]] = {}
+        for run in alike:
+            for step, digest in run.summary["digests"].items():
+                held.setdefault(int(step), []).append((run, digest))
+        shared = {step: pairs for step, pairs in held.items() if len(pairs) > 1}
+        versions += len(shared)
+        counted += bool(shared)
+        compared += len({run.path for pairs in shared.values() for run, _ in pairs})
+        found = [found for step, pairs in shared.items() if (found := _first(step, pairs)) is not None]
+        first = min([*found, *([first] if first else [])], default=None)
+    return Agreement(jobs=compared, sets=counted, versions=versions, differs=first)
+
+
+def _first(step: int, pairs: Sequence[tuple[Run, str]]) -> Differs | None:
+    (run, digest), *others = pairs
+    return next(
+        (Differs(step, run.path.name, digest, other.path.name, found) for other, found in others if found != digest),
+        None,
+    )
+
+
+def _computes(run: Run) -> str:
+    """What decides the numbers of a run, as text."""
+    settings = {name: value for name, value in run.config.items() if name not in {*_NO_MATTER, *_MATTERS_OF}}
+    parts = [run.setting(name, key) for name, keys in _MATTERS_OF.items() for key in keys]
+    place = [run.record.get(name) for name in ("seed", "packages", "threads", "hardware")]
+    return json.dumps([settings, parts, place], sort_keys=True, default=str)

@@ -1,0 +1,216 @@
+"""The figures by which the jobs of a sweep are compared: what each is, how it is measured, what is better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trinity_sync.report.data import TARGET_REWARD, Run, steps_to
+from trinity_sync.tracking import units
+from trinity_sync.tracking.summary import REWARD_STEPS, quantile
+
+Better = Literal["lower", "higher"]
+Statistic = Literal["median", "mean", "single"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure with its spread: of a job, or of several jobs that differ by their seeds.
+
+    Attributes:
+        value: the median or mean of what was measured; of several jobs the mean of theirs.
+        low, high: of a job the quartiles, so half of what was measured lies between; of several the lowest and highest.
+        least, most: of what was measured; of several jobs as `low` and `high`.
+        tail: of a job the value that one measurement in twenty is worse than.
+        count: of a job how much was measured; of several how many have a value.
+    """
+
+    value: float
+    low: float
+    high: float
+    least: float
+    most: float
+    tail: float | None
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """What is measured.
+
+    Attributes:
+        key: its name in JSON.
+        title: the name that people read.
+        meaning: what it says, in a few words.
+        better: which values are.
+        statistic: what stands for a job: the median or mean of what was measured, or the only value there is.
+        text: puts a value into words.
+        measure: finds what was measured in a job.
+    """
+
+    key: str
+    title: str
+    meaning: str
+    better: Better
+    statistic: Statistic
+    text: Callable[[float], str]
+    measure: Callable[[Run], Iterable[float | None]]
+
+    @property
+    def tail(self) -> str:
+        """The percentile that one measurement in twenty is worse than."""
+        return "p95" if self.better == "lower" else "p5"
+
+
+def figure(column: Column, measured: Iterable[float | None]) -> Figure | None:
+    """Work out a figure of a job; None if nothing was measured."""
+    values = sorted(value for value in measured if value is not None)
+    if not values:
+        return None
+    low, median, high = (_inside(values, share) for share in (0.25, 0.5, 0.75))
+    value = sum(values) / len(values) if column.statistic == "mean" else median
+    value = min(max(value, values[0]), values[-1])  # a sum of floats is rounded
+    return Figure(
+        value=value,
+        low=min(low, value),
+        high=max(high, value),
+        least=values[0],
+        most=values[-1],
+        tail=_inside(values, 0.95 if column.better == "lower" else 0.05) if column.statistic == "median" else None,
+        count=len(values),
+    )
+
+
+def fold(figures: Sequence[Figure | None]) -> Figure | None:
+    """Make one figure of those of several jobs: the mean, from the lowest to the highest. One job's stays as it is."""
+    known = [one for one in figures if one is not None]
+    if len(figures) == 1 or not known:
+        return known[0] if known else None
+    values = [one.value for one in known]
+    least, most = min(values), max(values)
+    value = min(max(sum(values) / len(values), least), most)
+    return Figure(value=value, low=least, high=most, least=least, most=most, tail=None, count=len(known))
+
+
+def figures(run: Run) -> dict[str, Figure | None]:
+    """Work out all figures of a job, by the key of their column."""
+    return {column.key: figure(column, column.measure(run)) for column in COLUMNS}
+
+
+def detail(column: Column, one: Figure, jobs: int) -> str:
+    """Put the spread of a figure into words; nothing where it reads the same from end to end.
+
+    Args:
+        column: what it is of.
+        one: the figure.
+        jobs: how many it stands for.
+    """
+    if jobs == 1 and one.tail is not None:
+        return f"{column.tail} {column.text(one.tail)}"
+    least, most = column.text(one.least), column.text(one.most)
+    words = f"{least} to {most}" if least != most else ""
+    lacking = f"{one.count} of {jobs} jobs" if jobs > 1 and one.count < jobs else ""
+    return ", ".join(filter(None, (words, lacking)))
+
+
+def _inside(ordered: Sequence[float], share: float) -> float:
+    value = quantile(ordered, share)
+    assert value is not None, "of nothing there is no figure"
+    return value
+
+
+def _events(event: str, name: str) -> Callable[[Run], Iterable[float | None]]:
+    return lambda run: [units.finite(record.get(name)) for record in run.of(event)]
+
+
+def _last_rewards(run: Run) -> Iterable[float | None]:
+    return [value for _, value in run.series("reward/mean") if value is not None][-REWARD_STEPS:]
+
+
+def _samples_per_step(run: Run) -> float | None:
+    prompts, each = run.setting("algorithm", "prompts_per_step"), run.setting("algorithm", "samples_per_prompt")
+    if isinstance(prompts, int) and isinstance(each, int):
+        return float(prompts * each)
+    return units.finite(run.setting("algorithm", "batch_size"))
+
+
+def _samples_per_s(run: Run) -> Iterable[float | None]:
+    samples = _samples_per_step(run)
+    return [] if samples is None else [samples / seconds for seconds in _timings(run, "timing/step") if seconds]
+
+
+def _not_training(run: Run) -> Iterable[float | None]:
+    pairs = zip(_timings(run, "timing/train"), _timings(run, "timing/step"), strict=True)
+    return [max(0.0, 1 - train / step) for train, step in pairs if train is not None and step]
+
+
+def _timings(run: Run, name: str) -> list[float | None]:
+    return [units.finite(line.get(name)) for line in run.metrics]
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}" if value < 0.0995 else f"{value:.0%}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def _column(
+    key: str,
+    title: str,
+    meaning: str,
+    measure: Callable[[Run], Iterable[float | None]],
+    *,
+    better: Better = "lower",
+    statistic: Statistic = "median",
+    text: Callable[[float], str] = units.seconds,
+) -> Column:
+    return Column(key=key, title=title, meaning=meaning, better=better, statistic=statistic, text=text, measure=measure)
+
+
+COLUMNS = (
+    _column(
+        "reward",
+        "Reward",
+        f"of the last {REWARD_STEPS} steps",
+        _last_rewards,
+        better="higher",
+        statistic="mean",
+        text=units.number,
+    ),
+    _column(
+        "steps_to_target",
+        f"Steps to {TARGET_REWARD}",
+        f"the first step where the mean reward of {REWARD_STEPS} steps is {TARGET_REWARD}",
+        lambda run: [steps_to(run)],
+        statistic="single",
+        text=units.number,
+    ),
+    _column("wall_s", "Wall", "from start to end", lambda run: [run.summary["wall_s"]], statistic="single"),
+    _column(
+        "samples_per_s",
+        "Samples/s",
+        "samples trained on, per second of a step",
+        _samples_per_s,
+        better="higher",
+        text=_rate,
+    ),
+    _column("not_training", "Not training", "share of a step that is not training", _not_training, text=_percent),
+    _column("blocked_s", "Blocked", "the trainer, per version published", _events("publish", "blocked_s")),
+    _column("publish_s", "Publish", "until a version is committed", _events("publish", "total_s")),
+    _column("load_s", "Load", "until an explorer has loaded and checked a version", _events("load", "total_s")),
+    _column("pause_s", "Pause", "an explorer, per load", _events("load", "paused_s")),
+    _column("save_blocked_s", "Save blocks", "the trainer, per checkpoint", _events("commit", "blocked_s")),
+    _column("save_s", "Save", "until a checkpoint is committed", _events("commit", "total_s")),
+    _column(
+        "bytes_moved",
+        "Moved",
+        "bytes per version",
+        _events("publish", "bytes_moved"),
+        statistic="mean",
+        text=units.size,
+    ),
+)
+BY_KEY: Mapping[str, Column] = {column.key: column for column in COLUMNS}
