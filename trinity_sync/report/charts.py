@@ -275,4 +275,5 @@ def _thinned(series: Series, log: bool) -> Series:
 
 
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:
-    return (low, high) if high > low else (low - by, high + by)
+    """Widen a range that is empty, or narrower than ticks have digits."""
+    return (low, high) if high - low > 1e-9 * max(abs(low), abs(high)) else (low - by, high + by)

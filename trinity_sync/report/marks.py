@@ -27,8 +27,9 @@ def marks(figures: Sequence[Figure | None], better: Better, text: Callable[[floa
     known = [one for one in figures if one is not None]
     if len({text(one.value) for one in known}) < 2:
         return [None] * len(figures)
-    best = (min if better == "lower" else max)(known, key=lambda one: one.value)
-    level = [one is not None and (_overlap(one, best) or text(one.value) == text(best.value)) for one in figures]
+    best = text((min if better == "lower" else max)(one.value for one in known))
+    leading = [one for one in known if text(one.value) == best]
+    level = [one is not None and any(_overlap(one, leader) for leader in leading) for one in figures]
     word: Mark = "tie" if sum(level) > 1 else "best"
     return [word if equal else None for equal in level]
 
