@@ -804,8 +804,12 @@ def test_a_resume_is_one_run_whatever_the_settings_say(launcher: StandIn, where:
     assert not Path("multirun").exists()
 
 
+MANY_JOBS = ("sync_strategies", "checkpoint_cost")
+EXPERIMENTS = sorted(found.stem for found in (config.conf_dir() / "experiment").glob("*.yaml"))
+
+
 @pytest.mark.parametrize(
-    "experiment", sorted(found.stem for found in (config.conf_dir() / "experiment").glob("*.yaml"))
+    "experiment", [pytest.param(name, marks=pytest.mark.all if name in MANY_JOBS else ()) for name in EXPERIMENTS]
 )
 def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launcher: StandIn, experiment: str) -> None:
     where = ["hydra.run.dir=here", "hydra.sweep.dir=here"]

@@ -118,6 +118,7 @@ def test_settings_of_somebody_else_run_nothing_of_theirs(launcher: Jobs, capsys:
 
 @pytest.mark.parametrize("more", [["trainer.steps=9"], ["--from-scratch"]])
 def test_a_sweep_goes_on_as_it_was(launcher: Jobs, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    launcher.ends = {1: "interrupt"}
     sweep()
     assert resume(*more) == 2
     assert "is a sweep, which goes on as it was" in capsys.readouterr().err
@@ -135,6 +136,7 @@ def test_a_sweep_goes_on_as_it_was(launcher: Jobs, more: list[str], capsys: pyte
 def test_a_sweep_whose_jobs_are_not_known_is_refused(
     launcher: Jobs, old: str, new: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    launcher.ends = {1: "interrupt"}
     sweep()
     text = (SWEEP / "multirun.yaml").read_text()
     assert old in text

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def only_trusted(
     Raises:
         ConfigError: one does, with its key.
     """
-    ours = compose(hydra=True)
+    ours = _shipped()
     given = set(_given(new))
 
     def check(cfg: DictConfig) -> None:
@@ -81,6 +81,12 @@ def only_trusted(
 
     with inspected(place=_place_check(new, allowed, where), composed=check):
         yield
+
+
+@cache
+def _shipped() -> DictConfig:
+    """What our option files come to by themselves, with Hydra's own settings."""
+    return compose(hydra=True)
 
 
 def _place_check(new: Sequence[str], allowed: Sequence[str], where: Path) -> Callable[[str], None]:
