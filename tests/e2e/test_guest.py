@@ -46,6 +46,7 @@ def test_all_three_are_at_work(run: Run) -> None:
     assert min(load["total_s"] - load["bytes"] * 0.4 / BYTES_PER_S for load in loads) > 0
 
 
+@pytest.mark.all  # tests/cli asks the same of a run that is a stand-in
 def test_a_resume_runs_them_only_where_they_are_allowed(run: Run) -> None:
     before = run.manifests
     refused = resume(run.folder)

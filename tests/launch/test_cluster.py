@@ -354,7 +354,7 @@ def test_what_stands_still_of_ray_ends_the_run_and_is_named_and_recorded(
     assert f"recorded: {said}\n" in done.stdout
 
 
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", [pytest.param("raylet", marks=pytest.mark.all), "gcs_server"])
 def test_what_stands_still_of_ray_does_not_keep_a_run_from_its_end(root: Path, victim: str) -> None:
     done = struck(root, "SIGSTOP", "pass", victim)
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
