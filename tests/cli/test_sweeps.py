@@ -157,3 +157,14 @@ def test_relative_paths_count_from_where_the_sweep_was_started(
     assert cli.main(["resume", str(tmp_path / SWEEP)]) == 1
     assert launcher.done == [(3, True)]
     assert f"paths that count from {tmp_path}" in capsys.readouterr().err
+
+
+def test_option_files_are_found_where_the_sweep_had_looked(launcher: Jobs, tmp_path: Path) -> None:
+    (tmp_path / "more" / "experiment").mkdir(parents=True)
+    (tmp_path / "more" / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  steps: 17\n")
+    launcher.ends = {1: "interrupt"}
+    assert sweep(f"hydra.searchpath=[file://{tmp_path}/more]", "experiment=mine") == 130
+    launcher.ends, launcher.calls = {}, []
+    assert resume() == 0
+    assert launcher.done == [(1, True), (2, False), (3, False), (4, False)]
+    assert {call.cfg.trainer.steps for call in launcher.calls} == {17}

@@ -57,21 +57,28 @@ class Invocation:
         try:
             # As they were given: what they refer to stands in the configuration that they make.
             texts = OmegaConf.to_container(OmegaConf.load(saved / "overrides.yaml"), resolve=False)
-            settings = OmegaConf.load(saved / "hydra.yaml").hydra
-            extra = [
-                Path(source.path) for source in settings.runtime.config_sources if source.provider == "command-line"
-            ]
-            of_hydra = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
-            searched = [text for text in map(str, of_hydra or []) if text.startswith("hydra.searchpath=")]
-            return cls(
-                overrides=(*map(str, texts or []), *searched),
-                config_name=str(settings.job.config_name),
-                config_dir=extra[0] if extra else None,
-                started_in=Path(settings.runtime.cwd),
-                place=folder,
-            )
+            return cls.of_hydra(OmegaConf.load(saved / "hydra.yaml").hydra, [str(text) for text in texts or ()], folder)
         except Exception as error:
             raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
+
+    @classmethod
+    def of_hydra(cls, settings: DictConfig, overrides: Sequence[str], place: Path) -> Invocation:
+        """Make it from Hydra's own settings, as Hydra saves those of a run and of a sweep.
+
+        Args:
+            overrides: of the run's settings; those of where Hydra looks for options are added.
+            place: who says so.
+        """
+        extra = [source.path for source in settings.runtime.config_sources if source.provider == "command-line"]
+        given = OmegaConf.to_container(settings.overrides.hydra, resolve=False)
+        searched = [text for text in map(str, given or ()) if text.startswith("hydra.searchpath=")]
+        return cls(
+            overrides=(*overrides, *searched),
+            config_name=str(settings.job.config_name),
+            config_dir=Path(extra[0]) if extra else None,
+            started_in=Path(settings.runtime.cwd),
+            place=place,
+        )
 
     def of(self, overrides: Sequence[str]) -> Invocation:
         """The same with other overrides."""

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
 
@@ -107,7 +107,7 @@ def _shared(values: set[str]) -> str:
     return values.pop() if len(values) == 1 else "various" if values else "-"
 
 
-def _as_json(line: RunLine | SweepLine) -> dict[str, Any]:
+def _as_json(line: RunLine | SweepLine) -> dict[str, object]:
     from trinity_sync.report.overview import SweepLine
 
     if isinstance(line, SweepLine):

@@ -9,14 +9,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
 from trinity_sync.cli.invocation import Recomposed, merge_overrides
 from trinity_sync.cli.source import Source
-from trinity_sync.config.comparison import ABSENT, LOCATIONS, NAMED_BY_PATH
+from trinity_sync.config.comparison import ABSENT, LOCATIONS, NAMED_BY_PATH, is_place, without_places
 from trinity_sync.errors import ConfigError
 
 _WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster.")
@@ -62,7 +61,7 @@ def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay
     pins = [*_pins(saved, today.cfg, source.place), *(pin for pin, _ in places)]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(new, allowed)
     _check_digest(source, recomposed.cfg)
-    changed = [one for one in config.config_diff(saved, recomposed.cfg) if not _is_place(one.key)]
+    changed = [one for one in config.config_diff(saved, recomposed.cfg) if not is_place(one.key)]
     return Replay(recomposed=recomposed, left_out=left_out + [text for _, text in places], changed=changed)
 
 
@@ -72,23 +71,10 @@ def split_places(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return [text for text in overrides if text not in where], where
 
 
-def without_places(saved: DictConfig) -> DictConfig:
-    """Settings, resolved, without where the run lived."""
-    values = config.plain(saved)
-    for place in LOCATIONS:
-        *parents, last = place.split(".")
-        node: Any = values
-        for name in parents:
-            node = node.get(name) if isinstance(node, dict) else None
-        if isinstance(node, dict):
-            node.pop(last, None)
-    return OmegaConf.create(values)
-
-
 def _pins(saved: DictConfig, today: DictConfig, place: Path) -> Iterator[str]:
     """Overrides that put back what comes out otherwise today, since defaults have changed or a path was relative."""
     for key, old, _ in config.config_diff(saved, today):
-        if _is_place(key) or old == ABSENT:  # a setting that is new since then has its default
+        if is_place(key) or old == ABSENT:  # a setting that is new since then has its default
             continue
         node = OmegaConf.select(today, key.rpartition(".")[0]) if "." in key else today
         if not isinstance(node, DictConfig) or key.rpartition(".")[2] not in node:
@@ -132,11 +118,7 @@ def _as_value(value: object) -> str:
 def _says_where(override: str) -> bool:
     key, _, value = override.strip().lstrip("+~").partition("=")
     holds_some = value.startswith("{") and any(place.startswith(f"{key}.") for place in LOCATIONS)
-    return holds_some or (_is_place(key) and key != "hydra.searchpath")
-
-
-def _is_place(key: str) -> bool:
-    return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
+    return holds_some or (is_place(key) and key != "hydra.searchpath")
 
 
 def _check_digest(source: Source, cfg: DictConfig) -> None:

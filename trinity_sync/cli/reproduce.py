@@ -65,6 +65,7 @@ def _reproduce(options: argparse.Namespace) -> int:
     settings = replay(source, given, options.allow_target)
     config.check(settings.cfg)  # before Hydra makes a folder of what may be no name
     steps = _steps(options.steps, source, settings)
+    _take_as_many_threads(source)
     differs = _say_what_differs(source, settings)
     folder = folder or Path("outputs") / str(settings.cfg.name) / time.strftime("%Y-%m-%d_%H-%M-%S")
     if options.metrics_only:
@@ -74,7 +75,8 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 def _write_bundle(source: Source, output: Path | None) -> int:
     from trinity_sync import config
-    from trinity_sync.cli.replay import split_places, without_places
+    from trinity_sync.cli.replay import split_places
+    from trinity_sync.config.comparison import without_places
     from trinity_sync.reproduction.bundle import Bundle
 
     if not source.place.is_dir():
@@ -164,15 +166,19 @@ def _steps(asked: int | None, source: Source, settings: Replay) -> int:
     return min(asked or max(last, 1), planned)
 
 
+def _take_as_many_threads(source: Source) -> None:
+    """Have the repetition compute with the threads that the run had, where the user says nothing: sums depend on it."""
+    threads = source.record.get("threads")
+    if isinstance(threads, int) and not os.environ.get("OMP_NUM_THREADS", "").strip():
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
 def _say_what_differs(source: Source, settings: Replay) -> list[Differs]:
     """Say on stderr what is otherwise than it was; return what may change numbers, but for settings."""
     from trinity_sync.host import hardware
     from trinity_sync.reproduction.environment import Differs, differences
     from trinity_sync.tracking.record import git_state, package_versions
 
-    threads = source.record.get("threads")
-    if isinstance(threads, int) and not os.environ.get("OMP_NUM_THREADS", "").strip():
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # sums depend on it
     found = os.environ.get("OMP_NUM_THREADS", "")
     differs = differences(
         source.record,

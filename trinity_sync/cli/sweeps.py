@@ -6,12 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra import initialize_config_dir
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -19,6 +15,7 @@ from trinity_sync import config
 from trinity_sync.cli.invocation import Invocation, Recomposed
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.launch.app import DONE, INTERRUPTED, explain, finish_sweep, print_error
+from trinity_sync.launch.sweeps import split_jobs
 from trinity_sync.tracking.record import read_record
 from trinity_sync.tracking.run_folder import lock_owner
 
@@ -106,34 +103,16 @@ def read_jobs(sweep: Path) -> list[Job]:
     path = sweep / SETTINGS
     try:
         hydra = OmegaConf.load(path).hydra
-        given: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)
-        plain: Any = OmegaConf.to_container(hydra.sweeper, resolve=False)
-        written: Any = OmegaConf.to_container(hydra.sweep, resolve=False)
-        extra = [Path(source.path) for source in hydra.runtime.config_sources if source.provider == "command-line"]
-        whole = Invocation(
-            overrides=(*(f"{key}={value}" for key, value in (plain.get("params") or {}).items()), *given),
-            config_name=str(hydra.job.config_name),
-            config_dir=extra[0] if extra else None,
-            started_in=Path(hydra.runtime.cwd),
-            place=sweep,
-        )
+        own_folders = OmegaConf.to_container(hydra, resolve=False)["sweep"]["subdir"] != _SUBDIR  # type: ignore[call-overload, index]
+        with initialize_config_dir(version_base="1.3", config_dir=str(config.conf_dir())):
+            jobs = split_jobs(hydra)
+        found = [Invocation.of_hydra(hydra, job, sweep) for job in jobs or ()]
+    except HydraException as error:
+        raise ConfigError(f"{path}: {explain(error)}") from error
     except Exception as error:
         raise ConfigError(f"{path} cannot be read: {error}; name the folder of a sweep") from error
-    if plain.get("_target_") != f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}":
+    if jobs is None:
         raise ConfigError(f"{sweep} has a sweeper that chooses values as it goes; name one of its jobs to go on with")
-    if written.get("subdir") != _SUBDIR:
+    if own_folders:
         raise ConfigError(f"{sweep} has folders of its own for jobs (hydra.sweep.subdir); name one to go on with")
-    return [
-        Job(folder=sweep / str(number), invocation=whole.of(overrides))
-        for number, overrides in enumerate(_split(whole.overrides, path))
-    ]
-
-
-def _split(overrides: Sequence[str], place: Path) -> list[list[str]]:
-    with initialize_config_dir(version_base="1.3", config_dir=str(config.conf_dir())):
-        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-        try:
-            (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides(list(overrides)), None)
-        except HydraException as error:
-            raise ConfigError(f"{place}: {explain(error)}") from error
-    return [list(job) for job in jobs]
+    return [Job(folder=sweep / str(number), invocation=one) for number, one in enumerate(found)]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trinity_sync.config.composition import plain
 from trinity_sync.config.options import TARGET, own_targets
 
 ABSENT = "(absent)"
@@ -43,9 +44,7 @@ def config_digest(cfg: DictConfig) -> str:
     sorted keys and no blanks.
     """
     values = _values(OmegaConf.to_container(cfg, resolve=True))
-    for key in LOCATIONS:
-        *parents, last = key.split(".")
-        _descend(values, parents).pop(last, None)
+    _drop_places(values)
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")
         owner = _descend(values, parents)
@@ -54,6 +53,24 @@ def config_digest(cfg: DictConfig) -> str:
             owner[last] = Path(path).resolve().name
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def without_places(cfg: DictConfig) -> DictConfig:
+    """Return what a configuration says, resolved, without `LOCATIONS`."""
+    values = plain(cfg)
+    _drop_places(values)
+    return OmegaConf.create(values)
+
+
+def is_place(key: str) -> bool:
+    """Whether a key is one of `LOCATIONS`, or below one."""
+    return any(key == place or key.startswith(f"{place}.") for place in LOCATIONS)
+
+
+def _drop_places(values: dict[str, Any]) -> None:
+    for key in LOCATIONS:
+        *parents, last = key.split(".")
+        _descend(values, parents).pop(last, None)
 
 
 def _values(cfg: object) -> dict[str, Any]:
@@ -67,18 +84,18 @@ def _values(cfg: object) -> dict[str, Any]:
     return values
 
 
-def _resolved(node: Any) -> Any:
-    if not isinstance(node, Container):
+def _resolved(node: object) -> object:
+    if not isinstance(node, DictConfig | ListConfig):
         return node
-    written: Any = OmegaConf.to_container(node, resolve=False)
-    if isinstance(written, list):
-        return [_part(node, index, text) for index, text in enumerate(written)]
-    return {str(name): _part(node, name, text) for name, text in written.items()}
+    written = OmegaConf.to_container(node, resolve=False)
+    if isinstance(written, dict):
+        return {str(name): _part(node, name, text) for name, text in written.items()}
+    return [_part(node, index, text) for index, text in enumerate(written or ())]
 
 
-def _part(node: Any, part: Any, written: object) -> object:
+def _part(node: DictConfig | ListConfig, part: object, written: object) -> object:
     try:
-        return _resolved(node[part])
+        return _resolved(node[part])  # type: ignore[index]
     except OmegaConfBaseException:
         return written
 

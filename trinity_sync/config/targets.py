@@ -20,7 +20,7 @@ from trinity_sync.errors import ConfigError, TrinityError
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
 
 
-def check_inputs(cfg: DictConfig, task: Any = None) -> Any:
+def check_inputs(cfg: DictConfig, task: object = None) -> object:
     """Build once what a class of the user's own may refuse: backend, algorithm, retention policies, sync mode and task.
     The task's file is read line by line, and its reward function imported, before Ray starts.
 

@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
 
 from trinity_sync.host.threads import in_background
 
@@ -136,7 +135,7 @@ def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
         thread.join(2 * _END_S)
 
 
-def _problem(asked: Future[list[dict[str, Any]]], node: str, silent: int) -> str | None:
+def _problem(asked: Future[list[dict[str, object]]], node: str, silent: int) -> str | None:
     """What there is to say of a question for all nodes that has been waiting for so many looks; None: nothing."""
     if silent >= _SILENT:
         return f"Ray's GCS has not answered for {silent * _ASK_S:g} s; the run ends, and can be resumed"

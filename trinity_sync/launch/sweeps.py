@@ -16,6 +16,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -100,7 +101,7 @@ def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
 
 
 def _settings_problem(jobs: Sequence[_Job]) -> str | None:
-    tasks: dict[str, Any] = {}  # so that a file of prompts is read once
+    tasks: dict[str, object] = {}  # so that a file of prompts is read once
     for job in jobs:
         settings = job.settings()
         with job.begun():
@@ -114,19 +115,41 @@ def _settings_problem(jobs: Sequence[_Job]) -> str | None:
     return None
 
 
+def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
+    """Work out the overrides of each job of a sweep; None: its sweeper chooses values as it goes.
+
+    Args:
+        hydra: Hydra's own settings, of the sweep. To be called where Hydra is initialized.
+
+    Raises:
+        HydraException: an override cannot be parsed.
+    """
+    if not _is(hydra.sweeper, BasicSweeper):
+        return None
+    (jobs,) = BasicSweeper.split_arguments(_parsed(_texts(hydra)), None)
+    return [list(job) for job in jobs]
+
+
 def _jobs(config: DictConfig) -> list[_Job]:
+    jobs = split_jobs(config.hydra)
+    if jobs is None:
+        texts = _texts(config.hydra)
+        fixed = [text for text, one in zip(texts, _parsed(texts), strict=True) if not one.is_sweep_override()]
+        jobs = [fixed]
     loader = GlobalHydra.instance().config_loader()
-    params: Any = OmegaConf.to_container(config.hydra.sweeper).get("params")  # type: ignore[union-attr]
-    given: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    texts = [*(f"{key}={value}" for key, value in (params or {}).items()), *given]
-    overrides = OverridesParser.create(config_loader=loader).parse_overrides(texts)
-    if _is(config.hydra.sweeper, BasicSweeper):
-        (jobs,) = BasicSweeper.split_arguments(overrides, None)
-    else:
-        jobs = [[text for text, one in zip(texts, overrides, strict=True) if not one.is_sweep_override()]]
     return [
         _Job(number=number, overrides=job, cfg=loader.load_sweep_config(config, job)) for number, job in enumerate(jobs)
     ]
+
+
+def _texts(hydra: DictConfig) -> list[str]:
+    params = OmegaConf.to_container(hydra.sweeper, resolve=False).get("params") or {}  # type: ignore[union-attr]
+    given = OmegaConf.to_container(hydra.overrides.task, resolve=False)
+    return [*(f"{key}={value}" for key, value in params.items()), *map(str, given or ())]
+
+
+def _parsed(texts: list[str]) -> list[Override]:
+    return OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()).parse_overrides(texts)
 
 
 def _is(plugin: DictConfig, kind: type) -> bool:

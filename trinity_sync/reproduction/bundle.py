@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import xxhash
 
@@ -41,7 +41,7 @@ class Bundle:
     record: RunJson
     config_name: str
     overrides: tuple[str, ...]
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     outcome: Outcome
 
     def write(self, path: Path) -> None:
@@ -107,15 +107,16 @@ def _digest(content: Mapping[str, object]) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
 
 
-def _mapping(value: object) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         raise TypeError(f"{value!r:.60} where a mapping should be")
     return value
 
 
 def _numbers(value: object) -> dict[str, Number]:
-    values = _mapping(value)
-    for name, number in values.items():
+    values: dict[str, Number] = {}
+    for name, number in _mapping(value).items():
         if not isinstance(number, int | float | None):
             raise TypeError(f"{name} is {number!r:.60} where a number should be")
+        values[name] = number
     return values
