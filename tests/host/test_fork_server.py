@@ -23,7 +23,8 @@ import numpy
 print(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "cwd": os.getcwd(), "argv": sys.argv[1:],
     "first": "colorsys" in sys.modules, "later": "wave" in sys.modules, "said": os.environ.get("SAID"),
-    "own": os.environ.get("OWN"), "path": sys.path[0], "main": __name__, "random": [random.random(), numpy.random.random()],
+    "own": os.environ.get("OWN"), "path": sys.path[0], "main": __name__,
+    "random": [random.random(), numpy.random.random()],
     "told": forked if (forked := os.environ.get("TRINITY_SYNC_FORK_SERVER")) else None,
 }), flush=True)
 """

@@ -1,4 +1,4 @@
-"""What each process of a run imports where it is no fork: Python takes seconds for what it does not use, and a start has
+"""What each process of a run imports, if it is no fork: Python takes seconds for what it does not use, and a start has
 two cores.
 """
 
