@@ -18,7 +18,7 @@ from trinity_sync.launch import forked_worker
 
 _FIRST = ("torch", "torch.distributed.fsdp", "torch.nn.parallel", "transformers", "tensordict", "safetensors.torch")
 """Modules that know nothing of Ray, whose library keeps the settings that it finds when it is loaded."""
-_LATER = ("ray", "trinity_sync.trainer.worker", "trinity_sync.explorer.hf", "trinity_sync.sync.synchronizer")
+_LATER = ("trinity_sync.launch.fork_contents",)
 _END_S = 10.0
 
 
