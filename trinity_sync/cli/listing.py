@@ -29,9 +29,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _list(options: argparse.Namespace) -> int:
     from trinity_sync.cli.checkpoints import print_json, print_table
-    from trinity_sync.report.overview import SweepLine, find
+    from trinity_sync.report.overview import SweepLine
 
-    lines = find(_roots(options.folder))
+    lines = runs_below(options.folder)
     if options.json:
         return print_json([_as_json(line) for line in lines])
     rows, problems = [], []
@@ -51,6 +51,17 @@ def _list(options: argparse.Namespace) -> int:
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
     return 0
+
+
+def runs_below(folder: Path | None) -> list[RunLine | SweepLine]:
+    """Find all runs and sweeps below a folder, the newest last; None: below outputs and multirun, here.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    from trinity_sync.report.overview import find
+
+    return find(_roots(folder))
 
 
 def _roots(folder: Path | None) -> list[Path]:
