@@ -312,7 +312,8 @@ def sweep(place: str, jobs: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path(place).absolute()
     folder.mkdir(parents=True)
     (folder / "multirun.yaml").write_text("")
-    monkeypatch.setattr(watch_sweep, "read_jobs", lambda sweep: [None] * jobs)
+    planned = [SimpleNamespace(invocation=SimpleNamespace(overrides=(f"seed={number}",))) for number in range(jobs)]
+    monkeypatch.setattr(watch_sweep, "read_jobs", lambda sweep: planned)
     return folder
 
 

@@ -100,6 +100,11 @@ def test_a_save_is_under_way_until_it_is_committed_or_a_later_one_is() -> None:
     assert state.saving is None
 
 
+def test_weights_that_are_committed_are_no_checkpoint_to_go_on_from() -> None:
+    state = fed(event("commit", 1.0, step=10, kind="full"), event("commit", 2.0, step=11, kind="state_dict"))
+    assert state.committed["step"] == 10
+
+
 def test_a_run_is_busy_until_its_next_step() -> None:
     state = fed(event("phase", 1.0, what="starting Ray"))
     assert state.busy == "starting Ray"

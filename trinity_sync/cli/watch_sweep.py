@@ -56,7 +56,9 @@ class SweepWatch:
         self._folder, self._view = folder, view
         self._jobs: dict[Path, _Job] = {}
         self._is_sweep = (folder / SETTINGS).is_file()
-        self._expected = _expected(folder) if self._is_sweep else None
+        jobs = _read_jobs(folder) if self._is_sweep else None
+        self._expected = None if jobs is None else len(jobs)
+        self._shared = set.intersection(*map(set, jobs)) if jobs and len(jobs) > 1 else None
         self.refresh(quietly=True)
         if not self._is_sweep and not self._jobs:
             raise ConfigError(
@@ -154,8 +156,10 @@ class SweepWatch:
         return f"{folder.name} ({settings})" if settings else folder.name
 
     def _settings(self, folder: Path) -> str:
-        jobs = [job.line for job in self._jobs.values()]
-        return " ".join(SweepLine(path=self._folder, jobs=jobs).distinct(self._jobs[folder].line))
+        line = self._jobs[folder].line
+        if self._shared is not None:
+            return " ".join(text for text in line.overrides if text not in self._shared)
+        return " ".join(SweepLine(path=self._folder, jobs=[job.line for job in self._jobs.values()]).distinct(line))
 
     def _count(self) -> Counter[str]:
         return Counter(job.now.stand for job in self._jobs.values())
@@ -197,8 +201,8 @@ def _watches(sweep: SweepWatch, view: LiveView) -> Iterator[RunWatch]:
         yield RunWatch(folder, view, label=f"job {folder.name}: ", above=sweep.overview)
 
 
-def _expected(folder: Path) -> int | None:
-    """How many jobs a sweep is to have; None where that is not known before they run."""
+def _read_jobs(folder: Path) -> list[tuple[str, ...]] | None:
+    """Read the overrides of the jobs that a sweep is to have; None where they are not known before they run."""
     with contextlib.suppress(ConfigError):
-        return len(read_jobs(folder))
+        return [job.invocation.overrides for job in read_jobs(folder)]
     return None

@@ -287,8 +287,7 @@ def _save(state: RunState, now: float) -> Iterator[str]:
     commit = state.committed
     if commit:
         ago = max(1.0, round(now - (units.finite(commit["time"]) or now)))
-        weights = "weights of " if commit.get("kind") == "state_dict" else ""
-        yield f"{weights}step {commit['step']}, {units.seconds(ago)} ago"
+        yield f"step {commit['step']}, {units.seconds(ago)} ago"
         yield f"took {_seconds(commit.get('total_s'))}"
         yield units.size(units.finite(commit.get("bytes")))
     if state.saving is not None:

@@ -52,7 +52,8 @@ class RunState:
         phases: what the attempt was busy with outside of its steps, and since when.
         metrics: the line of the last step.
         rewards, losses: one per step that has one, of all attempts.
-        published, loaded, committed: the last such events; `committed` is also of earlier attempts.
+        published, loaded: the last such events.
+        committed: the last commit of a full checkpoint, of all attempts; there are also those of weights alone.
         held: explorer -> step of the version that it has.
         saving: the step of which a checkpoint is being written.
         faults: how many there were in the attempt.
@@ -140,7 +141,7 @@ class RunState:
                 self.held[str(event.get("explorer"))] = step
             case "save":
                 self.saving = step
-            case "commit" if step is not None:
+            case "commit" if step is not None and event.get("kind") != "state_dict":
                 self.committed = {**event, "time": at}
                 if self.saving is not None and self.saving <= step:
                     self.saving = None
