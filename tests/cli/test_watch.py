@@ -225,10 +225,13 @@ def test_a_run_that_is_resumed_meanwhile_is_followed_on(
         clock = Clock(time.time())
         with RunFolder.open(folder, resume=True) as locked:
             yield
-            recorder = synthetic.start(locked, clock, total=20, resumed_from=4)
+            recorder = synthetic.start(locked, clock, total=40, resumed_from=4)
             recorder.phase("starting Ray")
             yield
-            synthetic.steps(recorder, clock, 5, 20)
+            settings = folder / ".hydra" / "config.yaml"  # saved a moment later
+            settings.write_text(settings.read_text().replace("steps: 20", "steps: 40"))
+            yield
+            synthetic.steps(recorder, clock, 5, 40)
             yield
             recorder.finish("completed")
         yield
@@ -237,8 +240,9 @@ def test_a_run_that_is_resumed_meanwhile_is_followed_on(
     assert watch(folder) == 0
     lines = said(capsys)
     assert "starting Ray" in lines
-    assert [line.split("/")[0] for line in lines if line.startswith("step ")][:3] == ["step 8", "step 5", "step 6"]
-    assert any(line.startswith("completed: 20 of 20 steps") for line in lines)
+    steps = [line.split(",")[0] for line in lines if line.startswith("step ")]
+    assert steps[:3] == ["step 8/20", "step 5/40", "step 8/40"]
+    assert any(line.startswith("completed: 40 of 40 steps") for line in lines)
 
 
 def test_a_folder_that_goes_away_ends_the_watching(

@@ -221,7 +221,7 @@ def drawn(lines: list[str]) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("bordered", [False, True])
-@pytest.mark.parametrize("width", [30, 40, 60, 80, 100, 200])
+@pytest.mark.parametrize("width", [18, 30, 40, 60, 80, 100, 200])
 def test_no_figure_is_cut_however_narrow_the_terminal(width: int, bordered: bool) -> None:
     view, clock = off_view(terminal() if bordered else None)
     whole(view, clock)
@@ -231,6 +231,12 @@ def test_no_figure_is_cut_however_narrow_the_terminal(width: int, bordered: bool
     for label, *figures in FIGURES:
         for figure in (label, *figures):
             assert figure in words, figure
+
+
+def test_the_panel_leaves_room_for_the_sign_of_ctrl_c() -> None:
+    view, clock = off_view(terminal())
+    whole(view, clock)
+    assert {len(line) for line in panel_text(view, 60).splitlines()} == {58}
 
 
 def test_a_terminal_of_60_columns_has_each_figure_in_one_piece() -> None:

@@ -93,7 +93,7 @@ class RunWatch:
         self.folder = folder
         self._view, self._label, self._above = view, label, above
         self._run: FollowedRun | None = None
-        self._attempt: int | None = None
+        self._begun: tuple[int | None, int] | None = None  # the attempt, and when its settings were saved
 
     @property
     def notes(self) -> list[str]:
@@ -110,16 +110,16 @@ class RunWatch:
         if not self.folder.is_dir():
             raise RunError(f"{self.folder} is gone: somebody has moved or deleted it")
         now = standing(self.folder)  # before its lines are read: of one that is over, none comes later
-        attempt = now.record["attempt"] if now.record is not None else None
+        begun = (now.record["attempt"] if now.record is not None else None, _changed(self.folder))
         try:
-            if self._run is None or attempt != self._attempt:
+            if self._run is None or begun != self._begun:
                 self._begin(now)
             else:
                 for line in self._run.lines():
                     self._view.take(line)
         except ReplacedError:
             self._begin(now)
-        self._attempt = attempt
+        self._begun = begun
         return now
 
     def _begin(self, now: Standing) -> None:
@@ -137,6 +137,14 @@ class RunWatch:
             state.begin(attempt, started)
         state.began = started
         self._view.show(state, label=self._label, above=self._above)
+
+
+def _changed(folder: Path) -> int:
+    """When the settings of a run were saved, in nanoseconds: those of a resume are, once it has begun."""
+    try:
+        return (folder / ".hydra" / "config.yaml").stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def pause(view: LiveView) -> None:

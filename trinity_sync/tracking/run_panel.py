@@ -23,6 +23,7 @@ from trinity_sync.tracking.run_state import RunState
 
 _WIDEST = 100
 _BORDERED_FROM = 50  # columns
+_ECHO = 2  # columns for the ^C that a terminal writes after the panel: it must not begin a line
 _NARROWEST = 12
 _NAMED_EXPLORERS = 4
 _SHOWN_VERSIONS = 3
@@ -80,12 +81,12 @@ class RunPanel:
         self._rows = list(rows(state, now, unicode))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, _WIDEST)
-        bordered = self._bordered and width >= _BORDERED_FROM
+        bordered = self._bordered and options.max_width >= _BORDERED_FROM
+        width = min(options.max_width - _ECHO if bordered else options.max_width, _WIDEST)
         rows = list(self._rows)
         lines = self._lines(rows, width, bordered)
         if bordered and self._too_high(lines, bordered):
-            bordered = False
+            bordered, width = False, min(options.max_width, _WIDEST)
             lines = self._lines(rows, width, bordered)
         gone: list[str] = []
         while self._too_high(lines, bordered) and len(rows) > 1:
