@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -209,3 +211,43 @@ def test_many_runs_are_listed_without_reading_all_of_them(here: Path, monkeypatc
     for _ in range(100):
         overview.find([here])
     assert time.process_time() - began < 2.0
+
+
+def on_terminal(width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, **environ: str) -> str:
+    """What a terminal of so many columns is shown."""
+    for name, value in {"COLUMNS": str(width), "TERM": "xterm", **environ}.items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        assert cli.main(["list"]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_narrow_terminal_is_shown_all_of_a_run_in_several_lines(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave("outputs/copy-digits/2026-11-21_12-00-00", status="failed", at=9000.0)
+    sweep("multirun/try/x", "completed")
+    wide = on_terminal(200, capsys, monkeypatch, NO_COLOR="1").splitlines()
+    assert [re.sub("\x1b.*?m", "", line).split()[:1] for line in wide] == [
+        *(["folder"], ["multirun/try/x"], ["outputs/copy-digits/2026-11-21_12-00-00"])
+    ]
+    narrow = [re.sub("\x1b.*?m", "", line) for line in on_terminal(50, capsys, monkeypatch).splitlines()]
+    assert narrow[-3:] == [
+        "outputs/copy-digits/2026-11-21_12-00-00",
+        "  failed  20/20 steps  reward 1.550  try",
+        "  fsdp2 x 2  memory  20 s",
+    ]
+    assert "  1 job: 1 completed  try  fsdp2 x 2  memory  20 s" in narrow
+
+
+def test_colours_tell_how_runs_stand_on_a_terminal_that_wants_them(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave("outputs/a/1", status="failed")
+    assert "\x1b[31mfailed" in on_terminal(200, capsys, monkeypatch)
+    assert "\x1b[31m" not in on_terminal(200, capsys, monkeypatch, NO_COLOR="1")
+    capsys.readouterr()
+    assert cli.main(["list"]) == 0
+    assert "\x1b" not in capsys.readouterr().out

@@ -117,7 +117,7 @@ def test_a_thread_of_the_run_that_dies_is_a_fault(tmp_path: Path, monkeypatch: p
         thread.join()
 
     assert run(tmp_path, monkeypatch, loop, lambda **_: None) == 0
-    [event] = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
+    *_, event = map(json.loads, (tmp_path / "events.jsonl").read_text().splitlines())
     assert (event["event"], event["where"], event["error"]) == ("fault", "thread events", "pop from empty list")
 
 

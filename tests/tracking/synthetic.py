@@ -91,6 +91,11 @@ def metrics(step: int) -> dict[str, float]:
     }
 
 
+def queued() -> dict[str, float]:
+    """What a step of a free run says of its samples."""
+    return {"samples/ready": 64.0, "samples/dropped": 3.0, "samples/waited_s": 0.2, "samples/explorers": 2.0}
+
+
 def slower(fields: dict[str, Any], pace: float) -> dict[str, Any]:
     """The same, whose seconds are longer by a factor."""
     return {name: value * pace if name.endswith("_s") else value for name, value in fields.items()}

@@ -6,10 +6,12 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.tracking import synthetic
 from tests.tracking.synthetic import START, Clock
@@ -22,6 +24,8 @@ from trinity_sync.tracking.run_folder import RunFolder
 EXAMPLES: dict[str, dict[str, Any]] = {
     "publish": synthetic.publish(1),
     "load": synthetic.load(1),
+    "phase": {"what": "starting Ray"},
+    "save": {"step": 1},
     "commit": synthetic.commit(1),
     "skip": {"version": 1, "reason": "every slot was being read"},
     "prune": {"step": 1, "reason": "keep_last", "freed_bytes": 5},
@@ -145,6 +149,39 @@ def test_a_resume_goes_on_in_the_same_files_without_the_abandoned_steps(tmp_path
     summary = read_json(tmp_path / "summary.json")
     assert (summary["status"], summary["steps"]) == ("completed", 15)
     assert summary["wall_s"] == 17 * 2.5 + 5 * 2.5
+
+
+def test_a_resume_shows_what_was_learned_and_saved_before(tmp_path: Path) -> None:
+    clock = Clock()
+    with synthetic.recording(tmp_path, clock, total=40) as recorder:
+        synthetic.steps(recorder, clock, 1, 17)
+        recorder.fault("trainer", "died")
+    with synthetic.recording(tmp_path, clock, total=40, resumed_from=10) as recorder:
+        file = io.StringIO()
+        clock.pass_(5)
+        recorder.phase("starting Ray")
+        Console(file=file, width=80).print(recorder.view.render())
+        assert "starting Ray" in file.getvalue()
+        assert "fault" not in file.getvalue()
+        recorder.metrics(11, {"reward/mean": 0.5})
+        Console(file=file, width=80).print(recorder.view.render())
+    for words in ("11/40", "mean of 10:", "step 10, 22 s ago", "after 5.0 s"):
+        assert words in file.getvalue()
+
+
+@pytest.mark.parametrize("tell", [lambda one: one.phase("starting Ray"), lambda one: one.saving(1)])
+def test_what_is_only_to_be_watched_does_not_end_a_run_on_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tell: Callable[[Recorder], None]
+) -> None:
+    def full(writer: Any, record: Any) -> None:
+        raise RunError("No space left on device")
+
+    with synthetic.recording(tmp_path) as recorder:
+        with monkeypatch.context() as patch:
+            patch.setattr(jsonl.JsonlWriter, "append", full)
+            tell(recorder)
+        recorder.metrics(1, {"loss": 0.5})
+    assert read_json(tmp_path / "run.json")["status"] == "completed"
 
 
 def test_a_resume_needs_the_step_it_starts_from(tmp_path: Path) -> None:

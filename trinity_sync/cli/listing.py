@@ -5,14 +5,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from trinity_sync.report.overview import RunLine, SweepLine
 
+_STATUS = 2
+_STYLES = {"failed": "red", "unreadable": "red", "interrupted": "yellow", "running": "cyan", "completed": "green"}
 _HEAD = ("folder", "name", "status", "steps", "reward", "backend", "sync", "wall")
 
 
@@ -29,9 +34,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _list(options: argparse.Namespace) -> int:
     from trinity_sync.cli.checkpoints import print_json, print_table
-    from trinity_sync.report.overview import SweepLine, find
+    from trinity_sync.report.overview import SweepLine
 
-    lines = find(_roots(options.folder))
+    lines = runs_below(options.folder)
     if options.json:
         return print_json([_as_json(line) for line in lines])
     rows, problems = [], []
@@ -46,11 +51,72 @@ def _list(options: argparse.Namespace) -> int:
             problems += line.problems
     if not rows:
         print("no runs")
-    print_table(_HEAD, rows)
+    if sys.stdout.isatty():
+        _print_coloured(rows)
+    else:
+        print_table(_HEAD, rows)
     sys.stdout.flush()
     for problem in problems:
         print(f"note: {problem}", file=sys.stderr)
     return 0
+
+
+def _print_coloured(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print the table for a terminal: with colours, and over several lines per run where it is too narrow for one."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
+    if sum(widths) + 2 * (len(widths) - 1) > console.width:
+        for row in rows:
+            _print_block(row, console)
+        return
+    for row in [_HEAD, *rows] if rows else []:
+        line = Text()
+        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            own = "bold" if row is _HEAD else _style(row) if column == _STATUS else ""
+            line.append(f"{cell:<{width}}  ", style=own)
+        line.rstrip()
+        console.print(line, soft_wrap=True)
+
+
+def _print_block(row: tuple[str, ...], console: Console) -> None:
+    """Print the folder, and below it what is known, a piece after the other as far as there is room."""
+    from rich.cells import cell_len
+    from rich.text import Text
+
+    folder, name, status, steps, reward, backend, sync, wall = row
+    console.print(Text(folder, style="bold"), soft_wrap=True)
+    labelled = [f"{steps} steps" if steps != "-" else "-", f"reward {reward}" if reward != "-" else "-"]
+    line = Text("  ")
+    for piece in (status, *labelled, name, backend, sync, wall):
+        if piece == "-":
+            continue
+        if len(line) > 2:
+            if line.cell_len + 2 + cell_len(piece) > console.width:
+                console.print(line, soft_wrap=True)
+                line = Text("  ")
+            else:
+                line.append("  ")
+        line.append(piece, style=_style(row) if piece is status else "")
+    console.print(line, soft_wrap=True)
+
+
+def _style(row: tuple[str, ...]) -> str:
+    """Return the colour of a run's status, or of what a sweep has worst."""
+    return next((style for word, style in _STYLES.items() if word in row[_STATUS]), "")
+
+
+def runs_below(folder: Path | None) -> list[RunLine | SweepLine]:
+    """Find all runs and sweeps below a folder, the newest last; None: below outputs and multirun, here.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    from trinity_sync.report.overview import find
+
+    return find(_roots(folder))
 
 
 def _roots(folder: Path | None) -> list[Path]:

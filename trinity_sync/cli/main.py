@@ -1,5 +1,5 @@
-"""The command `trinity-sync`: run, resume, list, report and the tools for checkpoints. Each command imports what it
-needs.
+"""The command `trinity-sync`: run, resume, list, watch, report and the tools for checkpoints. Each command imports what
+it needs.
 
 `main` is the entry point of the installed script. It returns the exit code and prints an error as one paragraph on
 stderr.
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from trinity_sync import __version__
-from trinity_sync.cli import listing, reproduce, runs
+from trinity_sync.cli import listing, reproduce, runs, watch
 from trinity_sync.errors import TrinityError
 
 _DESCRIPTION = """\
@@ -83,6 +83,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
     runs.add_commands(commands)
     listing.add_commands(commands)
+    watch.add_commands(commands)
     reproduce.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":

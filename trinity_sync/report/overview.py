@@ -53,6 +53,11 @@ class RunLine:
     overrides: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
+    @property
+    def running(self) -> bool:
+        """Whether it is under way."""
+        return self.status == "running"
+
 
 @dataclass(kw_only=True)
 class SweepLine:
@@ -65,6 +70,11 @@ class SweepLine:
     def started(self) -> float | None:
         """When the newest attempt of a job began."""
         return max((job.started for job in self.jobs if job.started is not None), default=None)
+
+    @property
+    def running(self) -> bool:
+        """Whether one of its jobs is under way."""
+        return any(job.running for job in self.jobs)
 
     @property
     def states(self) -> dict[str, int]:
@@ -91,7 +101,7 @@ def find(roots: Sequence[Path]) -> list[RunLine | SweepLine]:
 def _below(folder: Path) -> Iterator[RunLine | SweepLine]:
     try:
         if is_run(folder):
-            yield _run_line(folder)
+            yield run_line(folder)
             return
         inner = [
             Path(entry.path)
@@ -110,7 +120,8 @@ def _below(folder: Path) -> Iterator[RunLine | SweepLine]:
         yield from lines
 
 
-def _run_line(folder: Path) -> RunLine:
+def run_line(folder: Path) -> RunLine:
+    """Read the folder of one run, of a whole one in milliseconds."""
     line = RunLine(path=folder)
     for read in (_read_settings, _read_overrides, _read_record):
         try:

@@ -7,15 +7,17 @@ the next writer removes it, and a resume cuts what the abandoned steps left.
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import write_all
+from trinity_sync.tracking import units
 from trinity_sync.tracking.files import plain, write_atomic
 
 Record: TypeAlias = Mapping[str, object]
@@ -23,7 +25,7 @@ Record: TypeAlias = Mapping[str, object]
 
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
-    **dict.fromkeys(("commit", "prune", "mirror"), "step"),
+    **dict.fromkeys(("save", "commit", "prune", "mirror"), "step"),
 }
 
 
@@ -110,6 +112,11 @@ def read_last(path: Path, count: int) -> list[dict[str, object]]:
     if start > 0:  # the first piece may be half a line
         tail = tail.partition(b"\n")[2]
     return [record for _, record in _parsed(path, tail, at_start=start == 0)]
+
+
+def by_time(*logs: Iterable[Record]) -> Iterator[Record]:
+    """Return the lines of several logs, each oldest first, in the order in which they were written."""
+    return heapq.merge(*logs, key=lambda line: units.finite(line.get("time")) or 0.0)
 
 
 def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> int:

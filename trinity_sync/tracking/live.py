@@ -1,4 +1,4 @@
-"""The live view: how a run shows itself while it goes on. The recorder feeds it.
+"""The live view: how a run shows itself while it goes on. The recorder feeds it, or who watches the run's files.
 
 On a terminal a panel that is redrawn, elsewhere a plain line now and then. It only ever looks: whatever goes wrong in
 it is logged once and the run goes on.
@@ -9,33 +9,28 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import statistics
+import os
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping
 from typing import Concatenate, Literal, ParamSpec
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderResult
+from rich.control import Control
 from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
+from rich.segment import ControlType, Segment
 
-from trinity_sync.tracking import jsonl, units
+from trinity_sync.tracking import units
+from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.run_panel import RunPanel, one_line, rate_cells
+from trinity_sync.tracking.run_state import RunState
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["auto", "panel", "line", "off"]
 
-_NAMED_EXPLORERS = 4
 _SHOWN_FAULTS = 20
-_TIMED_STEPS = 20
-_SPARK_WIDTH = 32
-_BAR_WIDTH = 24
-_UNICODE_RAMP = "▁▂▃▄▅▆▇█"
-_ASCII_RAMP = "_.-~=+*#"
+_ASCII_LOCALES = ("C", "POSIX")
 
 P = ParamSpec("P")
 
@@ -54,16 +49,18 @@ def _never_raises(
 
 
 class LiveView:
-    """Shows phases, steps and events of a run. Any thread may call; nothing is raised.
+    """Shows a run: phases, steps and events. Any thread may call; nothing is raised.
 
     Args:
         mode: ``panel`` (redrawn), ``line`` (plain lines), ``off``, or ``auto``: panel on a terminal, line elsewhere.
-        total_steps: the last step, None if the run is open.
+        state: the run as it stands; from now on only this view feeds it.
         console: where to show; standard output by default.
-        title, subtitle: the run's name, and what stands beside it.
-        start_step: the step the run starts after.
-        clock: gives seconds, for elapsed times and the rate of steps.
+        clock: gives Unix seconds.
         interval_s: in line mode, seconds after which a step is shown again (each tenth of the way always is).
+
+    Attributes:
+        console, mode: as given, or found out.
+        failure: what went wrong when it last showed something; None: nothing.
 
     Raises:
         ValueError: an unknown mode.
@@ -72,13 +69,10 @@ class LiveView:
     def __init__(
         self,
         mode: Mode = "auto",
-        total_steps: int | None = None,
+        state: RunState | None = None,
         console: Console | None = None,
         *,
-        title: str = "",
-        subtitle: str = "",
-        start_step: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = time.time,
         interval_s: float = 15.0,
     ) -> None:
         if mode not in ("auto", "panel", "line", "off"):
@@ -86,83 +80,63 @@ class LiveView:
         self.console = console or Console()
         animated = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = mode if mode != "auto" else "panel" if animated else "line"
-        self._total, self._title, self._subtitle = total_steps, title, subtitle
+        self.failure: Exception | None = None
         self._clock, self._interval = clock, interval_s
-        self._unicode = (self.console.encoding or "").lower().startswith("utf")
+        self._unicode = knows_unicode(self.console, os.environ)
         self._lock = threading.RLock()
         self._warned = False
-        self._began = clock()
-        self._phases: list[tuple[str, float]] = []
-        self._start_step = self._step = start_step
-        self._stepped: float | None = None
-        self._durations: deque[float] = deque(maxlen=_TIMED_STEPS)
-        self._rewards: list[float] = []
-        self._metrics: jsonl.Record = {}
-        self._published: jsonl.Record = {}
-        self._loaded: jsonl.Record = {}
-        self._loaded_versions: dict[str, int] = {}
-        self._committed: tuple[jsonl.Record, float] | None = None
-        self._saving: int | None = None
-        self._faults: list[str] = []
-        self._spoken = -math.inf
-        self._spoken_tenth = 0
         self._live: Live | None = None
+        self._above: Callable[[], RenderableType] | None = None
+        self._take_over(state or RunState(began=clock()), "")
+        self._shown = True
         if self.mode == "panel":
             self._open_panel()
 
     @_never_raises
-    def phase(self, text: str) -> None:
-        """Say what the run is busy with outside of its steps, such as ``starting Ray``."""
+    def show(
+        self, state: RunState | None, *, label: str = "", above: Callable[[], RenderableType] | None = None
+    ) -> None:
+        """Show another run from now on, and in line mode say at once where it stands.
+
+        Args:
+            state: of that run; None: there is none.
+            label: what its lines begin with.
+            above: makes what stands above its panel.
+        """
         with self._lock:
-            self._phases.append((text, self._clock()))
-            self._say(text)
+            self._above, self._shown = above, state is not None
+            state = state or RunState(began=self._state.began)
+            self._take_over(state, label)
+            if state.fault is not None:
+                ago = units.seconds(max(0.0, round(self._clock() - state.fault.at)))
+                self._say(f"{units.plural(state.faults, 'fault')} so far, the newest {ago} ago: {state.fault}")
+            if state.stepped is not None:
+                self._say_step(self._clock())
+            elif state.phases:
+                self._say(state.phases[-1][0])
         self._repaint()
 
     @_never_raises
-    def step(self, metrics: jsonl.Record) -> None:
-        """Take the metrics of a completed step; `step` must be among them."""
+    def take(self, line: Record) -> None:
+        """Take a line as it stands in metrics.jsonl or events.jsonl."""
         with self._lock:
             now = self._clock()
-            if self._stepped is not None:
-                # The first step is no measure: it has the start-up in it.
-                self._durations.append(now - self._stepped)
-            self._stepped, self._step, self._metrics = now, jsonl.metrics_step(metrics) or 0, dict(metrics)
-            reward = units.finite(metrics.get("reward/mean"))
-            if reward is not None:
-                self._rewards.append(reward)
-            if self.mode == "line" and self._is_time_to_speak(now):
-                self._spoken = now
-                self._say(self._step_line())
-        self._repaint()
-
-    @_never_raises
-    def event(self, event: jsonl.Record) -> None:
-        """Take an event as it stands in events.jsonl."""
-        step = jsonl.event_step(event)
-        with self._lock:
-            match event["event"]:
-                case "publish":
-                    self._published = dict(event)
-                case "load":
-                    self._loaded = dict(event)
-                    if step is not None:
-                        self._loaded_versions[str(event["explorer"])] = step
-                case "commit":
-                    self._committed = dict(event), self._clock()
-                    if self._saving is not None and step is not None and self._saving <= step:
-                        self._saving = None
+            step = self._state.stepped
+            self._state.take(line, now)
+            match line.get("event"):
+                case "phase":
+                    self._say(str(line.get("what")))
                 case "fault":
-                    self._faults.append(f"{_one_line(event['where'])}: {_one_line(event['error'])}")
-                    if len(self._faults) <= _SHOWN_FAULTS:
-                        self._say(f"fault in {self._faults[-1]}")
+                    self._say_fault()
+                case None if self._state.stepped != step and self.mode == "line" and self._is_time_to_speak(now):
+                    self._say_step(now)
         self._repaint()
 
     @_never_raises
-    def saving(self, step: int) -> None:
-        """Say that a checkpoint is being written. Its commit ends that, or the commit of a later one."""
+    def say(self, text: str) -> None:
+        """Print one line in line mode, of more than the run that is shown; nothing in the others."""
         with self._lock:
-            self._saving = step
-        self._repaint()
+            self._print(text)
 
     @_never_raises
     def close(self) -> None:
@@ -174,153 +148,56 @@ class LiveView:
     def render(self) -> RenderableType:
         """Render the panel as it stands now."""
         with self._lock:
-            body = self._steps_body() if self._stepped is not None else self._phases_body()
-            head = Text.assemble((self._title or "trinity-sync", "bold"))
-            if self._subtitle:
-                head.append(f" {self._dot} {self._subtitle}")
-            return Panel(
-                body,
-                title=head,
-                title_align="left",
-                subtitle=Text(units.elapsed(self._clock() - self._began)),
-                subtitle_align="right",
-                border_style="dim",
-                width=min(self.console.width, 100),
-            )
-
-    # The panel.
-
-    @property
-    def _dot(self) -> str:
-        return "·" if self._unicode else "|"
-
-    def _phases_body(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2))
-        ends = [begin for _, begin in self._phases[1:]] + [self._clock()]
-        for index, ((text, begin), end) in enumerate(zip(self._phases, ends, strict=False)):
-            done = index < len(self._phases) - 1
-            mark = ("✓" if self._unicode else "+") if done else ("…" if self._unicode else ".")
-            table.add_row(
-                Text(mark, style="green" if done else "cyan"),
-                Text(text, style="dim" if done else "bold"),
-                Text(units.elapsed(end - begin), style="dim"),
-            )
-        return table if self._phases else Text("starting")
-
-    def _steps_body(self) -> RenderableType:
-        table = Table.grid(padding=(0, 2), expand=True)
-        table.add_column(style="bold", width=9, no_wrap=True)
-        table.add_column(ratio=1, overflow="ellipsis", no_wrap=True)
-        table.add_row("step", self._progress())
-        if self._rewards:
-            table.add_row("reward", self._reward())
-        table.add_row("versions", Text(self._versions()))
-        table.add_row("sync", Text(self._sync_times()))
-        table.add_row("save", Text(self._save()))
-        if self._faults:
-            table.add_row("faults", Text(f"{len(self._faults)}, last in {self._faults[-1]}", style="yellow"))
-        if self._phases and self._phases[-1][1] > (self._stepped or 0.0):
-            table.add_row("now", Text(self._phases[-1][0]))
-        return table
-
-    def _progress(self) -> RenderableType:
-        row = Table.grid(padding=(0, 2))
-        pace = f"{units.seconds(statistics.median(self._durations))} each" if self._durations else ""
-        if self._total is None:
-            row.add_row(Text(str(self._step)), Text(pace))
-        else:
-            done = min(_BAR_WIDTH, _BAR_WIDTH * self._step // max(self._total, 1))
-            full, rest = ("━", "─") if self._unicode else ("#", "-")
-            bar = Text.assemble((full * done, "cyan"), (rest * (_BAR_WIDTH - done), "dim"))
-            left = self._left()
-            if left is not None:
-                pace = f"{units.elapsed(left)} left {self._dot} {pace}"
-            row.add_row(Text(f"{self._step}/{self._total}"), bar, Text(pace))
-        return row
-
-    def _reward(self) -> Text:
-        text = Text(f"{units.number(self._rewards[-1]):<8}")
-        ramp = _UNICODE_RAMP if self._unicode else _ASCII_RAMP
-        text.append(sparkline(self._rewards, _SPARK_WIDTH, ramp), style="cyan")
-        recent = self._rewards[-10:]
-        text.append(f"  mean of {len(recent)}: {units.number(sum(recent) / len(recent))}", style="dim")
-        return text
-
-    def _versions(self) -> str:
-        parts = [f"newest {self._published['version']}" if self._published else "none published"]
-        if len(self._loaded_versions) <= _NAMED_EXPLORERS:
-            parts += [f"{name} {version}" for name, version in sorted(self._loaded_versions.items())]
-        else:
-            counts = sorted(Counter(self._loaded_versions.values()).items(), reverse=True)
-            parts += [f"{count} explorers at {version}" for version, count in counts[:3]]
-        stale = units.finite(self._metrics.get("staleness/mean"))
-        parts += [f"staleness {units.number(stale)}"] if stale is not None else []
-        return f" {self._dot} ".join(parts)
-
-    def _sync_times(self) -> str:
-        parts = []
-        if self._published:
-            parts.append(f"blocked {units.seconds(units.finite(self._published.get('blocked_s')))}")
-            parts.append(f"publish {units.seconds(units.finite(self._published.get('total_s')))}")
-        if self._loaded:
-            parts.append(f"load {units.seconds(units.finite(self._loaded.get('total_s')))}")
-        if self._published and self._published.get("bytes_moved") is not None:
-            parts.append(f"{units.size(units.finite(self._published['bytes_moved']))} moved")
-        return f" {self._dot} ".join(parts) or "nothing yet"
-
-    def _save(self) -> str:
-        parts = []
-        if self._committed is not None:
-            commit, at = self._committed
-            ago = units.seconds(max(1.0, round(self._clock() - at)))
-            parts.append(f"step {commit['step']}, {ago} ago, took {units.seconds(units.finite(commit.get('total_s')))}")
-            parts.append(units.size(units.finite(commit.get("bytes"))))
-        if self._saving is not None:
-            parts.append(f"writing step {self._saving}")
-        return f" {self._dot} ".join(parts) or "nothing yet"
+            above = [] if self._above is None else [self._above()]
+            height = self.console.height if self.mode == "panel" else None
+            if height is not None and above:
+                height = max(1, height - len(self.console.render_lines(above[0])))
+            if not self._shown:
+                return Group(*above)
+            bordered = self.console.is_terminal
+            panel = RunPanel(self._state, self._clock(), unicode=self._unicode, bordered=bordered, height=height)
+            return Group(*above, panel) if above else panel
 
     # Plain lines.
 
+    def _take_over(self, state: RunState, label: str) -> None:
+        self._state, self._label = state, label
+        self._spoken = -math.inf
+        self._spoken_tenth = 0
+
     def _is_time_to_speak(self, now: float) -> bool:
-        tenth = 10 * self._step // self._total if self._total else 0
-        first = self._spoken == -math.inf
-        due = first or now - self._spoken >= self._interval or tenth > self._spoken_tenth
-        if due:
-            self._spoken_tenth = tenth
-        return due
+        tenth = self._tenth()
+        return self._spoken == -math.inf or now - self._spoken >= self._interval or tenth > self._spoken_tenth
 
-    def _step_line(self) -> str:
-        parts = [f"step {self._step}" + (f"/{self._total}" if self._total is not None else "")]
-        if self._rewards:
-            parts.append(f"reward {units.number(self._rewards[-1])}")
-        loss = units.finite(self._metrics.get("loss"))
-        parts += [f"loss {units.number(loss)}"] if loss is not None else []
-        if self._published:
-            steps = sorted(set(self._loaded_versions.values()))
-            spread = str(steps[0]) if len(steps) == 1 else f"{steps[0]}-{steps[-1]}" if steps else ""
-            parts.append(f"version {self._published['version']}" + (f" (explorers at {spread})" if spread else ""))
-            parts.append(f"blocked {units.seconds(units.finite(self._published.get('blocked_s')))}")
-        parts += [f"saved {self._committed[0]['step']}"] if self._committed is not None else []
-        left = self._left()
-        parts += [f"{units.elapsed(left)} left"] if left else []
-        return ", ".join(parts)
+    def _tenth(self) -> int:
+        total = self._state.total_steps
+        return 10 * self._state.step // total if total else 0
 
-    def _left(self) -> float | None:
-        if self._total is None or not self._durations:
-            return None
-        return statistics.median(self._durations) * max(0, self._total - self._step)
+    def _say_step(self, now: float) -> None:
+        self._spoken, self._spoken_tenth = now, self._tenth()
+        self._say(step_line(self._state))
+
+    def _say_fault(self) -> None:
+        state = self._state
+        if state.fault is None or state.faults > _SHOWN_FAULTS:
+            return
+        self._say(f"fault: {state.fault}")
+        if state.faults == _SHOWN_FAULTS:
+            self._say(f"{_SHOWN_FAULTS} faults so far; further ones are counted here, and told in events.jsonl")
 
     def _say(self, text: str) -> None:
-        """Print one line in line mode; nothing in the others, where the panel shows the same."""
+        self._print(f"{self._label}{text}")
+
+    def _print(self, text: str) -> None:
         if self.mode != "line":
             return
-        line = f"[{units.elapsed(self._clock() - self._began):>11}] {_one_line(text, limit=500)}"
+        line = f"[{units.elapsed(self._clock() - self._state.began):>11}] {one_line(text, limit=500)}"
         if not self._unicode:
             line = line.encode("ascii", "replace").decode()
         # Straight to the file: rich would wrap the line at the width of a terminal that is not there.
-        with self._lock:
-            self.console.file.write(line + "\n")
-            self.console.file.flush()
+        self.console.file.write(line + "\n")
+        self.console.file.flush()
+        self.failure = None
 
     # The machinery.
 
@@ -336,6 +213,7 @@ class LiveView:
             live.refresh()
 
     def _broken(self, error: Exception) -> None:
+        self.failure = error
         if not self._warned:
             self._warned = True
             logger.warning(
@@ -347,31 +225,71 @@ class _Display(Live):
     """The panel on the terminal. Redrawn by a thread of rich's, which an output that breaks does not end."""
 
     def __init__(self, view: LiveView) -> None:
-        super().__init__(get_renderable=view.render, console=view.console, transient=True)
         self._view = view
+        self._drawn: list[int] = []  # columns of each line that stands on the terminal
+        super().__init__(get_renderable=self._noted, console=view.console, transient=True)
 
     def refresh(self) -> None:
         try:
             super().refresh()
+            self._view.failure = None
         except Exception as error:
             self._view._broken(error)
 
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        """Go back first on a terminal that was made narrower: it has broken the lines that stand there."""
+        width = max(1, self.console.width)
+        more = sum(max(0, -(-drawn // width) - 1) for drawn in self._drawn)
+        up: tuple[tuple[ControlType, int], ...] = ((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
+        return [Control(*up * more), *super().process_renderables(renderables)]
 
-def sparkline(values: Sequence[float], width: int, ramp: str = _UNICODE_RAMP) -> str:
-    """Draw the course of `values` in at most `width` characters of `ramp` (lowest to highest), each the mean of its
-    share.
+    def _noted(self) -> RenderableType:
+        return _Noted(self._view.render(), self._drawn)
+
+
+class _Noted:
+    """Something to draw, of which is noted how wide its lines are."""
+
+    def __init__(self, drawing: RenderableType, widths: list[int]) -> None:
+        self._drawing, self._widths = drawing, widths
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._drawing, options, pad=False)
+        self._widths[:] = [Segment.get_line_length(line) for line in lines]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+
+
+def step_line(state: RunState) -> str:
+    """Say in one line where a run stands after a step."""
+    parts = [f"step {state.step}" + (f"/{state.total_steps}" if state.total_steps is not None else "")]
+    if state.rewards:
+        parts.append(f"reward {units.number(state.rewards[-1])}")
+    loss = units.finite(state.metrics.get("loss"))
+    parts += [f"loss {units.number(loss)}"] if loss is not None else []
+    parts += rate_cells(state)
+    if state.newest is not None:
+        held = sorted(set(state.held.values()))
+        spread = str(held[0]) if len(held) == 1 else f"{held[0]}-{held[-1]}" if held else ""
+        parts.append(f"version {state.newest}" + (f" (explorers at {spread})" if spread else ""))
+        parts.append(f"blocked {units.seconds(units.finite(state.published.get('blocked_s')))}")
+    ready = units.finite(state.metrics.get("samples/ready"))
+    parts += [f"{ready:.0f} samples ready"] if ready is not None else []
+    parts += [f"saved {state.committed['step']}"] if state.committed else []
+    parts += [units.plural(state.faults, "fault")] if state.faults else []
+    parts += [f"{units.elapsed(state.left_s)} left"] if state.left_s else []
+    return ", ".join(parts)
+
+
+def knows_unicode(console: Console, environ: Mapping[str, str]) -> bool:
+    """Whether a terminal can be shown more than ASCII, by its encoding and by the user's locale.
+
+    In the locale C, Python encodes as UTF-8 all the same, and sets LC_CTYPE for it.
     """
-    if not values:
-        return ""
-    cells = min(width, len(values))
-    edges = [round(index * len(values) / cells) for index in range(cells + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low, span = min(means), max(means) - min(means)
-    top = len(ramp) - 1
-    return "".join(ramp[round((mean - low) / span * top) if span else top // 2] for mean in means)
-
-
-def _one_line(text: object, limit: int = 200) -> str:
-    """Make a text of others fit for one line: no line breaks, no control characters, not endless."""
-    clean = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
-    return clean if len(clean) <= limit else clean[: limit - 3] + "..."
+    if not (console.encoding or "").lower().startswith("utf"):
+        return False
+    if environ.get("LC_ALL"):
+        return environ["LC_ALL"] not in _ASCII_LOCALES
+    by_python = environ.get("LC_CTYPE", "") in ("", "C.UTF-8", "C.utf8", "UTF-8", *_ASCII_LOCALES)
+    return not (by_python and environ.get("LANG") in _ASCII_LOCALES)

@@ -23,15 +23,18 @@ from trinity_sync.tracking.closing import render_summary
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.run_state import RunState
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
 from trinity_sync.tracking.trackers import TrackedRun, Tracker, Trackers
 
 logger = logging.getLogger(__name__)
 
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
+    "phase": ("what",),
     "publish": ("version", "mode", "encoding", "digest", "bytes_full", "bytes_moved", "blocked_s", "total_s"),
     "load": ("version", "explorer", "digest", "total_s", "paused_s"),
     "skip": ("version", "reason"),
+    "save": ("step",),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
     "prune": ("step", "reason", "freed_bytes"),
     "mirror": ("step", "url", "state", "bytes", "total_s"),
@@ -147,13 +150,15 @@ class Recorder:
                 jsonl.cut_after(folder.metrics, resumed_from, key=jsonl.metrics_step)
                 jsonl.cut_after(folder.events, resumed_from, key=jsonl.event_step)
             record.start()
-            live = LiveView(
-                view, total_steps, console=console, title=name, subtitle=subtitle, start_step=resumed_from or 0
-            )
+            state = RunState(total_steps, title=name, subtitle=subtitle)
+            if resumed_from is not None:
+                for line in jsonl.by_time(jsonl.read(folder.events), jsonl.read(folder.metrics)):
+                    state.take(line, record.started or 0.0)
+            state.begin(record.attempt, clock())
             return cls(
                 folder,
                 record,
-                live,
+                LiveView(view, state, console, clock=clock),
                 started,
                 total_steps=total_steps,
                 report=report,
@@ -165,12 +170,20 @@ class Recorder:
             raise
 
     def phase(self, text: str) -> None:
-        """Show what the start-up is doing."""
-        self.view.phase(text)
+        """Show what the run is busy with outside of its steps, such as ``starting Ray``."""
+        self._tell("phase", what=text)
 
     def saving(self, step: int) -> None:
-        """Show that a checkpoint of this step is being written; its commit event ends that."""
-        self.view.saving(step)
+        """Show that a checkpoint of this step is being written; its commit event ends that, or that of a later one."""
+        self._tell("save", step=step)
+
+    def _tell(self, name: str, **fields: object) -> None:
+        """Record an event that only those who watch go by: a disk that refuses it does not end the run."""
+        try:
+            self.event(name, **fields)
+        except RunError as error:
+            logger.warning("%s is not recorded: %s", name, error)
+            self.view.take({"event": name, **fields})
 
     def metrics(self, step: int, values: Mapping[str, object] | None = None, **more: object) -> None:
         """Record one trainer step.
@@ -186,7 +199,7 @@ class Recorder:
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
         self._trackers.log(int(step), numbers)
-        self.view.step(line)
+        self.view.take(line)
 
     def event(self, name: str, **fields: object) -> None:
         """Record one event. Any thread; after `finish` a late one is dropped with a log line.
@@ -206,7 +219,7 @@ class Recorder:
                 logger.warning("an event came after the end of the run and is not recorded: %s", line)
                 return
             self._events.append(line)
-        self.view.event(line)
+        self.view.take(line)
 
     def fault(self, where: str, error: BaseException | str) -> None:
         """Record that something failed and the run goes on, or is about to end for it. Any thread.

@@ -57,6 +57,13 @@ def number(value: float | None, none: str = "-") -> str:
     return f"{value:.3f}" if 0.01 <= abs(value) < 1e5 else f"{value:.2e}"
 
 
+def rate(value: float | None, none: str = "-") -> str:
+    """Format how many there are per second: three figures, ``0.85``, ``51.6``, ``1240``."""
+    if value is None or not math.isfinite(value):
+        return none
+    return _figures(value) if abs(value) < 999.5 else f"{value:.0f}"
+
+
 def moment(value: float | None) -> str:
     """Format Unix seconds as local date and time, ``2026-01-31 14:05:09 +0100``."""
     return "-" if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))

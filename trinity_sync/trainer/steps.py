@@ -227,9 +227,11 @@ def record_load(log: Log, report: LoadReport) -> None:
 
 def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     """Measure what is known of a batch before it is trained on."""
+    counts = {"batch/samples": float(len(batch)), "batch/tokens": float(batch.token_count)}
     if not isinstance(batch, SampleBatch):
-        return {"batch/tokens": float(batch.token_count)}
+        return counts
     metrics = {
+        **counts,
         "reward/mean": float(batch.rewards.mean()),
         "reward/std": float(batch.rewards.std()),
         "response_length/mean": float(batch.response_lengths.mean()),
