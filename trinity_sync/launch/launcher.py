@@ -26,6 +26,7 @@ from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
 from trinity_sync.launch.cluster import cluster, has_gpus
+from trinity_sync.launch.cluster_metrics import ClusterMetrics
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
@@ -90,6 +91,9 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, la
     from trinity_sync.report import write_report
     from trinity_sync.tracking.trackers import build_trackers
 
+    trackers = build_trackers(plain(cfg.tracker))
+    if cfg.cluster.address is not None and cfg.cluster.metrics:
+        trackers.append(ClusterMetrics())
     return Recorder.start(
         folder,
         command=" ".join(sys.argv),
@@ -103,7 +107,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, la
         reproducible=cfg.trainer.schedule == "lockstep",
         resumed_from=start.step if start.resumed else None,
         view=cfg.live,
-        trackers=build_trackers(plain(cfg.tracker)),
+        trackers=trackers,
         report=write_report,
         checkpoints=start.checkpoints.absolute(),
     )

@@ -20,11 +20,12 @@ from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.closing import render_summary
+from trinity_sync.tracking.feeding import Fault, Trackers
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
-from trinity_sync.tracking.trackers import TrackedRun, Tracker, Trackers
+from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ class Recorder:
         self._events = jsonl.JsonlWriter(folder.events)
         self._lock = threading.Lock()
         self._finished = False
+        trackers.tell_faults(self.fault)
 
     @classmethod
     def start(
@@ -161,7 +163,7 @@ class Recorder:
                 clock=clock,
             )
         except BaseException:
-            started.close()
+            started.close("failed")
             raise
 
     def phase(self, text: str) -> None:
@@ -206,6 +208,7 @@ class Recorder:
                 logger.warning("an event came after the end of the run and is not recorded: %s", line)
                 return
             self._events.append(line)
+        self._trackers.event(line)
         self.view.event(line)
 
     def fault(self, where: str, error: BaseException | str) -> None:
@@ -259,7 +262,10 @@ class Recorder:
         # The record ends first: its end bounds the wall time, and how the run ended matters more than its figures.
         attempt(lambda: self._record.finish(status, error, self._last_version()))
         attempt(conclude)
-        self._trackers.close()
+        # Trackers come after the summary, since they may take their time: what goes wrong in them is added to it.
+        if late := self._trackers.close(status):
+            attempt(lambda: self._add_faults(late))
+            attempt(conclude)
         self._write_report()
         if summary is not None:
             self._print(render_summary(summary, self.folder.path, total_steps=self._total, error=error))
@@ -299,6 +305,17 @@ class Recorder:
         except RunError as problem:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)
+
+    def _add_faults(self, faults: Iterable[Fault]) -> None:
+        """Record what the end of the trackers has told, in events.jsonl, which is closed by now."""
+        events = jsonl.JsonlWriter(self.folder.events)
+        try:
+            for where, text in faults:
+                logger.warning("fault in %s: %s", where, text)
+                line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where, "error": text}
+                events.append(line)
+        finally:
+            events.close()
 
     def _last_version(self) -> VersionJson | None:
         try:
