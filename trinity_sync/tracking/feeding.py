@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
@@ -32,8 +31,6 @@ _PENDING = 10_000
 _LATE_S = 1.0
 """For the end of a tracker that has been late before."""
 
-Fault = tuple[str, str]
-"""Where, and what."""
 _Kind = Literal["fails", "late", "full", "end"]
 
 
@@ -49,9 +46,7 @@ class Trackers:
     """
 
     def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
-        self._lock = threading.Lock()
         self._on_fault: Callable[[str, str], object] = lambda where, error: logger.warning("%s: %s", where, error)
-        self._late_faults: list[Fault] | None = None
         self._feeds = [_Feed(tracker, run, self._tell) for tracker in trackers]
         try:
             for feed in self._feeds:
@@ -61,7 +56,7 @@ class Trackers:
             raise
 
     def tell_faults(self, tell: Callable[[str, str], object]) -> None:
-        """Have faults told to `tell`, in another thread, until `close`; they are logged otherwise."""
+        """Have faults told to `tell`, from any thread, until `close` returns; they are logged otherwise."""
         self._on_fault = tell
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
@@ -81,36 +76,23 @@ class Trackers:
             if take is not None:
                 feed.give(partial(take, event))
 
-    def close(self, status: Status) -> list[Fault]:
+    def close(self, status: Status) -> None:
         """Let every tracker take what is left, and close it; closing twice is fine.
 
         Args:
             status: how the run has ended.
-
-        Returns:
-            What went wrong meanwhile.
         """
         feeds, self._feeds = self._feeds, []
-        with self._lock:
-            found = self._late_faults = []
         for feed in feeds:
             feed.end(status)
         began = time.monotonic()
         for feed in feeds:
             feed.wait_ended(began)
-        with self._lock:
-            self._late_faults = None
-            self._on_fault = lambda where, error: None  # the run is over, and so is its record
-        return found
+        self._on_fault = lambda where, error: None  # the run is over, and so is its record
 
     def _tell(self, where: str, error: str) -> None:
-        with self._lock:
-            if self._late_faults is not None:
-                self._late_faults.append((where, error))
-                return
-            tell = self._on_fault
         with contextlib.suppress(TrinityError):  # a full disk is found by whoever writes next
-            tell(where, error)
+            self._on_fault(where, error)
 
 
 class _Feed:
@@ -136,7 +118,7 @@ class _Feed:
         if not wait([self._started], self._limit_s).done:
             raise ConfigError(f"tracker {self.name} did not start within {self._limit_s:g} s")
         error = self._started.exception()
-        if error is None or isinstance(error, TrinityError):
+        if error is None or isinstance(error, ConfigError):
             return self._started.result()
         raise ConfigError(f"tracker {self.name} cannot start: {error or type(error).__name__}") from error
 

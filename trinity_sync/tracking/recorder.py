@@ -20,7 +20,7 @@ from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.closing import render_summary
-from trinity_sync.tracking.feeding import Fault, Trackers
+from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
@@ -84,7 +84,8 @@ class Recorder:
         self._events = jsonl.JsonlWriter(folder.events)
         self._lock = threading.Lock()
         self._finished = False
-        trackers.tell_faults(self.fault)
+        self._late: list[jsonl.Record] = []
+        trackers.tell_faults(self._tracker_fault)
 
     @classmethod
     def start(
@@ -203,13 +204,8 @@ class Recorder:
         """
         _check_event(name, fields)
         line = {"event": name, "time": self._clock(), "attempt": self.attempt, **fields}
-        with self._lock:
-            if self._finished:
-                logger.warning("an event came after the end of the run and is not recorded: %s", line)
-                return
-            self._events.append(line)
-        self._trackers.event(line)
-        self.view.event(line)
+        if not self._record_event(line):
+            logger.warning("an event came after the end of the run and is not recorded: %s", line)
 
     def fault(self, where: str, error: BaseException | str) -> None:
         """Record that something failed and the run goes on, or is about to end for it. Any thread.
@@ -263,8 +259,9 @@ class Recorder:
         attempt(lambda: self._record.finish(status, error, self._last_version()))
         attempt(conclude)
         # Trackers come after the summary, since they may take their time: what goes wrong in them is added to it.
-        if late := self._trackers.close(status):
-            attempt(lambda: self._add_faults(late))
+        self._trackers.close(status)
+        if self._late:
+            attempt(self._add_late)
             attempt(conclude)
         self._write_report()
         if summary is not None:
@@ -306,13 +303,27 @@ class Recorder:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)
 
-    def _add_faults(self, faults: Iterable[Fault]) -> None:
-        """Record what the end of the trackers has told, in events.jsonl, which is closed by now."""
+    def _record_event(self, line: jsonl.Record) -> bool:
+        """Record an event; False where the run has ended."""
+        with self._lock:
+            if self._finished:
+                return False
+            self._events.append(line)
+        self._trackers.event(line)
+        self.view.event(line)
+        return True
+
+    def _tracker_fault(self, where: str, error: str) -> None:
+        """As `fault`. Trackers end after the run's record: what they tell then is kept for `finish`."""
+        logger.warning("fault in %s: %s", where, error)
+        line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where, "error": error}
+        if not self._record_event(line):
+            self._late.append(line)
+
+    def _add_late(self) -> None:
         events = jsonl.JsonlWriter(self.folder.events)
         try:
-            for where, text in faults:
-                logger.warning("fault in %s: %s", where, text)
-                line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where, "error": text}
+            for line in self._late:
                 events.append(line)
         finally:
             events.close()
