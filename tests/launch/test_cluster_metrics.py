@@ -88,7 +88,10 @@ def test_gauges_show_the_last_step_and_event_and_wait_for_ray(cluster: Cluster, 
         metrics.event({"event": "load", "version": 2, "explorer": "explorer-0", "total_s": 0.3})
         metrics.event({"event": "load", "version": 1, "explorer": "explorer-1", "total_s": 0.4})
         found = wait_for(port, lambda found: len(found) >= 11)
+        time.sleep(3.0)  # longer than Ray remembers a gauge here
+        assert scrape(port) == found
     finally:
+        metrics.close()
         ray.shutdown()
     assert found == {
         ("step", "gauges", ""): 2,

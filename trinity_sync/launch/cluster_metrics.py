@@ -5,6 +5,7 @@ reads at each node. To the recorder it is one more tracker; the launcher adds it
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -60,50 +61,63 @@ _OF_EVENT = {
 }
 
 
+_REFRESH_S = 1.0
+"""Ray forgets a gauge that has not been set for two of its reports, each of which covers at least a second."""
+_CLOSE_S = 5.0
+
+
 class ClusterMetrics:
-    """Sets the gauges of a run from its steps and events. A tracker; what comes before Ray is there waits for it."""
+    """Keeps the gauges of a run at the values of its last step and events. A tracker; it starts before Ray does."""
 
     def __init__(self) -> None:
         self._tags: dict[str, str] = {}
-        self._faults = 0
-        self._waiting: dict[tuple[str, str], float] = {}
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str], float] = {}
         self._gauges: dict[str, Gauge] = {}
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def start(self, run: TrackedRun) -> None:
-        """Note whose figures they are."""
+        """Note whose figures they are, and begin to set the gauges as soon as Ray is there."""
         self._tags = dict(zip(OF_RUN, (run.name, str(run.folder)), strict=True))
-        self._waiting["faults", ""] = 0.0
+        self._keep({"faults": 0})
+        self._thread = threading.Thread(target=self._refresh, name="cluster metrics", daemon=True)
+        self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Set the gauges of a step."""
-        self._set({"step": step, **{gauge: values.get(name) for gauge, name in _OF_STEP.items()}})
+        """Take the figures of a step."""
+        self._keep({"step": step, **{gauge: values.get(name) for gauge, name in _OF_STEP.items()}})
 
     def event(self, event: Mapping[str, object]) -> None:
-        """Set the gauges of an event."""
+        """Take the figures of an event."""
         name = str(event["event"])
         if name == "fault":
-            self._faults += 1
-            self._set({"faults": self._faults})
-        else:
-            fields = _OF_EVENT.get(name, {})
-            self._set(
-                {gauge: event.get(field) for gauge, field in fields.items()},
-                explorer=str(event["explorer"]) if name == "load" else "",
-            )
+            self._keep({"faults": self._values["faults", ""] + 1})
+            return
+        figures = {gauge: event.get(field) for gauge, field in _OF_EVENT.get(name, {}).items()}
+        self._keep(figures, explorer=str(event["explorer"]) if name == "load" else "")
 
     def close(self) -> None:
-        """Nothing is pending: the gauges go with this process."""
+        """Let go of the gauges: they go with this process."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
 
-    def _set(self, values: Mapping[str, object], explorer: str = "") -> None:
-        for gauge, value in values.items():
-            if (number := finite(value)) is not None:
-                self._waiting[gauge, explorer] = number
-        ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
-            return
-        for (gauge, of), number in self._waiting.items():
-            self._gauge(gauge).set(number, self._tags | ({"explorer": of} if of else {}))
-        self._waiting.clear()
+    def _keep(self, values: Mapping[str, object], explorer: str = "") -> None:
+        with self._lock:
+            for gauge, value in values.items():
+                if (number := finite(value)) is not None:
+                    self._values[gauge, explorer] = number
+
+    def _refresh(self) -> None:
+        while not self._over.wait(_REFRESH_S):
+            ray = sys.modules.get("ray")
+            if ray is None or not ray.is_initialized():
+                continue
+            with self._lock:
+                values = [*self._values.items()]
+            for (name, explorer), number in values:
+                self._gauge(name).set(number, self._tags | ({"explorer": explorer} if explorer else {}))
 
     def _gauge(self, name: str) -> Gauge:
         from ray.util.metrics import Gauge
