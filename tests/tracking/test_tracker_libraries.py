@@ -74,8 +74,11 @@ def test_mlflow_has_one_run_with_all_points_its_config_and_its_end(tmp_path: Pat
 VALUES = (0.1, 0.2, 0.3, 1.3, 1.4)
 
 
-def test_trackio_has_one_run_with_all_points(tmp_path: Path) -> None:
+def test_trackio_has_one_run_with_all_points_and_does_not_ask_who_is_logged_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("trackio")
+    monkeypatch.setenv("HF_TOKEN", "made up")
     run_and_resume(tmp_path, pretend.LonelyTrackioTracker, {"project": "digits"})
     with closing(sqlite3.connect(tmp_path / "trackio" / "digits.db")) as database:
         rows = database.execute("SELECT run_id, step, metrics FROM metrics ORDER BY id").fetchall()
