@@ -73,7 +73,8 @@ def test_several_retention_policies_stand_side_by_side() -> None:
 
 
 def test_several_trackers_stand_side_by_side() -> None:
-    assert set(config.compose(["tracker=[tensorboard,wandb]"]).tracker) == {"tensorboard", "wandb"}
+    names = {"tensorboard", "wandb", "mlflow", "trackio", "swanlab"}
+    assert set(config.compose([f"tracker=[{','.join(names)}]"]).tracker) == names
 
 
 @pytest.mark.parametrize("path", FILES, ids=short)

@@ -211,6 +211,17 @@ def test_trackers_get_every_step_and_are_closed(tmp_path: Path) -> None:
     assert fake.calls == [("start",), ("log", 1, {"loss": 0.5}), ("close",)]
 
 
+@pytest.mark.parametrize("at", ["log", "close"])
+def test_a_tracker_that_fails_is_a_fault_of_the_run(tmp_path: Path, at: str) -> None:
+    with synthetic.recording(tmp_path, trackers=[Fake(at)]) as recorder:
+        recorder.metrics(1, {"loss": 0.5})
+    [fault] = [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "fault"]
+    assert (fault["where"], fault["attempt"]) == ("tracker Fake", 0)
+    assert "no network" in str(fault["error"])
+    assert read_json(tmp_path / "summary.json")["faults"] == 1
+    assert read_json(tmp_path / "run.json")["status"] == "completed"
+
+
 @pytest.mark.parametrize(
     ("raised", "status", "error"),
     [
@@ -273,8 +284,8 @@ def test_neither_torch_nor_ray_is_imported() -> None:
     code = (
         "import sys\nimport trinity_sync.tracking.recorder, trinity_sync.report\n"
         "from trinity_sync.tracking.trackers import build_trackers\n"
-        "build_trackers({'tensorboard': {}, 'wandb': {'project': 'p'}})\n"
-        "print(sorted({'torch', 'ray', 'transformers', 'wandb', 'tensorboard'} & sys.modules.keys()))"
+        "build_trackers({'tensorboard': {}, 'wandb': {'project': 'p'}, 'mlflow': {'experiment': 'e'}})\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'wandb', 'tensorboard', 'mlflow'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

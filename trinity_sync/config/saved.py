@@ -24,7 +24,10 @@ from trinity_sync.config.composition import compose, inspected
 from trinity_sync.config.options import own_targets_of
 from trinity_sync.errors import ConfigError
 
-OWN = ("trinity_sync.tasks", "trinity_sync.tracking.tensorboard", "trinity_sync.tracking.wandb")
+OWN = (
+    "trinity_sync.tasks",
+    *(f"trinity_sync.tracking.{name}" for name in ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")),
+)
 """Packages of this program whose classes and functions any configuration may name."""
 
 _RUN = ("_target_", "class", "()")

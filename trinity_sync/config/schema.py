@@ -246,6 +246,7 @@ class ClusterConfig:
     temp_dir: str | None = MISSING
     forks: bool = MISSING
     start_timeout_s: float = _seconds(more_than=0)
+    metrics: bool = MISSING
 
 
 @dataclass(kw_only=True)
@@ -263,6 +264,37 @@ class WandbConfig:
     entity: str | None = MISSING
     mode: str = _choice("online", "offline", "disabled")
     tags: list[str] = MISSING
+    timeout_s: float = _seconds(more_than=0)
+
+
+@dataclass(kw_only=True)
+class MlflowConfig:
+    """The MLflow tracker."""
+
+    experiment: str = MISSING
+    uri: str | None = MISSING
+    timeout_s: float = _seconds(more_than=0)
+
+
+@dataclass(kw_only=True)
+class TrackioConfig:
+    """The Trackio tracker."""
+
+    project: str = MISSING
+    folder: str | None = MISSING
+    space: str | None = MISSING
+    timeout_s: float = _seconds(more_than=0)
+
+
+@dataclass(kw_only=True)
+class SwanlabConfig:
+    """The SwanLab tracker."""
+
+    project: str = MISSING
+    workspace: str | None = MISSING
+    mode: str = _choice("online", "offline", "local", "disabled")
+    tags: list[str] = MISSING
+    timeout_s: float = _seconds(more_than=0)
 
 
 @dataclass(kw_only=True)
@@ -315,6 +347,9 @@ SCHEMA: dict[str, type] = {
     "cluster": ClusterConfig,
     "tensorboard": TensorboardConfig,
     "wandb": WandbConfig,
+    "mlflow": MlflowConfig,
+    "trackio": TrackioConfig,
+    "swanlab": SwanlabConfig,
 }
 
 

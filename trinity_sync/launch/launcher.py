@@ -26,11 +26,13 @@ from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
 from trinity_sync.launch.cluster import cluster, has_gpus
+from trinity_sync.launch.cluster_metrics import ClusterMetrics
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.trackers import Tracker, build_trackers
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.weights.slots import remove_stale
 
@@ -88,7 +90,6 @@ def run(
 
 def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, last_step: int) -> Recorder:
     from trinity_sync.report import write_report
-    from trinity_sync.tracking.trackers import build_trackers
 
     return Recorder.start(
         folder,
@@ -103,10 +104,18 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, la
         reproducible=cfg.trainer.schedule == "lockstep",
         resumed_from=start.step if start.resumed else None,
         view=cfg.live,
-        trackers=build_trackers(plain(cfg.tracker)),
+        trackers=run_trackers(cfg),
         report=write_report,
         checkpoints=start.checkpoints.absolute(),
     )
+
+
+def run_trackers(cfg: DictConfig) -> list[Tracker]:
+    """The trackers that the config names, and that of a cluster that runs already; errors as of `build_trackers`."""
+    trackers = build_trackers(plain(cfg.tracker))
+    if cfg.cluster.address is not None and cfg.cluster.metrics:
+        trackers.append(ClusterMetrics())
+    return trackers
 
 
 def _threads() -> int:

@@ -20,12 +20,13 @@ from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.closing import render_summary
+from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.tracking.run_state import RunState
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
-from trinity_sync.tracking.trackers import TrackedRun, Tracker, Trackers
+from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,8 @@ class Recorder:
         self._events = jsonl.JsonlWriter(folder.events)
         self._lock = threading.Lock()
         self._finished = False
+        self._late: list[jsonl.Record] = []
+        trackers.tell_faults(self._tracker_fault)
 
     @classmethod
     def start(
@@ -166,7 +169,7 @@ class Recorder:
                 clock=clock,
             )
         except BaseException:
-            started.close()
+            started.close("failed")
             raise
 
     def phase(self, text: str) -> None:
@@ -214,12 +217,8 @@ class Recorder:
         """
         _check_event(name, fields)
         line = {"event": name, "time": self._clock(), "attempt": self.attempt, **fields}
-        with self._lock:
-            if self._finished:
-                logger.warning("an event came after the end of the run and is not recorded: %s", line)
-                return
-            self._events.append(line)
-        self.view.take(line)
+        if not self._record_event(line):
+            logger.warning("an event came after the end of the run and is not recorded: %s", line)
 
     def fault(self, where: str, error: BaseException | str) -> None:
         """Record that something failed and the run goes on, or is about to end for it. Any thread.
@@ -272,7 +271,11 @@ class Recorder:
         # The record ends first: its end bounds the wall time, and how the run ended matters more than its figures.
         attempt(lambda: self._record.finish(status, error, self._last_version()))
         attempt(conclude)
-        self._trackers.close()
+        # Trackers come after the summary, since they may take their time: what goes wrong in them is added to it.
+        self._trackers.close(status)
+        if self._late:
+            attempt(self._add_late)
+            attempt(conclude)
         self._write_report()
         if summary is not None:
             self._print(render_summary(summary, self.folder.path, total_steps=self._total, error=error))
@@ -312,6 +315,31 @@ class Recorder:
         except RunError as problem:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)
+
+    def _record_event(self, line: jsonl.Record) -> bool:
+        """Record an event; False where the run has ended."""
+        with self._lock:
+            if self._finished:
+                return False
+            self._events.append(line)
+        self._trackers.event(line)
+        self.view.take(line)
+        return True
+
+    def _tracker_fault(self, where: str, error: str) -> None:
+        """As `fault`. Trackers end after the run's record: what they tell then is kept for `finish`."""
+        logger.warning("fault in %s: %s", where, error)
+        line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where, "error": error}
+        if not self._record_event(line):
+            self._late.append(line)
+
+    def _add_late(self) -> None:
+        events = jsonl.JsonlWriter(self.folder.events)
+        try:
+            for line in self._late:
+                events.append(line)
+        finally:
+            events.close()
 
     def _last_version(self) -> VersionJson | None:
         try:

@@ -1,26 +1,26 @@
-"""Trackers: copies of the metrics for tools such as TensorBoard. The recorder starts those that the config names.
+"""Trackers: copies of the metrics for tools such as TensorBoard. What one is, and those that the config can name.
 
-A tracker that cannot start is a mistake in the setup and stops the run before it begins. Once started it is a
-convenience: an error in it is warned about once and never reaches the training loop.
+`feeding.Trackers` runs them.
 """
 
 from __future__ import annotations
 
 import importlib
-import logging
-import math
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from trinity_sync.errors import ConfigError, TrinityError
-
-logger = logging.getLogger(__name__)
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.record import Status
 
 _KNOWN = {
     "tensorboard": "trinity_sync.tracking.tensorboard.TensorBoardTracker",
     "wandb": "trinity_sync.tracking.wandb.WandbTracker",
+    "mlflow": "trinity_sync.tracking.mlflow.MlflowTracker",
+    "trackio": "trinity_sync.tracking.trackio.TrackioTracker",
+    "swanlab": "trinity_sync.tracking.swanlab.SwanlabTracker",
 }
 
 
@@ -44,7 +44,19 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Takes the metrics elsewhere. `start` comes first, `close` last, all from the driver."""
+    """Takes the metrics elsewhere. `start` comes first, `close` last, all on one thread, which is no one else's.
+
+    It may have more than these methods, which are then called, too:
+
+    - ``end(status)``, before `close`: ``completed``, ``failed`` or ``interrupted``.
+    - ``event(event)``: takes one line of events.jsonl.
+    - ``abandon()``, from another thread: it has not come back in time, and nobody waits for it any longer.
+
+    And it may say, as attributes of its class or its own:
+
+    - ``timeout_s``: how long its start, and what is left at the end of the run, may take, in seconds.
+    - ``apart``: true where it is to run in a process of its own (`apart.Apart`); it is pickled before it starts.
+    """
 
     def start(self, run: TrackedRun) -> None:
         """Get ready; raise ConfigError where that cannot work, naming what to install or set."""
@@ -60,8 +72,8 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     """Build the trackers that the config names, not started yet.
 
     Args:
-        settings: options by name. `tensorboard` and `wandb` are known; any other name needs ``_target_``, the dotted
-            name of a class with the methods of `Tracker`, which is called with the other options.
+        settings: options by name. Any other name than those that are known needs ``_target_``, the dotted name of a
+            class with the methods of `Tracker`, which is called with the other options.
 
     Raises:
         ConfigError: a tracker's class cannot be found, or does not take its options.
@@ -84,54 +96,22 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     return built
 
 
-class Trackers:
-    """All trackers of a run behind one that never raises after the start.
+def tell_end(tracker: Tracker, status: Status) -> None:
+    """Tell a tracker that wants to know it how the run has ended; its `close` follows."""
+    end = getattr(tracker, "end", None)
+    if end is not None:
+        end(status)
 
-    Args:
-        trackers: those to run.
-        run: what they are told about the run.
+
+def kept_id(run: TrackedRun, tracker: str) -> str:
+    """The name by which a tracker's own run is found again: made up at first, and kept in ``<tracker>/run_id`` of the
+    run's folder, where a resume reads it.
 
     Raises:
-        ConfigError: one of them cannot start; those before it are closed again.
+        OSError: the folder takes no writes.
     """
-
-    def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
-        self._started: list[Tracker] = []
-        self._warned: set[int] = set()
-        for tracker in trackers:
-            try:
-                tracker.start(run)
-            except Exception as error:
-                self.close()
-                if isinstance(error, TrinityError):
-                    raise
-                name = type(tracker).__name__
-                raise ConfigError(f"tracker {name} cannot start: {error or type(error).__name__}") from error
-            self._started.append(tracker)
-
-    def log(self, step: int, values: Mapping[str, object]) -> None:
-        """Hand the finite numbers among `values` to every tracker."""
-        numbers = {
-            name: float(value)
-            for name, value in values.items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        }
-        for tracker in self._started:
-            try:
-                tracker.log(step, numbers)
-            except Exception as error:
-                self._warn(tracker, error)
-
-    def close(self) -> None:
-        """Close every tracker; closing twice is fine."""
-        started, self._started = self._started, []
-        for tracker in started:
-            try:
-                tracker.close()
-            except Exception as error:
-                self._warn(tracker, error)
-
-    def _warn(self, tracker: Tracker, error: Exception) -> None:
-        if id(tracker) not in self._warned:
-            self._warned.add(id(tracker))
-            logger.warning("%s does not take the metrics, the run goes on without: %s", type(tracker).__name__, error)
+    path = run.folder / tracker / "run_id"
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex[:12] + "\n")
+    return path.read_text().strip()

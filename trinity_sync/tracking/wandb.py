@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.trackers import TrackedRun
+from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.trackers import TrackedRun, kept_id
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -23,13 +23,23 @@ class WandbTracker:
         entity: user or team; None for the account's default.
         mode: ``online``, ``offline`` (kept in the run folder for `wandb sync`) or ``disabled``.
         tags: shown on the run.
+        timeout_s: see `Tracker`.
     """
 
+    apart = True
+
     def __init__(
-        self, project: str, entity: str | None = None, mode: Mode = "online", tags: Iterable[str] = ()
+        self,
+        project: str,
+        entity: str | None = None,
+        mode: Mode = "online",
+        tags: Iterable[str] = (),
+        timeout_s: float = 60.0,
     ) -> None:
         self._project, self._entity, self._mode, self._tags = project, entity, mode, list(tags)
+        self.timeout_s = timeout_s
         self._run: Run | None = None
+        self._status: Status = "completed"
 
     def start(self, run: TrackedRun) -> None:
         """Open the run, the earlier one on a resume.
@@ -41,13 +51,9 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise ConfigError("tracker=wandb needs the wandb package: pip install 'trinity-sync[trackers]'") from error
-        identity = run.folder / "wandb" / "run_id"
         try:
-            identity.parent.mkdir(exist_ok=True)
-            if not identity.exists():
-                identity.write_text(uuid.uuid4().hex[:12] + "\n")
             self._run = wandb.init(
-                id=identity.read_text().strip(),
+                id=kept_id(run, "wandb"),
                 resume="allow",
                 name=run.name,
                 dir=str(run.folder),
@@ -70,8 +76,12 @@ class WandbTracker:
         assert self._run is not None, "`start` comes first"
         self._run.log({**values, "step": step})
 
+    def end(self, status: Status) -> None:
+        """Keep how the run has ended for `close`."""
+        self._status = status
+
     def close(self) -> None:
         """Finish the run; wait for what is to be uploaded."""
         if self._run is not None:
-            self._run.finish()
+            self._run.finish(exit_code=0 if self._status == "completed" else 1)
             self._run = None

@@ -2,7 +2,6 @@
 
 One process per try, so that a client that hangs or a connection that is broken is gone with it, and nothing of the
 library that speaks to the place is felt by the monitor. It also says that bytes move, and ends when its parent does.
-It is no `multiprocessing.Process`: that would begin with the program of its parent, once more.
 """
 
 from __future__ import annotations
@@ -10,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
-import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import tenacity
 
@@ -29,6 +25,7 @@ from trinity_sync.checkpoint.layout import ManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror
 from trinity_sync.checkpoint.mirror.storage import Storage
 from trinity_sync.errors import RunError
+from trinity_sync.host.child_process import start_child
 from trinity_sync.host.urls import without_secrets
 
 T = TypeVar("T")
@@ -100,7 +97,7 @@ def call(
     """
     tick()
     try:
-        child, connection = _start(log)
+        child, connection = start_child(__name__, log, _MESSAGE_S)
     except OSError as error:
         raise MirrorError(f"the copying process could not be started: {error}") from error
     with connection, child:
@@ -123,39 +120,6 @@ def call(
             raise MirrorError("the run ended meanwhile", final=True)
         finally:
             child.kill()
-
-
-def _start(log: Path | None) -> tuple[subprocess.Popen[bytes], Connection]:
-    _open_standard_descriptors()
-    ours, theirs = socket.socketpair()
-    for end in (ours, theirs):
-        end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
-    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", _MESSAGE_S, 0))
-    with ours, theirs, contextlib.ExitStack() as opened:
-        output: int | IO[bytes] = 2
-        if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
-            output = opened.enter_context(open(log, "ab"))
-        child = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            # Ctrl-C is for the run, which lets a copy finish. Not a session of its own: Linux may share the processors
-            # out between sessions first, and there it would yield to nobody.
-            process_group=0,
-        )
-        return child, Connection(ours.detach())
-
-
-def _open_standard_descriptors() -> None:
-    """Let those of 0, 1 and 2 that are closed be ``/dev/null``: an end of the connection there would be overwritten."""
-    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(spare)
 
 
 def _send(connection: Connection, message: tuple[object, ...]) -> None:

@@ -1,0 +1,65 @@
+"""A process of one's own program for work that must not be felt here: a library that hangs, leaves threads behind, or
+changes what belongs to the whole process. Used for mirrors and trackers.
+
+It is no `multiprocessing.Process`: that would begin with the program of its parent, once more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+
+def start_child(module: str, log: Path | None, message_s: int = 10) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start ``serve(descriptor)`` of a module in a process of its own, which Ctrl-C does not reach.
+
+    Args:
+        module: dotted name; its `serve` gets the file descriptor of its end of the connection, and must end when that
+            is closed, that is, with this process.
+        log: the child's own words are appended to it; None: they go to this process's standard error.
+        message_s: for a message to be taken, and for the rest of one that has begun, in whole seconds; beyond that our
+            end of the connection raises `BlockingIOError`.
+
+    Returns:
+        The process, and our end of the connection.
+
+    Raises:
+        OSError: it could not be started.
+    """
+    _open_standard_descriptors()
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setblocking(True)  # whatever `socket.setdefaulttimeout` says
+    for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, limit, struct.pack("ll", message_s, 0))
+    with ours, theirs, contextlib.ExitStack() as opened:
+        output: int | IO[bytes] = 2
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = opened.enter_context(open(log, "ab"))
+        child = subprocess.Popen(
+            [sys.executable, "-c", f"from {module} import serve; serve({theirs.fileno()})"],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            pass_fds=[theirs.fileno()],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            # Ctrl-C is for the run, which lets a copy finish. Not a session of its own: Linux may share the processors
+            # out between sessions first, and there it would yield to nobody.
+            process_group=0,
+        )
+        return child, Connection(ours.detach())
+
+
+def _open_standard_descriptors() -> None:
+    """Let those of 0, 1 and 2 that are closed be ``/dev/null``: an end of the connection there would be overwritten."""
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)

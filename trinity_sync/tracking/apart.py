@@ -1,0 +1,137 @@
+"""A tracker in a process of its own: what its library starts, prints, sets for the whole process or waits for at its
+end is not felt by the run, and whatever stands still there can be ended. `Trackers` puts those here that ask for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.child_process import start_child
+from trinity_sync.tracking.trackers import Status, TrackedRun, Tracker, tell_end
+
+_LAST_S = 10.0
+"""For a process to end after its last answer, and for a tracker to be closed when the run's process has died."""
+
+
+class Apart:
+    """Hands the calls of a tracker to a process of its own, and waits for each: `Trackers` bounds that.
+
+    Args:
+        tracker: not started yet; it is pickled.
+        name: of its log, ``logs/tracker-<name>.log``.
+    """
+
+    def __init__(self, tracker: Tracker, name: str) -> None:
+        self._tracker, self._name = tracker, name
+        self._child: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._log: Path | None = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Start the process, and the tracker in it; errors as the tracker's own."""
+        self._log = run.folder / "logs" / f"tracker-{self._name}.log"
+        self._child, self._connection = start_child(__name__, self._log)
+        try:
+            self._ask("start", self._tracker, run)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._ask("log", step, values)
+
+    def end(self, status: Status) -> None:
+        """See `tell_end`."""
+        self._ask("end", status)
+
+    def close(self) -> None:
+        """Close the tracker, and end the process."""
+        try:
+            self._ask("close")
+            assert self._child is not None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_LAST_S)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """End the process, whatever it does; any thread."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait()
+
+    def _ask(self, method: str, *arguments: object) -> None:
+        assert self._connection is not None, "`start` comes first"
+        assert self._child is not None
+        try:
+            self._connection.send((method, arguments))
+            self._connection.poll(None)
+            kind, text = self._connection.recv()
+        except (EOFError, OSError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_LAST_S)
+            status = self._child.returncode
+            what = f"does not answer ({error})" if status is None else f"has ended ({status})"
+            raise RunError(f"its process {what}; see {self._log}") from None
+        if kind == "refused":
+            raise ConfigError(text)
+        if kind == "failed":
+            raise RunError(text)
+
+
+# ---- the child
+
+
+def serve(descriptor: int) -> None:
+    """Run as the child: do what the parent asks for, one call after another, and end with it.
+
+    Args:
+        descriptor: file descriptor of the connection to the parent.
+    """
+    os.set_inheritable(descriptor, False)
+    connection = Connection(descriptor)
+    requests: SimpleQueue[tuple[str, tuple[object, ...]] | None] = SimpleQueue()
+    threading.Thread(target=_listen, args=[connection, requests], daemon=True).start()
+    tracker: Tracker | None = None
+    while (request := requests.get()) is not None:
+        method, arguments = request
+        try:
+            if method == "start":
+                tracker, *arguments = arguments  # type: ignore[assignment]
+            if method == "end":
+                tell_end(tracker, *arguments)  # type: ignore[arg-type]
+            else:
+                getattr(tracker, method)(*arguments)
+            answer = ("done", "")
+        except Exception as error:
+            answer = ("refused" if isinstance(error, ConfigError) else "failed", str(error) or type(error).__name__)
+        with contextlib.suppress(OSError):  # where the parent is gone `_listen` finds out
+            connection.send(answer)
+        if method == "close":
+            os._exit(0)  # libraries leave threads and connections behind, for which nobody has to wait
+    if tracker is not None:  # the run's process has died
+        with contextlib.suppress(Exception):
+            tell_end(tracker, "failed")
+        with contextlib.suppress(Exception):
+            tracker.close()
+    os._exit(1)
+
+
+def _listen(connection: Connection, requests: SimpleQueue[tuple[str, tuple[object, ...]] | None]) -> None:
+    try:
+        while True:
+            requests.put(connection.recv())
+    except (EOFError, OSError):
+        requests.put(None)
+    time.sleep(_LAST_S)
+    os._exit(1)

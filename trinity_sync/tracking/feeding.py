@@ -1,0 +1,184 @@
+"""The trackers of a run, fed beside the training loop: whatever one of them does, the loop does not wait for it.
+
+A tracker that cannot start is a mistake in the setup and stops the run before it begins. Once started it is a
+convenience: what goes wrong in it is told once, as a fault, and the end of the run waits for it so long and no longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from typing import Literal
+
+from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.host.threads import in_background
+from trinity_sync.tracking.apart import Apart
+from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.trackers import TrackedRun, Tracker, tell_end
+
+logger = logging.getLogger(__name__)
+
+LIMIT_S = 60.0
+"""For the start of a tracker that does not say, and for its end."""
+_PENDING = 10_000
+"""Calls that may wait for a tracker; further ones are dropped."""
+_LATE_S = 1.0
+"""For the end of a tracker that has been late before."""
+
+_Kind = Literal["fails", "late", "full", "end"]
+
+
+class Trackers:
+    """All trackers of a run behind one that neither raises nor waits after the start, but for `close`.
+
+    Args:
+        trackers: those to run. They start at the same time.
+        run: what they are told about the run.
+
+    Raises:
+        ConfigError: one of them cannot start; the others are closed again.
+    """
+
+    def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
+        self._on_fault: Callable[[str, str], object] = lambda where, error: logger.warning("%s: %s", where, error)
+        self._feeds = [_Feed(tracker, run, self._tell) for tracker in trackers]
+        try:
+            for feed in self._feeds:
+                feed.wait_started()
+        except BaseException:
+            self.close("failed")
+            raise
+
+    def tell_faults(self, tell: Callable[[str, str], object]) -> None:
+        """Have faults told to `tell`, from any thread, until `close` returns; they are logged otherwise."""
+        self._on_fault = tell
+
+    def log(self, step: int, values: Mapping[str, object]) -> None:
+        """Hand the finite numbers among `values` to every tracker."""
+        numbers = {
+            name: float(value)
+            for name, value in values.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        }
+        for feed in self._feeds:
+            feed.give(partial(feed.tracker.log, step, numbers))
+
+    def event(self, event: Mapping[str, object]) -> None:
+        """Hand one line of events.jsonl to the trackers that take events. Any thread."""
+        for feed in self._feeds:
+            take = getattr(feed.tracker, "event", None)
+            if take is not None:
+                feed.give(partial(take, event))
+
+    def close(self, status: Status) -> None:
+        """Let every tracker take what is left, and close it; closing twice is fine.
+
+        Args:
+            status: how the run has ended.
+        """
+        feeds, self._feeds = self._feeds, []
+        for feed in feeds:
+            feed.end(status)
+        began = time.monotonic()
+        for feed in feeds:
+            feed.wait_ended(began)
+        self._on_fault = lambda where, error: None  # the run is over, and so is its record
+
+    def _tell(self, where: str, error: str) -> None:
+        with contextlib.suppress(TrinityError):  # a full disk is found by whoever writes next
+            self._on_fault(where, error)
+
+
+class _Feed:
+    """One tracker, on a thread of its own."""
+
+    def __init__(self, tracker: Tracker, run: TrackedRun, tell: Callable[[str, str], object]) -> None:
+        self.name = _name(tracker)
+        self.tracker: Tracker = Apart(tracker, self.name) if getattr(tracker, "apart", False) else tracker
+        self._limit_s = float(getattr(tracker, "timeout_s", LIMIT_S))
+        self._tell_fault = tell
+        self._told: set[_Kind] = set()
+        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._since: float | None = None
+        self._started: Future[None] = Future()
+        self._ended = in_background(partial(self._serve, run), f"tracker {self.name}")
+
+    def wait_started(self) -> None:
+        """Wait until it has started.
+
+        Raises:
+            ConfigError: it cannot, or does not within its limit.
+        """
+        if not wait([self._started], self._limit_s).done:
+            raise ConfigError(f"tracker {self.name} did not start within {self._limit_s:g} s")
+        error = self._started.exception()
+        if error is None or isinstance(error, ConfigError):
+            return self._started.result()
+        raise ConfigError(f"tracker {self.name} cannot start: {error or type(error).__name__}") from error
+
+    def give(self, call: Callable[[], object]) -> None:
+        """Have a call made when its turn comes."""
+        if self._is_late():
+            self._tell("late", f"has not answered for {self._limit_s:g} s; the run goes on, and it gets the rest later")
+        if self._calls.qsize() < _PENDING:
+            self._calls.put(call)
+        else:
+            self._tell("full", f"is {_PENDING} calls behind and misses the next ones; metrics.jsonl has them")
+
+    def end(self, status: Status) -> None:
+        """Have it closed when it has taken what is left."""
+        self._calls.put(partial(tell_end, self.tracker, status))
+        self._calls.put(self.tracker.close)
+        self._calls.put(None)
+
+    def wait_ended(self, began: float) -> None:
+        """Wait until it is closed, for so long from `began`, and give it up then."""
+        started = self._started.done()
+        limit = 0.0 if not started else min(_LATE_S, self._limit_s) if self._is_late() else self._limit_s
+        if wait([self._ended], max(began + limit - time.monotonic(), 0.0)).done:
+            return
+        if started:
+            left = max(self._calls.qsize() - 3, 0)
+            behind = f", {left} calls behind" if left else ""
+            self._tell("end", f"was not done {limit:g} s after the end of the run{behind}; metrics.jsonl has all")
+        abandon = getattr(self.tracker, "abandon", None)
+        if abandon is not None:
+            abandon()
+
+    def _serve(self, run: TrackedRun) -> None:
+        try:
+            self.tracker.start(run)
+        except BaseException as error:
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        while (call := self._calls.get()) is not None:
+            self._since = time.monotonic()
+            try:
+                call()
+            except Exception as error:
+                text = str(error) or type(error).__name__
+                self._tell("fails", f"does not take the metrics, the run goes on without: {text}")
+            finally:
+                self._since = None
+
+    def _is_late(self) -> bool:
+        since = self._since
+        return since is not None and time.monotonic() - since > self._limit_s
+
+    def _tell(self, kind: _Kind, text: str) -> None:
+        if kind not in self._told:
+            self._told.add(kind)
+            self._tell_fault(f"tracker {self.name}", text)
+
+
+def _name(tracker: Tracker) -> str:
+    """As the config names it, by custom: ``wandb`` of a `WandbTracker`."""
+    name = type(tracker).__name__
+    return name.removesuffix("Tracker").lower() if name.endswith("Tracker") else name

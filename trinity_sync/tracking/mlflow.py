@@ -1,0 +1,150 @@
+"""The MLflow tracker (`tracker=mlflow`)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.urls import without_secrets
+from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.trackers import TrackedRun
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
+
+_BATCH = 1000
+_PARAM_BATCH = 100
+_PARAM_CHARACTERS = 6000
+"""What MLflow takes at a time, and of one value."""
+_ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+
+
+class MlflowTracker:
+    """Logs the metrics to one run of an experiment, which a resume continues, and the config as its parameters.
+
+    Args:
+        experiment: the experiment's name; it is made where there is none.
+        uri: of the tracking server or store; None: ``MLFLOW_TRACKING_URI``, or else a database in the run's folder.
+        timeout_s: see `Tracker`.
+    """
+
+    apart = True
+
+    def __init__(self, experiment: str, uri: str | None = None, timeout_s: float = 60.0) -> None:
+        self._experiment, self._uri, self.timeout_s = experiment, uri, timeout_s
+        self._client: MlflowClient | None = None
+        self._run_id = ""
+        self._status: Status = "completed"
+
+    def start(self, run: TrackedRun) -> None:
+        """Begin a run, or go on with the earlier one.
+
+        Raises:
+            ConfigError: MLflow is not installed, the server does not answer, or it has no such run.
+        """
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        folder = run.folder / "mlflow"
+        uri = self._uri or os.environ.get("MLFLOW_TRACKING_URI")
+        try:
+            from mlflow.tracking import MlflowClient
+
+            if uri is None:
+                import alembic  # noqa: F401 - a database needs both, and MLflow says something else
+                import sqlalchemy  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"tracker=mlflow needs more than is installed ({error}): pip install 'trinity-sync[trackers]'"
+            ) from error
+        try:
+            folder.mkdir(exist_ok=True)
+            artifacts = None if uri else (folder / "artifacts").as_uri()
+            uri = uri or f"sqlite:///{folder / 'mlflow.db'}"
+            with _without_patience(self.timeout_s):
+                self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+                self._run_id = self._begin(run, folder / "run_id", artifacts)
+                self._describe(run)
+        except Exception as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            text = without_secrets(f"tracker=mlflow cannot use {uri}: {said}", uri or "", {})
+            raise ConfigError(f"{text}; see tracker.mlflow.uri") from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        from mlflow.entities import Metric
+
+        assert self._client is not None, "`start` comes first"
+        now = int(time.time() * 1000)
+        points = [Metric(_name(name), value, now, step) for name, value in values.items()]
+        for first in range(0, len(points), _BATCH):
+            self._client.log_batch(self._run_id, metrics=points[first : first + _BATCH])
+
+    def end(self, status: Status) -> None:
+        """Keep how the run has ended for `close`."""
+        self._status = status
+
+    def close(self) -> None:
+        """Mark the run as ended."""
+        if self._client is not None:
+            self._client.set_terminated(self._run_id, status=_ENDINGS[self._status])
+            self._client = None
+
+    def _begin(self, run: TrackedRun, kept: Path, artifacts: str | None) -> str:
+        assert self._client is not None
+        if kept.exists():
+            run_id = kept.read_text().strip()
+            self._client.update_run(run_id, status="RUNNING")
+            return run_id
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment, artifacts)
+        run_id = str(self._client.create_run(experiment, run_name=run.name or None).info.run_id)
+        kept.write_text(run_id + "\n")
+        return run_id
+
+    def _describe(self, run: TrackedRun) -> None:
+        """Tell the config and where the run lies. Parameters cannot be changed: a resume adds those that are new."""
+        from mlflow.entities import Param
+
+        assert self._client is not None
+        self._client.set_tag(self._run_id, "folder", str(run.folder))
+        self._client.set_tag(self._run_id, "attempt", str(run.attempt))
+        known = self._client.get_run(self._run_id).data.params
+        new = [Param(name, value) for name, value in _flat(run.config, "") if name not in known]
+        for first in range(0, len(new), _PARAM_BATCH):
+            self._client.log_batch(self._run_id, params=new[first : first + _PARAM_BATCH])
+
+
+@contextlib.contextmanager
+def _without_patience(limit_s: float) -> Iterator[None]:
+    """Within the block one more try, and no long one: whoever starts a run waits for it. Later MLflow's own hold."""
+    ours = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(int(limit_s / 3), 1))}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{key}.{name}" if key else str(name))
+    else:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        yield _name(key), text[:_PARAM_CHARACTERS]
+
+
+def _name(text: str) -> str:
+    """A name with the characters that MLflow knows."""
+    return re.sub(r"[^\w.\-/ :]", "_", text, flags=re.ASCII)[:250]

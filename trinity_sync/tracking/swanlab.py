@@ -1,0 +1,101 @@
+"""The SwanLab tracker (`tracker=swanlab`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.trackers import TrackedRun, kept_id
+
+if TYPE_CHECKING:
+    from swanlab import Run
+
+Mode = Literal["online", "offline", "local", "disabled"]
+
+_ENDINGS: dict[str, Literal["success", "crashed", "aborted"]] = {
+    "completed": "success",
+    "failed": "crashed",
+    "interrupted": "aborted",
+}
+
+
+class SwanlabTracker:
+    """Sends the metrics to one experiment of a project, which a resume continues.
+
+    Args:
+        project: the project's name.
+        workspace: user or team; None for the account's default.
+        mode: ``online``, ``offline`` (kept in the run folder for `swanlab sync`), ``local`` (kept there for
+            `swanlab watch`; needs the swanboard package) or ``disabled``.
+        tags: shown on the experiment.
+        timeout_s: see `Tracker`.
+    """
+
+    apart = True
+
+    def __init__(
+        self,
+        project: str,
+        workspace: str | None = None,
+        mode: Mode = "offline",
+        tags: Iterable[str] = (),
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._project, self._workspace, self._mode, self._tags = project, workspace, mode, list(tags)
+        self.timeout_s = timeout_s
+        self._run: Run | None = None
+        self._status: Status = "completed"
+
+    def start(self, run: TrackedRun) -> None:
+        """Open the experiment, the earlier one on a resume.
+
+        Raises:
+            ConfigError: SwanLab is not installed, or refuses (no login, wrong mode).
+        """
+        try:
+            import swanlab
+        except ImportError as error:
+            raise ConfigError(
+                "tracker=swanlab needs the swanlab package: pip install 'trinity-sync[trackers]'"
+            ) from error
+        if self._mode == "local" and find_spec("swanboard") is None:
+            raise ConfigError(
+                "tracker.swanlab.mode=local needs the swanboard package: pip install 'swanlab[dashboard]'; or set the "
+                "mode to offline"
+            )
+        try:
+            self._run = swanlab.init(
+                id=kept_id(run, "swanlab"),
+                resume="allow",
+                name=run.name or None,
+                log_dir=str(run.folder / "swanlab"),
+                config=dict(run.config),
+                project=self._project,
+                workspace=self._workspace,
+                mode=self._mode,
+                tags=self._tags,
+                settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"tracker=swanlab cannot start: {error}; log in by `swanlab login`, or set the mode to offline"
+            ) from error
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one point to each curve."""
+        assert self._run is not None, "`start` comes first"
+        self._run.log(dict(values), step=step)
+
+    def end(self, status: Status) -> None:
+        """Keep how the run has ended for `close`."""
+        self._status = status
+
+    def close(self) -> None:
+        """Finish the experiment; wait for what is to be uploaded."""
+        if self._run is not None:
+            state = _ENDINGS[self._status]
+            self._run.finish(state=state, error=None if state == "success" else f"the run was {self._status}")
+            self._run = None
