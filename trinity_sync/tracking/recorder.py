@@ -17,13 +17,16 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 
 from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.origin import origin, told
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.closing import render_summary
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
+from trinity_sync.tracking.telling import told_beginning, told_ending, told_event, told_step
 from trinity_sync.tracking.trackers import TrackedRun, Tracker, Trackers
 
 logger = logging.getLogger(__name__)
@@ -147,6 +150,7 @@ class Recorder:
                 jsonl.cut_after(folder.metrics, resumed_from, key=jsonl.metrics_step)
                 jsonl.cut_after(folder.events, resumed_from, key=jsonl.event_step)
             record.start()
+            story.info("%s", told_beginning(record.to_json(), name, subtitle))
             live = LiveView(
                 view, total_steps, console=console, title=name, subtitle=subtitle, start_step=resumed_from or 0
             )
@@ -166,10 +170,12 @@ class Recorder:
 
     def phase(self, text: str) -> None:
         """Show what the start-up is doing."""
+        story.info("%s", text)
         self.view.phase(text)
 
     def saving(self, step: int) -> None:
         """Show that a checkpoint of this step is being written; its commit event ends that."""
+        story.info("checkpoint of step %d begun", step)
         self.view.saving(step)
 
     def metrics(self, step: int, values: Mapping[str, object] | None = None, **more: object) -> None:
@@ -185,6 +191,7 @@ class Recorder:
         numbers = {**(values or {}), **more}
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
+        story.info("%s", told_step(int(step), numbers))
         self._trackers.log(int(step), numbers)
         self.view.step(line)
 
@@ -205,6 +212,7 @@ class Recorder:
             if self._finished:
                 logger.warning("an event came after the end of the run and is not recorded: %s", line)
                 return
+            story.log(logging.WARNING if name == "fault" else logging.INFO, "%s", told_event(line))
             self._events.append(line)
         self.view.event(line)
 
@@ -216,8 +224,8 @@ class Recorder:
             error: what happened.
         """
         text = error if isinstance(error, str) else str(error) or type(error).__name__
-        logger.warning("fault in %s: %s", where, text)
-        self.event("fault", where=where, error=text)
+        found = None if isinstance(error, str) else origin(error)
+        self.event("fault", where=where, error=text, **({"traceback": found.traceback} if found is not None else {}))
 
     def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
         """End the record: run.json, summary.json and the report are written, the summary is printed.
@@ -261,6 +269,8 @@ class Recorder:
         attempt(conclude)
         self._trackers.close()
         self._write_report()
+        story.info("%s", told_ending(status, error, summary))
+        flush_logs()
         if summary is not None:
             self._print(render_summary(summary, self.folder.path, total_steps=self._total, error=error))
         if refused:
@@ -293,7 +303,9 @@ class Recorder:
             self.finish("completed", peak_memory=peak_memory)
             return
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        text = str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, TrinityError) else told(error)
+        if status == "failed":
+            log_failure("the run", error)
         try:
             self.finish(status, None if status == "interrupted" else text, peak_memory)
         except RunError as problem:
