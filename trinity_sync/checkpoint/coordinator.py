@@ -133,8 +133,7 @@ class CheckpointCoordinator:
         try:
             self._finish_earlier(name)
         except BaseException as error:
-            reason = f"its save was not started, because an earlier one named {name!r} failed: "
-            self._report_failed(saving, error, reason)
+            self._report_failed(saving, error, f"its save was not started, as an earlier one named {name!r} failed: ")
             raise
         # Asked for at once: from here on the monitor knows whose part it is, and notices a death before the first byte.
         turn = self._ask_for_turn(saving, collective=hands_over)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.durable import write_all
-from trinity_sync.host.origin import keep_origin
+from trinity_sync.host.origin import described, keep_origin
 
 story = logging.getLogger("trinity_sync")
 """Takes what a user wants to read: one line for each event, in plain words, with step, version, bytes and seconds."""
@@ -185,10 +185,11 @@ def log_failure(what: str, error: BaseException) -> None:
         return
     with contextlib.suppress(Exception):  # a class of somebody's may refuse attributes
         setattr(error, _LOGGED_BY, os.getpid())
-    found = keep_origin(error)
+    found, foreseen = keep_origin(error), isinstance(error, TrinityError)
+    text = str(error) if foreseen else described(error)
     if found is not None:
-        story.error("%s failed: %s\n%s", what, error, found.traceback)
-    elif isinstance(error, TrinityError) and error.__cause__ is None:
-        story.error("%s failed: %s", what, error)
+        story.error("%s failed: %s\n%s", what, text, found.traceback)
+    elif foreseen and error.__cause__ is None:
+        story.error("%s failed: %s", what, text)
     else:
-        story.error("%s failed: %s", what, error, exc_info=error)
+        story.error("%s failed: %s", what, text, exc_info=error)
