@@ -18,6 +18,8 @@ class Body:
     """An actor's body."""
 
     def __init__(self, name: str) -> None:
+        if not name:
+            raise RunError("it has no name")
         self.name = name
 
     @classmethod
@@ -50,6 +52,12 @@ def test_what_a_method_raises_is_logged_once_and_raised(body: Any, caplog: pytes
     with pytest.raises(RunError, match="it holds nothing"):
         body.hold_twice()
     assert messages(caplog) == [(logging.ERROR, "hold on failed: it holds nothing")]
+
+
+def test_what_a_constructor_raises_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RunError):
+        failures_logged(Body)("")
+    assert messages(caplog) == [(logging.ERROR, "start failed: it has no name")]
 
 
 def test_what_a_coroutine_raises_is_logged_and_its_cancellation_is_not(

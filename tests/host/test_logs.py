@@ -93,6 +93,18 @@ def test_nobody_waits_for_a_disk_that_hangs_and_what_it_misses_is_counted(
     assert told[-1] == "last"
 
 
+def test_a_fork_logs_too(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    with logging_to(LogFile(path)) as logger:
+        logger.warning("parent")
+        child = os.fork()
+        if not child:
+            logger.warning("child")
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert path.read_text() == "parent\nchild\n"
+
+
 def test_a_disk_that_refuses_fails_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     with logging_to(LogFile(tmp_path / "file" / "driver.log")) as logger:

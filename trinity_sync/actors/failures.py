@@ -11,10 +11,10 @@ from trinity_sync.host.logs import log_failure
 
 
 def failures_logged(cls: type) -> type:
-    """Make a class for `ray.remote` of an actor's body: what one of its public methods raises is logged, and carries
-    where in the user's code it comes from.
+    """Make a class for `ray.remote` of an actor's body: what its constructor or one of its public methods raises is
+    logged, and carries where in the user's code it comes from.
     """
-    names = [name for name in dir(cls) if not name.startswith("_")]
+    names = [name for name in dir(cls) if not name.startswith("_") or name == "__init__"]
     methods = {name: inspect.getattr_static(cls, name) for name in names}
     logged = {name: _logged(method) for name, method in methods.items() if inspect.isfunction(method)}
     return type(
@@ -25,7 +25,7 @@ def failures_logged(cls: type) -> type:
 
 
 def _logged(method: Callable[..., object]) -> Callable[..., object]:
-    what = method.__name__.replace("_", " ")
+    what = "start" if method.__name__ == "__init__" else method.__name__.replace("_", " ")
 
     if inspect.iscoroutinefunction(method):
 

@@ -21,11 +21,12 @@ from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced, Whereabouts
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, load
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.origin import told
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
@@ -151,7 +152,8 @@ class Explorer:
                 return None
             return self.load(None)
         except Exception as error:  # of a version that was replaced meanwhile the files may be gone, or the lease
-            raise LoadFailed(f"{self._spec.name} could not load the newest version: {error}") from error
+            why = error if isinstance(error, TrinityError) else told(error)
+            raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error
 
     def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process."""

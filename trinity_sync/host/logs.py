@@ -82,7 +82,8 @@ class LogFile(logging.Handler):
 
     def flush(self) -> None:
         """Wait until all lines so far are written, a second at most."""
-        if self._writer is not None and self._writer is not threading.current_thread():
+        writer = self._writer
+        if writer is not None and writer.is_alive() and writer is not threading.current_thread():
             written = threading.Event()
             self._waiting.put(written)
             written.wait(_FLUSH_S)
@@ -95,7 +96,7 @@ class LogFile(logging.Handler):
         super().close()
 
     def _begin(self) -> None:
-        if self._writer is None:
+        if self._writer is None or not self._writer.is_alive():  # a fork has none
             self._writer = threading.Thread(target=self._write, name=f"log {self._path.name}", daemon=True)
             self._writer.start()
 
