@@ -105,6 +105,7 @@ def test_a_fork_logs_too(tmp_path: Path) -> None:
     assert path.read_text() == "parent\nchild\n"
 
 
+@pytest.mark.filterwarnings("error")  # as of a thread that has died
 def test_a_disk_that_refuses_fails_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     with logging_to(LogFile(tmp_path / "file" / "driver.log")) as logger:
@@ -149,6 +150,7 @@ def test_a_process_without_the_folder_keeps_its_output_and_logs_there(tmp_path: 
 FLOOD = """
 import pathlib, time
 old = pathlib.Path(sys.argv[1], "explorer-0.log.1")
+logs.flush_logs()
 print("x" * 3000)
 deadline = time.monotonic() + 30
 while not old.exists() and time.monotonic() < deadline:

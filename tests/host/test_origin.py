@@ -40,6 +40,10 @@ def recurses(text):
 
 def rambles(text):
     raise ValueError("x" * 100_000)
+
+
+def rewards(text):
+    return parses(text)
 """
 
 
@@ -66,11 +70,11 @@ def raised(function: Callable[..., object], *args: object) -> Exception:
 
 
 def test_the_place_is_the_innermost_of_the_user_s_and_the_traceback_begins_there(theirs: Any) -> None:
-    found = origin(raised(theirs.parses, "no json"))
+    found = origin(raised(theirs.rewards, "no json"))
     assert found is not None
     assert found.place == f"{theirs.__file__}:5"
     lines = found.traceback.splitlines()
-    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{theirs.__file__}", line 5, in parses']
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{theirs.__file__}", line 30, in rewards']
     assert "json/decoder.py" in found.traceback
     assert lines[-1] == "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
 

@@ -15,6 +15,7 @@ from tests.tracking import synthetic
 from tests.tracking.synthetic import START, Clock
 from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.logs import LogFile
 from trinity_sync.host.origin import _KEPT, Origin
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.recorder import EVENT_FIELDS, Recorder
@@ -262,6 +263,25 @@ def test_the_log_tells_the_whole_run_in_order(tmp_path: Path, caplog: pytest.Log
     assert told[-2].endswith("\nTraceback of theirs")
     assert told[-1].endswith(": trainer rank 1 died")
     assert jsonl.read(tmp_path / "events.jsonl")[-1]["traceback"] == "Traceback of theirs"
+
+
+def test_the_log_is_written_when_a_run_has_ended(tmp_path: Path) -> None:
+    """So that a program that is ended on the spot then has lost nothing."""
+    file = LogFile(tmp_path / "driver.log")
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.INFO)
+    root.addHandler(file)
+    try:
+        with synthetic.recording(tmp_path / "run") as recorder:
+            for step in range(1, 2000):
+                recorder.saving(step)
+            recorder.finish("completed")
+            assert "run completed" in (tmp_path / "driver.log").read_text()
+    finally:
+        root.setLevel(before)
+        root.removeHandler(file)
+        file.close()
 
 
 @pytest.mark.parametrize(
