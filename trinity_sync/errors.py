@@ -41,12 +41,6 @@ class WaitTimeout(RunError):  # noqa: N818 - it says what happened
         return f"{self.who} did not {self.what} within {self.seconds:g} s"
 
 
-def described(error: BaseException) -> str:
-    """An error in one line, for others than who raised it: its class and the first line of what it says."""
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
-
-
 def take_back(error: BaseException, undo: Callable[[], object]) -> None:
     """Undo what was done before an error. That error is the one to tell; what the undoing fails of is a note of it."""
     try:

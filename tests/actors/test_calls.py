@@ -17,6 +17,7 @@ from tests.sync.light import Member, Stillborn
 from trinity_sync.actors import calls as module
 from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.host.origin import _KEPT, Origin, origin
 
 LIMIT = 60.0
 
@@ -105,6 +106,16 @@ def test_what_a_member_raised_is_told_with_its_name_and_the_task(member: Any) ->
     with pytest.raises(RunError, match=r"^rank 0 could not train step 2: ValueError: no such tensor$") as caught:
         call.result(LIMIT)
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_what_the_user_s_code_raised_is_told_with_its_place_there(member: Any) -> None:
+    problem, place = ValueError("no such tensor"), Origin("/home/me/my_loss.py:3", "Traceback of theirs")
+    setattr(problem, _KEPT, place)
+    call: Call[None] = Call(member.fail.remote(problem), "rank 0", "train step 2")
+    told = r"^rank 0 could not train step 2: ValueError: no such tensor \(/home/me/my_loss\.py:3\)$"
+    with pytest.raises(RunError, match=told) as caught:
+        call.result(LIMIT)
+    assert origin(caught.value) == place
 
 
 def test_an_error_that_a_silent_peer_may_have_caused_names_that_peer_too(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job
 from trinity_sync.launch.start import run_mirror
 from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.protocol.retention import CheckpointFacts, Policy
 
 LIMIT = 30.0
 
@@ -291,6 +294,26 @@ def test_a_budget_that_cannot_be_met_is_told_once(make_monitor: Callable[..., An
     for step in (10, 20):
         save(monitor, step)
     assert len(faults(monitor)) == 1
+
+
+@dataclass(frozen=True)
+class Broken(Policy):
+    """Somebody's policy with a mistake."""
+
+    def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
+        raise ZeroDivisionError("of theirs")
+
+
+def test_a_policy_that_raises_is_a_fault_with_its_place_and_traceback(
+    make_monitor: Callable[..., Any], root: Path
+) -> None:
+    monitor = make_monitor(policies=(Broken(),))
+    save(monitor, 10)
+    (fault,) = call(monitor, "drain_events")
+    place = re.match(r"ZeroDivisionError: of theirs \((.*test_monitor\.py):\d+\)$", fault["error"])
+    assert place is not None, fault
+    assert fault["traceback"].startswith(f'Traceback (most recent call last):\n  File "{place[1]}", line ')
+    assert [info.step for info in catalog.scan(root)] == [10]
 
 
 # ---- the seed's calls

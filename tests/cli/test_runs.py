@@ -90,8 +90,8 @@ def test_a_run_does_not_change_the_working_directory(launcher: StandIn, tmp_path
     [
         (RunError("explorer-0 died"), 1, "error: explorer-0 died\n"),
         (ConfigError("the folder is in use"), 2, "error: the folder is in use\n"),
-        (ZeroDivisionError("oh"), 1, "error: unexpected ZeroDivisionError: oh (traceback in "),
-        (SystemExit(3), 1, "error: unexpected SystemExit: 3 (traceback in "),
+        (ZeroDivisionError("oh"), 1, f"error: unexpected ZeroDivisionError: oh ({__file__}:"),
+        (SystemExit(3), 1, f"error: unexpected SystemExit: 3 ({__file__}:"),
     ],
 )
 def test_an_error_of_the_run_is_one_paragraph_and_an_exit_code(

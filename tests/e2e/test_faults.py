@@ -204,9 +204,21 @@ def test_a_preempted_run_saves_the_step_it_is_in_and_goes_on_from_there(folder: 
     assert [line["step"] for line in again.lines("metrics.jsonl")] == list(range(1, saved + 3))
 
 
+BROKEN_REWARD = """\
+def broken(prompt, response):
+    print(f"judging {prompt.text}")
+    return share(len(response), 0)
+
+
+def share(part, whole):
+    return part / whole
+"""
+
+
 @pytest.mark.all
-def test_a_reward_that_is_not_a_number_ends_the_run_with_its_name(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "my_rewards.py").write_text("def broken(prompt, response):\n    return float('nan')\n")
+def test_a_reward_that_raises_ends_the_run_and_its_traceback_is_in_the_logs(folder: Path, tmp_path: Path) -> None:
+    rewards = tmp_path / "my_rewards.py"
+    rewards.write_text(BROKEN_REWARD)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": f"{i}"}) + "\n" for i in range(10)))
     os.environ["PYTHONPATH"] = str(tmp_path)
@@ -221,8 +233,22 @@ def test_a_reward_that_is_not_a_number_ends_the_run_with_its_name(folder: Path, 
     finally:
         del os.environ["PYTHONPATH"]
     assert run.code == 1
-    assert "my_rewards.broken" in run.output
-    assert "prompt 0 of step 1" in run.output
+    told = (
+        "the reward function my_rewards.broken, called for prompt 0 of step 1, failed: "
+        f"ZeroDivisionError: division by zero ({rewards}:7)"
+    )
+    assert f"error: {told}\n" in run.output
+    assert run.record["error"] == told
+    logs = {name: (folder / "logs" / f"{name}.log").read_text() for name in ("driver", "explorer-0")}
+    for log in logs.values():
+        _, _, trace = log.partition(f"{told}\nTraceback (most recent call last):\n")
+        assert trace.startswith(f'  File "{rewards}", line 3, in broken\n'), log
+        assert trace.partition("\nZeroDivisionError: division by zero\n")[0].count("File") == 2
+    assert re.search(r"\njudging \d=\n", logs["explorer-0"])
+    assert re.search(
+        r"INFO trinity_sync: explorer-0 loaded version 0: .* kB in .* digest [0-9a-f]{32}\n", logs["driver"]
+    )
+    assert re.search(rf"run failed after 0 steps and .*: {re.escape(told)}\n$", logs["driver"])
 
 
 @pytest.mark.all

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
-from trinity_sync.actors.explorer import LoadReport, Produced
+from trinity_sync.actors.explorer import LoadReport, Produced, Whereabouts
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.members import Member
@@ -46,8 +46,9 @@ class StandIn:
     def start(self) -> None:
         self._die_if_told_to("start")
 
-    def attach(self, agents: dict[str, AgentClient]) -> None:
+    def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
         self._agents = agents
+        return {"pid": os.getpid(), "node": "node"}
 
     def lease(self, version: Version) -> Member:
         """Begin a load that does not end; who it is."""

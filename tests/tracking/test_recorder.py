@@ -17,6 +17,8 @@ from tests.tracking import synthetic
 from tests.tracking.synthetic import START, Clock
 from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.logs import LogFile
+from trinity_sync.host.origin import _KEPT, Origin
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.recorder import EVENT_FIELDS, Recorder
 from trinity_sync.tracking.run_folder import RunFolder
@@ -236,7 +238,8 @@ def test_an_exception_ends_the_record_by_itself(
     with pytest.raises(type(raised)), synthetic.recording(tmp_path):
         raise raised
     record = read_json(tmp_path / "run.json")
-    assert (record["status"], record["error"]) == (status, error)
+    told = record["error"] and record["error"].partition(f" ({__file__}:")[0]  # where the user's code is: here
+    assert (record["status"], told) == (status, error)
     assert read_json(tmp_path / "summary.json")["status"] == status
 
 
@@ -278,6 +281,70 @@ def test_the_end_of_a_run_is_told(tmp_path: Path) -> None:
         synthetic.steps(recorder, Clock(), 1, 2)
         recorder.finish("interrupted")
     assert printed(recorder).startswith("interrupted: 2 of 3 steps")
+
+
+def test_the_log_tells_the_whole_run_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    cause = ValueError("no (of theirs)")
+    setattr(cause, _KEPT, Origin("/home/me/keep.py:3", "Traceback of theirs"))
+    with synthetic.recording(tmp_path, total=3) as recorder:
+        recorder.phase("starting Ray")
+        recorder.event("publish", **synthetic.publish(0))
+        recorder.event("load", **synthetic.load(0))
+        recorder.metrics(1, {"loss": 0.5})
+        recorder.saving(1)
+        recorder.event("commit", **synthetic.commit(1))
+        recorder.fault("retention", cause)
+        recorder.finish("failed", "trainer rank 1 died")
+    told = [record.getMessage() for record in caplog.records if record.name == "trinity_sync"]
+    begins = ("run ", "starting Ray", "version 0 published", "explorer-0 loaded version 0", "step 1 done: loss 0.500")
+    ends = (
+        "checkpoint of step 1 begun",
+        "checkpoint of step 1 committed",
+        "fault in retention: no",
+        "run failed after",
+    )
+    assert [line.startswith(start) for line, start in zip(told, (*begins, *ends), strict=True)] == [True] * 9
+    record = read_json(tmp_path / "run.json")
+    for part in (record["config_digest"], record["host"], record["command"], "attempt 0"):
+        assert str(part) in told[0]
+    assert told[-2].endswith("\nTraceback of theirs")
+    assert told[-1].endswith(": trainer rank 1 died")
+    assert jsonl.read(tmp_path / "events.jsonl")[-1]["traceback"] == "Traceback of theirs"
+
+
+def test_the_log_is_written_when_a_run_has_ended(tmp_path: Path) -> None:
+    """So that a program that is ended on the spot then has lost nothing."""
+    file = LogFile(tmp_path / "driver.log")
+    root = logging.getLogger()
+    before = root.level
+    root.setLevel(logging.INFO)
+    root.addHandler(file)
+    try:
+        with synthetic.recording(tmp_path / "run") as recorder:
+            for step in range(1, 2000):
+                recorder.saving(step)
+            recorder.finish("completed")
+            assert "run completed" in (tmp_path / "driver.log").read_text()
+    finally:
+        root.setLevel(before)
+        root.removeHandler(file)
+        file.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "logged"),
+    [
+        (RunError("explorer-0 died"), ["the run failed: explorer-0 died"]),
+        (KeyboardInterrupt(), []),
+    ],
+)
+def test_what_ends_a_run_is_logged_before_its_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: BaseException, logged: list[str]
+) -> None:
+    with pytest.raises(type(error)), synthetic.recording(tmp_path):
+        raise error
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR] == logged
 
 
 def test_neither_torch_nor_ray_is_imported() -> None:

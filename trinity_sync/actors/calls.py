@@ -17,6 +17,7 @@ from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.host.origin import told
 from trinity_sync.protocol.members import Member
 
 T = TypeVar("T")
@@ -207,7 +208,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
     cause = error.cause if isinstance(error, RayTaskError) else error
     # Who still says nothing may be what the error is about: a hung peer is seen as a timeout by those it keeps waiting.
     note = f" (no answer from {_names(pending)})" if pending else ""
-    wrapped = RunError(f"{call.who} could not {what}: {type(cause).__name__}: {cause}{note}")
+    wrapped = RunError(f"{call.who} could not {what}: {told(cause)}{note}")
     wrapped.__cause__ = error
     return wrapped
 

@@ -20,7 +20,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout, described
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.host.origin import described
 
 T = TypeVar("T")
 

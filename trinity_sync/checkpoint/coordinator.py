@@ -23,7 +23,9 @@ import ray
 from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.actors.monitor import Facts, MonitorClient
 from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout, described
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.logs import log_failure
+from trinity_sync.host.origin import described
 from trinity_sync.host.threads import in_background
 from trinity_sync.host.yielding import PATIENCE, Yielding
 from trinity_sync.protocol.files import FileEntry
@@ -131,9 +133,7 @@ class CheckpointCoordinator:
         try:
             self._finish_earlier(name)
         except BaseException as error:
-            reason = f"its save was not started, because an earlier one named {name!r} failed: {described(error)}"
-            with contextlib.suppress(RunError):
-                self._report_failed(saving, reason)
+            self._report_failed(saving, error, f"its save was not started, as an earlier one named {name!r} failed: ")
             raise
         # Asked for at once: from here on the monitor knows whose part it is, and notices a death before the first byte.
         turn = self._ask_for_turn(saving, collective=hands_over)
@@ -175,8 +175,7 @@ class CheckpointCoordinator:
 
     def fail(self, global_step: int, part: str, error: BaseException) -> None:
         """Report that this process cannot save its part, and has not begun to."""
-        with contextlib.suppress(RunError):  # without its monitor the step fails anyway
-            self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), described(error))
+        self._report_failed(_Part(global_step, part, False, secrets.token_hex(16)), error)
 
     def wait_all(self) -> None:
         """Return when no background save is running.
@@ -295,8 +294,7 @@ class CheckpointCoordinator:
                 written = save_fn()
             files = self._entries(part.step, written) if reports else None
         except BaseException as error:
-            with contextlib.suppress(RunError):
-                self._report_failed(part, described(error))
+            self._report_failed(part, error)
             raise
         if not reports:
             self._answered(self._monitor.notify_handed_over(part.ticket, part.step))
@@ -322,9 +320,11 @@ class CheckpointCoordinator:
             timeout_s=self._timeout_s,
         )
 
-    def _report_failed(self, part: _Part, error: str) -> None:
-        told = self._monitor.notify_failed(part.step, part.name, error, attempt=self._attempt, ticket=part.ticket)
-        self._answered(told)
+    def _report_failed(self, part: _Part, error: BaseException, reason: str = "") -> None:
+        log_failure(f"the save of step {part.step}", error)
+        why, ticket = f"{reason}{described(error)}", part.ticket
+        with contextlib.suppress(RunError):  # without its monitor the step fails anyway
+            self._answered(self._monitor.notify_failed(part.step, part.name, why, attempt=self._attempt, ticket=ticket))
 
     def _entries(self, step: int, written: object) -> list[FileEntry] | None:
         if isinstance(written, (str, os.PathLike, FileEntry)):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable
 
 from trinity_sync.actors.monitor import Event
+from trinity_sync.errors import TrinityError
+from trinity_sync.host.logs import log_failure, story
+from trinity_sync.host.origin import origin, told
 
 _MOST = 10_000
 
@@ -33,7 +35,10 @@ class EventLog:
 
     def fault(self, where: str, error: object) -> None:
         """Note that something went wrong; it goes to the actor's log, too."""
-        self.add("fault", where=where, error=log_fault(where, error))
+        more: dict[str, object] = {}
+        if isinstance(error, BaseException) and (found := origin(error)) is not None:
+            more["traceback"] = found.traceback
+        self.add("fault", where=where, error=log_fault(where, error), **more)
 
     def drain(self) -> list[Event]:
         """Return all since the last call."""
@@ -43,7 +48,9 @@ class EventLog:
 
 
 def log_fault(where: str, error: object) -> str:
-    """Write to the actor's log what went wrong; return it as one text."""
-    text = str(error) or type(error).__name__
-    print(f"fault: {where}: {text}", file=sys.stderr)
-    return text
+    """Write to the actor's log what went wrong, with its traceback where nobody foresaw it; return it as one text."""
+    if isinstance(error, BaseException):
+        log_failure(where, error)
+        return str(error) if isinstance(error, TrinityError | OSError) else told(error)
+    story.error("fault in %s: %s", where, error)
+    return str(error)

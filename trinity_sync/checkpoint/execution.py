@@ -18,10 +18,12 @@ from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import Uploads
 from trinity_sync.checkpoint.prune import Pruned
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.logs import log_failure, story
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, Grant, MoveTracker
 from trinity_sync.protocol.parts import FULL, Kind
 from trinity_sync.protocol.retention import Policy
+from trinity_sync.tracking import units
 
 _MOST_RESULTS = 10_000
 
@@ -132,6 +134,8 @@ class Execution:
                 self._events.fault("retention", warning)
         for gone in pruned:
             self._book.forget(gone.step)
+            freed = units.size(gone.freed_bytes)
+            story.info("checkpoint of step %d deleted by retention: %s; %s freed", gone.step, gone.reason, freed)
         if pruned:
             self._in_background(self._empty_trash())
         return pruned
@@ -167,7 +171,7 @@ class Execution:
             try:
                 await self._carry_out(decision)
             except Exception as error:
-                self._events.fault("checkpoint monitor", f"{type(error).__name__}: {error}")
+                self._events.fault("checkpoint monitor", error)
             self._working = False
             self._changes.announce()
 
@@ -202,6 +206,7 @@ class Execution:
             manifest = await asyncio.to_thread(self._disk.commit, commit)
         except Exception as error:
             told = "; ".join((str(error) or type(error).__name__, *getattr(error, "__notes__", ())))
+            log_failure(f"the commit of step {commit.step}", error)
             self.apply(self._book.commit_failed(commit.step, commit.kind, told))
             return
         self._finishing.add(commit.step)
@@ -217,13 +222,21 @@ class Execution:
             await self.note(commit.step)
             pruned = await self.prune()
             total_s = max(0.0, self._clock() - commit.opened)
-            self._record(commit, self._disk.describe(manifest, total_s, pruned, beside=commit.beside))
+            result = self._disk.describe(manifest, total_s, pruned, beside=commit.beside)
+            self._record(commit, result)
             if commit.kind == FULL and self._uploads is not None:
                 self._uploads.add(commit.step)
         finally:
             self._finishing.discard(commit.step)
 
     def _record(self, commit: Commit, result: Committed) -> None:
+        story.info(
+            "checkpoint of step %d committed (%s): %s after %s",
+            commit.step,
+            commit.kind,
+            units.size(result["bytes"]),
+            units.seconds(result["total_s"]),
+        )
         self._results[commit.step, commit.kind] = result
         while len(self._results) > _MOST_RESULTS:
             del self._results[next(iter(self._results))]
@@ -246,6 +259,7 @@ class Execution:
             self._events.fault(str(fields["where"]), fields["error"])
         else:
             self._events.add(event, **fields)
+            story.info("checkpoint of step %s %s: %s", fields["step"], fields["state"], fields["url"])
             self._unmirrored()
         self._changes.announce()
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.monitor import Committed, Event, Facts, PrunedStep, StepStatus
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
@@ -38,8 +39,9 @@ from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.writers import Writers
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_rss
-from trinity_sync.host.process import own_log, small_actor
+from trinity_sync.host.process import small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import CommitMeta
@@ -146,7 +148,7 @@ class CheckpointMonitor(Writers):
             config = replace(config, writer=writer_of(Path(folder)))
         remote = absolute(str(default_hdfs_dir)) if default_hdfs_dir is not None else None
 
-        body = small_actor(cls, strategy, folder, remote, config, **(own or {}))
+        body = failures_logged(small_actor(cls, strategy, folder, remote, config, **(own or {})))
         _created[namespace] = ray.remote(body).options(**options).remote()
         return _created[namespace]
 
@@ -182,6 +184,8 @@ class CheckpointMonitor(Writers):
         if default_hdfs_dir is not None and self._disk.root is not None:
             execution.start_mirror(default_hdfs_dir, config.mirror, resumed=not restarted and config.attempt > 0)
         execution.apply(rebuilt.decisions)
+        told = f"attempt {config.attempt}{', started again' if restarted else ''}"
+        story.info("up for %s, %s", default_local_dir, told)
         super().__init__(rebuilt.book, execution, changes, strategy=save_strategy, timeout_s=config.timeout_s)
 
     def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
@@ -229,6 +233,7 @@ class CheckpointMonitor(Writers):
         decisions = self._book.begin(
             step, kind, parts, weights_parts=weights_parts, meta=meta, durable=durable, attempt=attempt
         )
+        story.info("checkpoint of step %d begun (%s): awaits %s", step, kind, ", ".join(sorted(parts)))
         self._execution.apply(decisions)
         folder = await asyncio.to_thread(self._disk.prepare, step)
         await self._execution.note(step)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from trinity_sync.config.options import TARGET
 from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.host.origin import origin, told
 from trinity_sync.protocol.typed import mistyped
 
 T = TypeVar("T")
@@ -116,7 +117,8 @@ def build(key: str, values: Mapping[str, Any], kind: type[T]) -> T:
     except TrinityError:
         raise
     except Exception as error:
-        raise _useless(named, str(values.get(TARGET)), error) from error
+        reason = error if origin(error) is None else told(error)
+        raise _useless(named, str(values.get(TARGET)), reason) from error
 
 
 def _useless(key: str, name: str, reason: object) -> ConfigError:

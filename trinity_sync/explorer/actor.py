@@ -21,16 +21,19 @@ from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced, Whereabouts
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, load
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_rss
-from trinity_sync.host.process import own_log, without_collections
+from trinity_sync.host.origin import told
+from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.tracking import units
 
 if TYPE_CHECKING:
     from trinity_sync.sync.loading import WeightLoader
@@ -63,6 +66,7 @@ class Explorer:
         """
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
         self._task = build_task(self._spec.task, self._spec.seed)
+        story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
 
     def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
         """Connect to the node agents (by Ray node id), once they have their slots; return where this explorer runs."""
@@ -99,6 +103,14 @@ class Explorer:
         assert self._loader is not None, "attach() comes first"
         report = self._loader.load(version, broadcast)
         self._engine.after_load()
+        story.info(
+            "loaded version %s: %s in %s, paused %s%s",
+            report.version,
+            units.size(report.bytes_moved),
+            units.seconds(report.total_s),
+            units.seconds(report.paused_s),
+            f", digest {report.digest}" if report.digest else "",
+        )
         return report
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
@@ -110,9 +122,13 @@ class Explorer:
         held = self._loader.held if self._loader is not None else None
         if held is None:
             raise RunError(f"{self._spec.name} holds no version, so it cannot generate for step {step}")
-        return self._engine.generate(
+        started = time.perf_counter()
+        batch = self._engine.generate(
             prompts, self._task, step=step, samples_per_prompt=samples_per_prompt, version=held
         )
+        took = units.seconds(time.perf_counter() - started)
+        story.info("made %d samples for step %d by version %s in %s", len(batch), step, held, took)
+        return batch
 
     def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
         """Take the newest version where it is not the one that is held, then make samples for prompts of several steps.
@@ -136,7 +152,8 @@ class Explorer:
                 return None
             return self.load(None)
         except Exception as error:  # of a version that was replaced meanwhile the files may be gone, or the lease
-            raise LoadFailed(f"{self._spec.name} could not load the newest version: {error}") from error
+            why = error if isinstance(error, TrinityError) else told(error)
+            raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error
 
     def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process."""

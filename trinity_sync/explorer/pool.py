@@ -6,7 +6,6 @@ loads the same version and generates again gives the same samples.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,18 +15,18 @@ import ray
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer import ExplorerClient, LoadReport, Produced
+from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.host.logs import story
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery
-
-log = logging.getLogger(__name__)
 
 Deliver = Callable[[dict[str, ExplorerClient], Version], Delivery]
 
@@ -74,7 +73,7 @@ class ExplorerPool:
         self._starting: dict[str, Call[None]] = {}
 
     def _create(self, name: str) -> ExplorerClient:
-        actor = ray.remote(Explorer).options(num_cpus=1, num_gpus=self._num_gpus)
+        actor = ray.remote(failures_logged(Explorer)).options(num_cpus=1, num_gpus=self._num_gpus)
         self._members[name] = Member.new(name)
         handle = actor.remote(replace(self._spec, member=self._members[name]), self._synchronizer)
         client = ExplorerClient(handle, name)
@@ -101,7 +100,9 @@ class ExplorerPool:
 
     def _connect(self, starting: dict[str, Call[None]]) -> None:
         results(list(starting.values()), self._start_timeout_s)
-        results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
+        places = results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
+        for name, place in zip(starting, places, strict=True):
+            story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:
         """Have all explorers load a version through the sync mode's `deliver`.
@@ -174,7 +175,7 @@ class ExplorerPool:
         """
         while self._may_restart():
             self._on_fault(name, str(why))
-            log.warning("%s; starting it again (%d restarts left)", why, self._restarts_left)
+            story.warning("starting %s again (%d restarts left)", name, self._restarts_left)
             self._forget(name)
             try:
                 self._start_anew(name)
@@ -214,6 +215,6 @@ class ExplorerPool:
                 f"{death}. See logs/{death.who}.log. Set explorer.max_restarts above 0 to have explorers restarted"
             ) from death
         self._on_fault(death.who, str(death))
-        log.warning("%s; starting it again (%d restarts left)", death, self._restarts_left)
+        story.warning("starting %s again (%d restarts left)", death.who, self._restarts_left)
         self._end_leases(death.who)
         self._start_anew(death.who)

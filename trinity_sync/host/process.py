@@ -1,39 +1,12 @@
-"""What every process of a run does for itself: its own log file, its size. Imports nothing heavy."""
+"""What processes of a run do for themselves: their start, their size. Imports nothing heavy."""
 
 from __future__ import annotations
 
-import faulthandler
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
-
-
-def own_log(folder: str | Path | None, name: str) -> None:
-    """Send this process's output, native libraries' included, to ``<folder>/<name>.log``; nothing for a folder of None.
-
-    Where the folder cannot be written (a node without the shared file system) the process keeps the output it has.
-    """
-    if folder is None:
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        target = os.open(Path(folder) / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    except OSError:
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os.dup2(target, 1)
-    os.dup2(target, 2)
-    os.close(target)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(line_buffering=True)
-    # A native crash (a NCCL abort, an out-of-memory kill's SIGTERM) leaves its stack in the log instead of nothing.
-    faulthandler.enable(file=sys.stderr)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from trinity_sync.checkpoint.mirror.run import RunMirror
 from trinity_sync.config import retention_policies, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
+from trinity_sync.host.logs import story
 from trinity_sync.launch.agents import close_agents, start_agents
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.start import Start
@@ -130,6 +131,8 @@ class Actors:
         Raises:
             TrinityError: one of them cannot start, or not in time.
         """
+        import ray
+
         from trinity_sync.checkpoint.option import coordinator_option
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
         from trinity_sync.trainer.spec import check_whole
@@ -155,6 +158,10 @@ class Actors:
         if self.pool is not None:
             self.pool.start()
         self.infos = self.trainer.initialise()
+        for node in ray.nodes():
+            story.info("node %s is %s (%s)", node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
+        for info in self.infos:
+            story.info("trainer rank %d is up: pid %d on node %s", info.rank, info.pid, info.node)
         interrupts.check()
         check_whole(self.infos, cfg.backend.strategy)
         self._check_shared_folder()
@@ -169,6 +176,8 @@ class Actors:
             log_dir=self._logs,
         )
         self._roles["node_agent"] = lambda: self.agents.values()
+        for agent in self.agents.values():
+            story.info("%s is up", agent.who)
         if self.pool is not None:
             # in a free run each explorer joins when it is up, and keeps nobody waiting
             (self.pool.introduce if self.free else self.pool.attach)(self.agents)

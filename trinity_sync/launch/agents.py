@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ def start_agents(
 
     from trinity_sync.actors.agent import AgentClient
     from trinity_sync.actors.calls import results
+    from trinity_sync.actors.failures import failures_logged
     from trinity_sync.node.agent import AgentConfig, NodeAgent
 
     layouts: dict[str, dict[str, PartLayout]] = {}
@@ -78,10 +80,12 @@ def start_agents(
     )
     agents: dict[str, AgentClient] = {}
     lead: AgentClient | None = None
+    body = ray.remote(failures_logged(NodeAgent))
     for node in layouts:
         strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        actor = ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
-        agents[node] = AgentClient(actor.remote(config, synchronizer, lead), node)
+        actor = body.options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
+        named = replace(config, log_name=f"node-agent-{len(agents)}" if agents else "node-agent")
+        agents[node] = AgentClient(actor.remote(named, synchronizer, lead), node)
         lead = lead or agents[node]
 
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 import math
 import os
 import re
@@ -17,7 +16,6 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,6 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.errors import TrinityError
+from trinity_sync.host.logs import LogFile, log_failure
+from trinity_sync.host.origin import told
 from trinity_sync.launch.resume import Resume
 from trinity_sync.launch.settings import changed_settings
 from trinity_sync.launch.sweeps import sweep_problem
@@ -38,8 +38,6 @@ from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -131,10 +129,8 @@ def job(cfg: DictConfig) -> float:
     except KeyboardInterrupt:
         code = INTERRUPTED
     except (Exception, SystemExit) as error:
-        logger.exception("unexpected error")
-        print_error(
-            f"{where}unexpected {type(error).__name__}: {error} (traceback in {run_dir / 'logs' / 'driver.log'})"
-        )
+        log_failure("the job", error)
+        print_error(f"{where}unexpected {told(error)} (traceback in {run_dir / 'logs' / 'driver.log'})")
     finally:
         _session.codes[run_dir] = code
     if code == INTERRUPTED and where:
@@ -246,15 +242,15 @@ def _codes_on_disk(sweep: Path) -> dict[Path, int]:
     return codes
 
 
-class DriverLog(logging.FileHandler):
-    """A log file whose folder is made when its first line is written, so that a refused run leaves none."""
+class DriverLog(LogFile):
+    """The driver's log, named in `conf/hydra/job_logging`. Made with its first line, so that a refused run leaves none.
+
+    Args:
+        filename: path of the file.
+    """
 
     def __init__(self, filename: str) -> None:
-        super().__init__(filename, delay=True, encoding="utf-8")
-
-    def _open(self) -> TextIOWrapper:
-        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
-        return super()._open()
+        super().__init__(filename)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,11 +26,12 @@ from trinity_sync.actors.agent import AgentClient, Coordinator, Slots, StatePart
 from trinity_sync.actors.calls import Call, this_process
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError
+from trinity_sync.host.logs import log_failure, own_log, story
 from trinity_sync.host.memory import peak_rss
-from trinity_sync.host.process import own_log
 from trinity_sync.node.state import StateSlots
 from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.tracking import units
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.row_process import RowProcesses
@@ -58,6 +60,7 @@ class AgentConfig:
         durable: fsync the files of full checkpoints (`checkpoint.fsync`).
         save_timeout_s: limit until a part of a full checkpoint has its turn to be written, seconds.
         log_dir: folder of this process's log; None for Ray's own logs.
+        log_name: name of the log, without its ending.
     """
 
     run_key: str
@@ -70,6 +73,7 @@ class AgentConfig:
     durable: bool = True
     save_timeout_s: float = 1800.0
     log_dir: str | None = None
+    log_name: str = "node-agent"
 
 
 class NodeAgent:
@@ -82,7 +86,7 @@ class NodeAgent:
     """
 
     def __init__(self, config: AgentConfig, synchronizer: SynchronizerClient, lead: AgentClient | None = None) -> None:
-        own_log(config.log_dir, "node-agent")
+        own_log(config.log_dir, config.log_name)
         self._config = config
         self._synchronizer = synchronizer
         self._lead = lead
@@ -143,6 +147,10 @@ class NodeAgent:
         slots = range(self._config.slots)
         self._maps = {(slot, part): self._arena.map(slot, part) for slot in slots for part in sizes}
         paths = {slot: {part: str(self._arena.path(slot, part)) for part in sizes} for slot in slots}
+        held = f"{units.size(sum(sizes.values()))} for {', '.join(sizes) or 'no part'}"
+        story.info("up for node %s: %d slots of %s", self._node, self._config.slots, held)
+        for note in self._arena.notes:
+            story.warning("%s", note)
         return Slots(paths=paths, notes=list(self._arena.notes))
 
     async def part_staged(self, version: Version, slot: int, part: str, blocked_s: float = 0.0) -> None:
@@ -154,16 +162,22 @@ class NodeAgent:
         if staged.keys() != self._layouts.keys():
             return
         del self._staged[version]
+        started = time.perf_counter()
         try:
             parts, rows = await self._run(self._digest, slot, staged)
+            took = time.perf_counter() - started
             await self._synchronizer.staged(version, parts).reference
             await self._contribute(version, rows)
+            held = units.size(sum(info.nbytes for info in parts.values()))
+            story.info("took version %s into slot %d: %s, digested in %s", version, slot, held, units.seconds(took))
         except Exception as error:
+            log_failure(f"version {version}", error)
             await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     async def part_failed(self, version: Version, part: str, error: str) -> None:
         """Take note that a rank could not fill its segment."""
         self._staged.pop(version, None)
+        story.error("version %s failed: %s: %s", version, part, error)
         await self._synchronizer.failed(version, f"{part}: {error}").reference
 
     def _digest(self, slot: int, blocked: dict[str, float]) -> tuple[dict[str, PartInfo], RowDigests | None]:
@@ -212,6 +226,7 @@ class NodeAgent:
             digest = await self._run(self._version_digest, version, collected) if collected else None
             await self._synchronizer.digested(version, digest).reference
         except Exception as error:
+            log_failure(f"the digest of version {version}", error)
             await self._synchronizer.failed(version, f"{type(error).__name__}: {error}").reference
 
     def _version_digest(self, version: Version, collected: list[RowDigests]) -> str:
@@ -318,6 +333,8 @@ class NodeAgent:
         if self._coordinator is None:
             raise RunError(f"the agent of node {self._node} was given no checkpoint monitor to save {given.part} with")
         await self._wait(self._states.take, given, self._coordinator)
+        files = units.plural(len(given.files), "file")
+        story.info("took over the state of %s of step %d: %s", given.part, given.step, files)
 
     async def wait_state_written(self, part: str, timeout_s: float, hurry: bool = False) -> None:
         """Wait until a part's state segment may be used again; `hurry` where training waits, too."""

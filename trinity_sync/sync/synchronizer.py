@@ -27,10 +27,12 @@ import ray
 from ray.exceptions import RayError
 
 from trinity_sync.actors.calls import ANSWER_S, MemberDied
+from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_rss
-from trinity_sync.host.process import own_log, small_actor
+from trinity_sync.host.process import small_actor
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, State, Version, VersionBook, VersionError
@@ -93,7 +95,7 @@ class SynchronizerActor(Handover):
             self._check_members(f"take version {version}")
             slot = self._book.open(version, parts)
             if slot is not None:
-                return slot
+                return _opened(version, slot)
             # An expired lease frees a slot without anybody calling, so wake up for that too.
             changed = await self._changes.next(min(deadline - time.monotonic(), 1.0))
             if not changed and time.monotonic() >= deadline:
@@ -106,7 +108,8 @@ class SynchronizerActor(Handover):
     async def begin_if_free(self, version: Version, parts: list[str]) -> int | None:
         """Return a slot for the version, None where none is free now. Does not wait."""
         self._check_members(f"take version {version}")
-        return self._book.open(version, parts)
+        slot = self._book.open(version, parts)
+        return slot if slot is None else _opened(version, slot)
 
     async def staged(self, version: Version, parts: dict[str, PartInfo]) -> None:
         """Take note that parts of a node are in its slot."""
@@ -120,6 +123,7 @@ class SynchronizerActor(Handover):
 
     async def failed(self, version: Version, error: str) -> None:
         """Take note that a part of the version cannot be had; whoever waits for it is told."""
+        story.error("version %s failed: %s", version, error)
         self._book.fail(version, error)
         self._changes.announce()
 
@@ -140,11 +144,13 @@ class SynchronizerActor(Handover):
     async def commit(self, version: Version, location: str | None = None) -> None:
         """Make the version the newest one; explorers that wait for one are woken."""
         self._book.commit(version, location)
+        story.info("version %s is the newest%s", version, f", in {location}" if location else "")
         self._changes.announce()
 
     async def discard(self, version: Version) -> None:
         """Free the slot of a version that was staged for a checkpoint only."""
         self._book.discard(version)
+        story.info("version %s was for a checkpoint only; its slot is free", version)
         self._changes.announce()
 
     # -- watching agents and ranks
@@ -165,6 +171,7 @@ class SynchronizerActor(Handover):
         except RayError:
             if self._roll.gone(member):
                 self._dead[member.name] = member
+                story.error("%s has died", member)
                 self._changes.announce()
 
     def _check_members(self, what: str) -> None:
@@ -176,9 +183,11 @@ class SynchronizerActor(Handover):
     async def lease(self, reader: Hashable, version: Version | None = None) -> Lease:
         """Hold a committed version (the newest unless named); version and parts come together."""
         try:
-            return self._book.lease(reader, self._config.lease_s, version)
+            lease = self._book.lease(reader, self._config.lease_s, version)
         except VersionError as error:
             raise RunError(f"{reader} cannot load: {error}") from None
+        story.info("%s reads version %s from slot %s", reader, lease.version, lease.slot)
+        return lease
 
     async def release(self, lease_id: int) -> bool:
         """End a lease. False: it had ended before, so the slot may hold another version by now."""
@@ -189,6 +198,7 @@ class SynchronizerActor(Handover):
     async def drop_reader(self, reader: Hashable) -> None:
         """End the leases of a reader that is gone; what it asked for before comes too late."""
         self._book.drop_reader(reader)
+        story.warning("%s is gone, its leases end", reader)
         self._changes.announce()
 
     async def wait_newer(self, version: Version | None, timeout_s: float) -> Version | None:
@@ -248,11 +258,17 @@ class SynchronizerActor(Handover):
     async def notify_no_new_model_state_dict(self) -> None:
         """Take note that the trainer has ended: whoever waits for a version waits no longer."""
         self._no_new_version = True
+        story.info("the trainer has ended")
         self._changes.announce()
 
     async def memory(self) -> SynchronizerMemory:
         """Return the peak resident bytes of this process, and whether torch was loaded into it (it must not be)."""
         return {"peak_rss": peak_rss(), "pid": os.getpid(), "torch": "torch" in sys.modules}
+
+
+def _opened(version: Version, slot: int) -> int:
+    story.info("version %s gets slot %d", version, slot)
+    return slot
 
 
 def _process_name() -> str:
@@ -301,7 +317,7 @@ class Synchronizer(HandoverClient):
             found._attach(_process_name())
             return found
         actor = (
-            ray.remote(small_actor(_Actor, config))
+            ray.remote(failures_logged(small_actor(_Actor, config)))
             .options(
                 name=ACTOR_NAME,
                 namespace=namespace,

@@ -7,6 +7,7 @@ import numbers
 from typing import NamedTuple, Protocol
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.origin import told
 from trinity_sync.samples.record import Prompt
 
 
@@ -56,7 +57,7 @@ def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -
     try:
         result = task.reward(prompt, text, finished)
     except Exception as error:
-        raise RunError(f"{_where(task, prompt, step)} failed: {type(error).__name__}: {error}") from error
+        raise RunError(f"{_where(task, prompt, step)} failed: {told(error)}") from error
     if not isinstance(result, RewardResult):
         raise RunError(f"{_where(task, prompt, step)} returned {result!r}; it must return a RewardResult")
     reward, exact = result

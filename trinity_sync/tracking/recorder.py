@@ -17,7 +17,9 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 
 from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.origin import origin, told
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.closing import render_summary
 from trinity_sync.tracking.feeding import Trackers
@@ -26,6 +28,7 @@ from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.tracking.run_state import RunState
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
+from trinity_sync.tracking.telling import told_beginning, told_ending, told_event, told_step
 from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
@@ -153,6 +156,7 @@ class Recorder:
                 jsonl.cut_after(folder.metrics, resumed_from, key=jsonl.metrics_step)
                 jsonl.cut_after(folder.events, resumed_from, key=jsonl.event_step)
             record.start()
+            story.info("%s", told_beginning(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
             if resumed_from is not None:
                 for line in jsonl.by_time(jsonl.read(folder.events), jsonl.read(folder.metrics)):
@@ -201,6 +205,7 @@ class Recorder:
         numbers = {**(values or {}), **more}
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
+        story.info("%s", told_step(int(step), numbers))
         self._trackers.log(int(step), numbers)
         self.view.take(line)
 
@@ -228,8 +233,8 @@ class Recorder:
             error: what happened.
         """
         text = error if isinstance(error, str) else str(error) or type(error).__name__
-        logger.warning("fault in %s: %s", where, text)
-        self.event("fault", where=where, error=text)
+        found = None if isinstance(error, str) else origin(error)
+        self.event("fault", where=where, error=text, **({"traceback": found.traceback} if found is not None else {}))
 
     def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
         """End the record: run.json, summary.json and the report are written, the summary is printed.
@@ -277,6 +282,8 @@ class Recorder:
             attempt(self._add_late)
             attempt(conclude)
         self._write_report()
+        story.info("%s", told_ending(status, error, summary))
+        flush_logs()
         if summary is not None:
             self._print(render_summary(summary, self.folder.path, total_steps=self._total, error=error))
         if refused:
@@ -309,7 +316,9 @@ class Recorder:
             self.finish("completed", peak_memory=peak_memory)
             return
         status: Status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        text = str(error) if isinstance(error, TrinityError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, TrinityError) else told(error)
+        if status == "failed":
+            log_failure("the run", error)
         try:
             self.finish(status, None if status == "interrupted" else text, peak_memory)
         except RunError as problem:
@@ -321,6 +330,7 @@ class Recorder:
         with self._lock:
             if self._finished:
                 return False
+            story.log(logging.WARNING if line["event"] == "fault" else logging.INFO, "%s", told_event(line))
             self._events.append(line)
         self._trackers.event(line)
         self.view.take(line)
@@ -328,9 +338,9 @@ class Recorder:
 
     def _tracker_fault(self, where: str, error: str) -> None:
         """As `fault`. Trackers end after the run's record: what they tell then is kept for `finish`."""
-        logger.warning("fault in %s: %s", where, error)
         line = {"event": "fault", "time": self._clock(), "attempt": self.attempt, "where": where, "error": error}
         if not self._record_event(line):
+            story.warning("%s", told_event(line))
             self._late.append(line)
 
     def _add_late(self) -> None:

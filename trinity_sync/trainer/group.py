@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from trinity_sync.actors.calls import Call, results
+from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.rank import RankClient, RankInfo
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.trainer.rank import rank_actor
@@ -46,7 +47,7 @@ class TrainerGroup:
         worker: type | None = None,
     ) -> None:
         self._start_timeout_s = start_timeout_s
-        actor = ray.remote(rank_actor(worker))
+        actor = ray.remote(failures_logged(rank_actor(worker)))
         common = {"WORLD_SIZE": str(sum(process_on_nodes)), "WG_PREFIX": secrets.token_hex(4), "WG_BACKEND": "ray"}
         self.ranks: list[RankClient] = []
         for group in _reserve(process_on_nodes, use_gpu, start_timeout_s):

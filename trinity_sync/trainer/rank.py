@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.actors.rank import RankClient, RankInfo
-from trinity_sync.host.process import own_log
+from trinity_sync.host.logs import own_log
 
 if TYPE_CHECKING:
     from trinity_sync.trainer.spec import WorkerSpec

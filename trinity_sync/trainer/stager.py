@@ -17,6 +17,8 @@ import torch
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.backends.base import Backend
 from trinity_sync.errors import WaitTimeout
+from trinity_sync.host.logs import log_failure
+from trinity_sync.host.origin import told
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.staging import stage
@@ -104,7 +106,8 @@ class WeightStager:
             with torch.no_grad():
                 stage(self._layout, sources, self._segments[slot])
         except Exception as problem:
-            error = f"{type(problem).__name__}: {problem}"
+            log_failure(f"staging version {version}", problem)
+            error = told(problem)
         with self._lock:
             held = 0.0 if self._held_since is None else time.perf_counter() - self._held_since
             self._held_since = None

@@ -13,6 +13,7 @@ import trinity_sync.backends.lean_verl  # noqa: F401
 import mmap
 import os
 import random
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -35,11 +36,13 @@ from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.config import build
+from trinity_sync.host.logs import story
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.sync.base import SyncMode
+from trinity_sync.tracking import units
 from trinity_sync.trainer.agent_saver import AgentSaver
 from trinity_sync.trainer.backend_saver import BackendSaver
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
@@ -84,6 +87,7 @@ class TrinityWorker(TrainingWorker):
         shards = self._backend.shards()
         self._part = part_name(self.rank)
         self._layout = PartLayout.build(self._part, shards, self._spec.bucket_bytes)
+        story.info("up: %s, holds %s of the weights", self._spec.backend.strategy, units.size(self._layout.nbytes))
         return RankInfo(
             rank=self.rank,
             part=self._part,
@@ -152,6 +156,7 @@ class TrinityWorker(TrainingWorker):
             batch: the whole batch, the same on every rank.
             advantages: one per sequence (GRPO), None for pairs.
         """
+        started = time.perf_counter()
         spec = self._spec
         ranks = self.engine.get_data_parallel_size()
         mine = share(len(batch), self.engine.get_data_parallel_rank(), ranks, spec.mini_batches)
@@ -176,6 +181,7 @@ class TrinityWorker(TrainingWorker):
         )
         output = self.train_mini_batch(data)
         self._saver.prepare()
+        story.info("trained step %d in %s", step, units.seconds(time.perf_counter() - started))
         return _plain(tu.get(output, "metrics")) if output is not None else {}
 
     # -- versions
@@ -187,7 +193,10 @@ class TrinityWorker(TrainingWorker):
         Returns:
             Seconds in which the trainer was blocked so far.
         """
-        return self._stager.stage(version, slot, lazily=lazily)
+        blocked = self._stager.stage(version, slot, lazily=lazily)
+        how = "began to stage" if lazily else "staged"
+        story.info("%s version %s into slot %d: stood still %s", how, version, slot, units.seconds(blocked))
+        return blocked
 
     def send(self, broadcast: Broadcast) -> int:
         """Send this rank's staged part to the explorers of a broadcast; bytes sent."""
@@ -202,7 +211,9 @@ class TrinityWorker(TrainingWorker):
         Returns:
             Seconds in which the trainer was blocked so far.
         """
-        return self._saver.save(step, Path(folder))
+        blocked = self._saver.save(step, Path(folder))
+        story.info("began to save step %d: stood still %s", step, units.seconds(blocked))
+        return blocked
 
     def save_blocked(self, step: int) -> float:
         """Seconds in which the trainer was blocked for the save of `step`, with what the optimizer's step waited."""
@@ -210,7 +221,9 @@ class TrinityWorker(TrainingWorker):
 
     def load(self, folder: str) -> None:
         """Restore the training state from a full checkpoint's folder. Collective."""
+        started = time.perf_counter()
         self._backend.load(Path(folder) / "actor")
+        story.info("restored %s in %s", folder, units.seconds(time.perf_counter() - started))
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""

@@ -1,0 +1,187 @@
+"""The log of a process: who logs does not wait for the disk, and a file does not grow for ever."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.errors import RunError
+from trinity_sync.host import logs
+from trinity_sync.host.logs import LogFile, log_failure
+
+
+@contextmanager
+def logging_to(file: LogFile) -> Iterator[logging.Logger]:
+    logger = logging.Logger("test")
+    logger.addHandler(file)
+    try:
+        yield logger
+    finally:
+        file.close()
+
+
+def test_a_file_is_made_with_its_first_line(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "driver.log"
+    with logging_to(LogFile(path)) as logger:
+        assert not path.parent.exists()
+        logger.info("a line")
+    assert path.read_text() == "a line\n"
+
+
+def test_lines_follow_in_order_and_none_is_lost_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    with logging_to(LogFile(path)) as logger:
+        for number in range(1000):
+            logger.info("%d", number)
+    assert path.read_text().split() == [str(number) for number in range(1000)]
+
+
+def test_a_warning_is_in_the_file_when_it_was_logged(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    with logging_to(LogFile(path)) as logger:
+        for number in range(100):
+            logger.warning("%d", number)
+            assert path.read_text().endswith(f"{number}\n")
+
+
+def test_a_file_makes_room_once_it_is_long(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    with logging_to(LogFile(path, most_bytes=100)) as logger:
+        for number in range(100):
+            logger.info("%019d", number)
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["driver.log", "driver.log.1"]
+    kept = [int(line) for line in (Path(f"{path}.1").read_text() + path.read_text()).split()]
+    assert kept == list(range(100 - len(kept), 100))
+    assert 5 <= len(kept) <= 10
+
+
+def test_nobody_waits_for_a_disk_that_hangs_and_what_it_misses_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, goes_on, reached = tmp_path / "driver.log", threading.Event(), threading.Event()
+    write_all = logs.write_all
+
+    def hangs(descriptor: int, data: bytes) -> None:
+        reached.set()
+        assert goes_on.wait(60)
+        write_all(descriptor, data)
+
+    monkeypatch.setattr(logs, "write_all", hangs)
+    monkeypatch.setattr(logs, "_MOST_WAITING", 10)
+    with logging_to(LogFile(path)) as logger:
+        logger.info("first")
+        assert reached.wait(60)
+        began = time.perf_counter()
+        for number in range(50):
+            logger.info("%d", number)
+        assert time.perf_counter() - began < 1
+        goes_on.set()
+        logger.handlers[0].flush()
+        logger.info("last")
+    told = path.read_text().splitlines()
+    assert told[0] == "first"
+    assert "(40 lines are missing here: they came faster than the disk took them)" in told
+    assert told[-1] == "last"
+
+
+def test_a_fork_logs_too(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    with logging_to(LogFile(path)) as logger:
+        logger.warning("parent")
+        child = os.fork()
+        if not child:
+            logger.warning("child")
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert path.read_text() == "parent\nchild\n"
+
+
+@pytest.mark.filterwarnings("error")  # as of a thread that has died
+def test_a_disk_that_refuses_fails_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    with logging_to(LogFile(tmp_path / "file" / "driver.log")) as logger:
+        logger.warning("a line")
+    assert capsys.readouterr() == ("", "")
+
+
+OWN_LOG = """\
+import logging, os, sys
+from trinity_sync.host import logs
+logs.MOST_BYTES = logs.LogFile.__init__.__kwdefaults__["most_bytes"] = 2000
+logs._LOOK_S = 0.01
+logs.own_log(sys.argv[1], "explorer-0")
+print("a print")
+os.system("echo of a child")
+logging.getLogger("theirs").info("a library's line")
+{then}
+"""
+
+
+def own_log(folder: Path, then: str = "") -> subprocess.CompletedProcess[str]:
+    code = [sys.executable, "-c", OWN_LOG.format(then=then), str(folder)]
+    return subprocess.run(code, capture_output=True, text=True, timeout=60)
+
+
+def test_a_process_has_all_that_it_says_in_its_own_log(tmp_path: Path) -> None:
+    ended = own_log(tmp_path / "logs", then="1 / 0")
+    assert (ended.stdout, ended.stderr) == ("", "")
+    text = (tmp_path / "logs/explorer-0.log").read_text()
+    for line in ("\na print\n", "\nof a child\n", " INFO theirs: a library's line\n", "\nZeroDivisionError: division"):
+        assert line in f"\n{text}"
+
+
+def test_a_process_without_the_folder_keeps_its_output_and_logs_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = own_log(tmp_path / "file")
+    assert ended.returncode == 0
+    assert ended.stdout == "a print\nof a child\n"
+    assert " INFO theirs: a library's line\n" in ended.stderr
+
+
+FLOOD = """
+import pathlib, time
+old = pathlib.Path(sys.argv[1], "explorer-0.log.1")
+logs.flush_logs()
+print("x" * 3000)
+deadline = time.monotonic() + 30
+while not old.exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
+print("after")
+"""
+
+
+def test_what_a_process_prints_makes_room_too(tmp_path: Path) -> None:
+    assert own_log(tmp_path, then=FLOOD).returncode == 0
+    assert "xxx" in (tmp_path / "explorer-0.log.1").read_text()
+    assert (tmp_path / "explorer-0.log").read_text().endswith("after\n")
+
+
+def test_a_failure_is_logged_once_with_what_says_enough(caplog: pytest.LogCaptureFixture) -> None:
+    foreseen = RunError("explorer-0 holds no version")
+    log_failure("generate", foreseen)
+    log_failure("produce", foreseen)
+    (record,) = caplog.records
+    assert (record.getMessage(), record.exc_info) == ("generate failed: explorer-0 holds no version", None)
+    caplog.clear()
+    unforeseen = ZeroDivisionError("of ours")
+    log_failure("generate", unforeseen)
+    (record,) = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[1] is unforeseen
+
+
+def test_a_failure_that_was_logged_elsewhere_is_logged_here_too(caplog: pytest.LogCaptureFixture) -> None:
+    error = RunError("no")
+    log_failure("save", error)
+    setattr(error, logs._LOGGED_BY, os.getpid() + 1)
+    log_failure("write", error)
+    assert [record.getMessage() for record in caplog.records] == ["save failed: no", "write failed: no"]

@@ -1,0 +1,129 @@
+"""Where in the user's code an error comes from. The user's code is a module that is written for the test."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trinity_sync.errors import RunError
+from trinity_sync.host.origin import described, keep_origin, origin, told
+
+SOURCE = """\
+import json
+
+
+def parses(text):
+    return json.loads(text)
+
+
+def fails(text):
+    raise ValueError("of two\\nlines")
+
+
+class Slotted(Exception):
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+
+def refuses(text):
+    raise Slotted("no")
+
+
+def recurses(text):
+    return recurses(text + "x")
+
+
+def rambles(text):
+    raise ValueError("x" * 100_000)
+
+
+def rewards(text):
+    return parses(text)
+"""
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path = tmp_path_factory.mktemp("user") / "their_rewards.py"
+    path.write_text(SOURCE)
+    spec = importlib.util.spec_from_file_location("their_rewards", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def raised(function: Callable[..., object], *args: object) -> Exception:
+    """What a call raises, without the frame of this module."""
+    with pytest.raises(Exception) as caught:
+        function(*args)
+    trace = caught.value.__traceback__
+    assert trace is not None
+    assert isinstance(caught.value, Exception)
+    return caught.value.with_traceback(trace.tb_next)
+
+
+def test_the_place_is_the_innermost_of_the_user_s_and_the_traceback_begins_there(theirs: Any) -> None:
+    found = origin(raised(theirs.rewards, "no json"))
+    assert found is not None
+    assert found.place == f"{theirs.__file__}:5"
+    lines = found.traceback.splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{theirs.__file__}", line 30, in rewards']
+    assert "json/decoder.py" in found.traceback
+    assert lines[-1] == "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
+
+
+def test_what_a_library_raises_that_no_user_s_code_called_has_no_origin() -> None:
+    error = raised(statistics.mean, [])
+    assert origin(error) is None
+    assert told(error) == "StatisticsError: mean requires at least one data point"
+
+
+def test_an_error_of_ours_has_the_origin_of_what_it_was_raised_from(theirs: Any) -> None:
+    cause = raised(theirs.fails, "x")
+    error = RunError("the reward failed")
+    error.__cause__ = cause
+    found = origin(error)
+    assert found is not None
+    assert found == origin(cause)
+
+
+def test_an_origin_goes_along_to_another_process(theirs: Any) -> None:
+    for error in (RunError("no"), raised(theirs.fails, "x")):
+        error.__cause__ = error.__cause__ or raised(theirs.fails, "x")
+        kept = keep_origin(error)
+        assert kept is not None
+        assert origin(pickle.loads(pickle.dumps(error))) == kept
+
+
+def test_an_error_that_takes_no_attributes_is_none_the_worse(theirs: Any) -> None:
+    found = keep_origin(raised(theirs.refuses, "x"))
+    assert found is not None
+    assert found.place.endswith(":18")
+
+
+def test_an_error_is_told_with_its_place_in_the_user_s_code(theirs: Any) -> None:
+    error = raised(theirs.fails, "x")
+    assert told(error) == f"ValueError: of two\nlines ({theirs.__file__}:9)"
+    assert described(error) == f"ValueError: of two ({theirs.__file__}:9)"
+    assert told(KeyboardInterrupt()) == described(KeyboardInterrupt()) == "KeyboardInterrupt"
+
+
+@pytest.mark.parametrize("name", ["recurses", "rambles"])
+def test_a_long_traceback_is_cut_in_the_middle(theirs: Any, name: str) -> None:
+    found = origin(raised(getattr(theirs, name), "x"))
+    assert found is not None
+    assert len(found.traceback) < 21_000
+    assert found.traceback.startswith("Traceback (most recent call last):")
+
+
+def test_causes_in_a_circle_end() -> None:
+    one, two = RunError("one"), RunError("two")
+    one.__cause__, two.__cause__ = two, one
+    assert origin(one) is None

@@ -1,0 +1,77 @@
+"""The lines of driver.log, as a user reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.tracking.test_recorder import EXAMPLES
+from trinity_sync.tracking.recorder import EVENT_FIELDS
+from trinity_sync.tracking.telling import told_event, told_step
+
+LINES: list[tuple[str, dict[str, Any], str]] = [
+    ("phase", {"what": "starting Ray"}, "starting Ray"),
+    ("save", {"step": 3}, "checkpoint of step 3 begun"),
+    (
+        "publish",
+        {"version": 12, "mode": "memory", "bytes_moved": 1_200_000_000, "total_s": 0.19, "blocked_s": 0.0013}
+        | {"encoding": "full", "bytes_full": 1, "digest": "ab12"},
+        "version 12 published by memory: 1.2 GB in 190 ms, trainer blocked 1.3 ms, digest ab12",
+    ),
+    (
+        "load",
+        {"version": 12, "explorer": "explorer-0", "total_s": 0.15, "paused_s": 0.1, "bytes": 5000, "digest": None},
+        "explorer-0 loaded version 12: 5 kB in 150 ms, paused 100 ms",
+    ),
+    ("skip", {"version": 3, "reason": "every slot was being read"}, "version 3 left out: every slot was being read"),
+    (
+        "commit",
+        {"step": 12, "kind": "full", "bytes": 5_000_000, "total_s": 3.1, "blocked_s": 0.02, "digest": "ab12"},
+        "checkpoint of step 12 committed (full): 5 MB after 3.1 s, trainer blocked 20 ms, digest ab12",
+    ),
+    (
+        "prune",
+        {"step": 4, "reason": "not kept by keep_last", "freed_bytes": 5_000_000},
+        "checkpoint of step 4 deleted by retention: not kept by keep_last; 5 MB freed",
+    ),
+    (
+        "mirror",
+        {"step": 12, "url": "s3://bucket/run", "state": "copied", "bytes": 5_000_000, "total_s": 2.0},
+        "checkpoint of step 12 copied to s3://bucket/run: 5 MB in 2 s",
+    ),
+    (
+        "mirror",
+        {"step": 12, "url": "s3://b", "state": "skipped", "bytes": 0, "total_s": 0.0, "reason": "retention took it"},
+        "checkpoint of step 12 not copied to s3://b: retention took it",
+    ),
+    ("fault", {"where": "explorer-0", "error": "it died"}, "fault in explorer-0: it died"),
+    (
+        "fault",
+        {"where": "retention", "error": "no (a.py:3)", "traceback": "T\nE"},
+        "fault in retention: no (a.py:3)\nT\nE",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "line"), LINES)
+def test_an_event_is_told_in_plain_words(name: str, fields: dict[str, Any], line: str) -> None:
+    assert told_event({"event": name, "time": 0.0, "attempt": 0, **fields}) == line
+
+
+def test_each_kind_of_event_has_a_line_here() -> None:
+    assert {name for name, _, _ in LINES} == set(EVENT_FIELDS)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_event_without_what_it_need_not_have_is_told(name: str) -> None:
+    told = told_event({"event": name, **{key: EXAMPLES[name][key] for key in EVENT_FIELDS[name]}})
+    assert "None" not in told
+    assert "\n" not in told
+
+
+def test_a_step_is_told_with_its_figures_and_where_its_seconds_went() -> None:
+    values = {"reward/mean": 0.5, "loss": 0.25, "timing/generate": 0.2, "timing/step": 1.5, "lr": 1e-3}
+    assert told_step(7, values) == "step 7 done in 1.5 s (generate 200 ms): reward 0.500, loss 0.250"
+    assert told_step(7, {}) == "step 7 done"
+    assert told_step(7, {"loss": float("nan")}) == "step 7 done"

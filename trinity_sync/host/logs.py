@@ -1,0 +1,196 @@
+"""The log of a process: a file in the run's folder with what it did, what it printed, and the traceback of what failed.
+
+Lines are written by a thread of their own, so nobody waits for a slow disk, and a log that cannot be written is no
+reason for anything to fail. A file that has become long makes room: it is renamed to ``NAME.log.1``, over the one
+before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import platform
+import queue
+import sys
+import threading
+from pathlib import Path
+
+from trinity_sync.errors import TrinityError
+from trinity_sync.host.durable import write_all
+from trinity_sync.host.origin import described, keep_origin
+
+story = logging.getLogger("trinity_sync")
+"""Takes what a user wants to read: one line for each event, in plain words, with step, version, bytes and seconds."""
+
+FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+MOST_BYTES = 20_000_000
+"""Length at which a file makes room. There are two of each at most."""
+
+_MOST_WAITING = 10_000
+"""Lines that wait for a slow disk; later ones are dropped and counted."""
+_FLUSH_S = 1.0
+_LOGGED_BY = "_trinity_sync_logged_by"
+_LOOK_S = 5.0
+"""After so long the length of a file is looked at that others write into, too."""
+
+
+class LogFile(logging.Handler):
+    """A log file. A warning, or what is worse, is waited for, a second at most: the process may be about to end.
+
+    Args:
+        path: of the file. Made, with its folder, when the first line is written.
+        takes_output: what the process prints, native libraries' output included, goes there, too, from now on.
+        most_bytes: length at which it makes room.
+
+    Raises:
+        OSError: output is to go there, and the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, *, takes_output: bool = False, most_bytes: int = MOST_BYTES) -> None:
+        super().__init__()
+        self._path = Path(path)
+        self._takes_output = takes_output
+        self._most_bytes = most_bytes
+        self._file: int | None = None
+        self._waiting: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
+        self._dropped = 0
+        self._writer: threading.Thread | None = None
+        if takes_output:
+            self._open()
+            self._begin()
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        handled = bool(super().handle(record))
+        if handled and record.levelno >= logging.WARNING:
+            self.flush()
+        return handled
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        if self._waiting.qsize() >= _MOST_WAITING:
+            self._dropped += 1
+            return
+        self._waiting.put(line)
+        self._begin()
+
+    def flush(self) -> None:
+        """Wait until all lines so far are written, a second at most."""
+        writer = self._writer
+        if writer is not None and writer.is_alive() and writer is not threading.current_thread():
+            written = threading.Event()
+            self._waiting.put(written)
+            written.wait(_FLUSH_S)
+
+    def close(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            self._waiting.put(None)
+            writer.join(_FLUSH_S)
+        super().close()
+
+    def _begin(self) -> None:
+        if self._writer is None or not self._writer.is_alive():  # a fork has none
+            self._writer = threading.Thread(target=self._write, name=f"log {self._path.name}", daemon=True)
+            self._writer.start()
+
+    def _write(self) -> None:
+        while True:
+            try:
+                line = self._waiting.get(timeout=_LOOK_S if self._takes_output else None)
+            except queue.Empty:
+                line = ""
+            if line is None:
+                break
+            if isinstance(line, threading.Event):
+                line.set()
+                continue
+            with contextlib.suppress(OSError):
+                self._put(line)
+        if self._file is not None and not self._takes_output:
+            os.close(self._file)
+            self._file = None
+
+    def _put(self, line: str) -> None:
+        if self._file is None or os.fstat(self._file).st_size >= self._most_bytes:
+            self._open()
+        assert self._file is not None, "it was opened"
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            line = f"({dropped} lines are missing here: they came faster than the disk took them)\n{line}"
+        if line:
+            write_all(self._file, f"{line}\n".encode(errors="replace"))
+
+    def _open(self) -> None:
+        """Open the file, after it was put aside where it is too long."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_size >= self._most_bytes:
+                self._path.replace(f"{self._path}.1")
+        before, self._file = self._file, os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        if before is not None:
+            os.close(before)
+        if self._takes_output:
+            os.dup2(self._file, 1)
+            os.dup2(self._file, 2)
+
+
+def own_log(folder: str | Path | None, name: str) -> None:
+    """Have this process log to ``<folder>/<name>.log``, its output included; nothing for a folder of None.
+
+    Where the folder cannot be written (a node without the shared file system) the process keeps the output it has, and
+    logs there.
+    """
+    if folder is None:
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    handler: logging.Handler
+    try:
+        handler = LogFile(Path(folder) / f"{name}.log", takes_output=True)
+    except OSError:
+        handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(FORMAT))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    # A native crash (a NCCL abort, an out-of-memory kill's SIGTERM) leaves its stack in the log instead of nothing.
+    faulthandler.enable(file=sys.stderr)
+    story.info("%s: pid %d on %s", name, os.getpid(), platform.node())
+
+
+def flush_logs() -> None:
+    """Have all lines so far written, where the disk takes them within a second."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+
+
+def log_failure(what: str, error: BaseException) -> None:
+    """Write to the log that something failed, once, with a traceback unless the error was foreseen and says it all. Of
+    what the user's code raised, that is the traceback from there on; the error carries it on from here.
+
+    Args:
+        what: what failed, as in ``generate``.
+        error: why.
+    """
+    if getattr(error, _LOGGED_BY, None) == os.getpid():
+        return
+    with contextlib.suppress(Exception):  # a class of somebody's may refuse attributes
+        setattr(error, _LOGGED_BY, os.getpid())
+    found, foreseen = keep_origin(error), isinstance(error, TrinityError)
+    text = str(error) if foreseen else described(error)
+    if found is not None:
+        story.error("%s failed: %s\n%s", what, text, found.traceback)
+    elif foreseen and error.__cause__ is None:
+        story.error("%s failed: %s", what, text)
+    else:
+        story.error("%s failed: %s", what, text, exc_info=error)

@@ -1,0 +1,110 @@
+"""Where in code of the user's own an error comes from. What calls that code, as the engines do, is left out.
+
+A traceback does not travel between processes. `keep_origin` has an error carry what is to be known of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from dataclasses import dataclass
+from types import TracebackType
+
+from trinity_sync.errors import TrinityError
+
+_CALLERS = sys.stdlib_module_names | {
+    "accelerate",
+    "hydra",
+    "mbridge",
+    "megatron",
+    "numpy",
+    "omegaconf",
+    "ray",
+    "tensordict",
+    "torch",
+    "transformers",
+    "trinity_sync",
+    "verl",
+    "vllm",
+}
+"""Packages that call the user's code, or stand between us and it."""
+
+_KEPT = "_trinity_sync_origin"
+_MOST = 20_000
+"""Characters of a traceback; of a longer one the middle is left out."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where in the user's code an error comes from.
+
+    Attributes:
+        place: file and line, as in ``/home/me/my_rewards.py:17``; the innermost of the user's.
+        traceback: as Python prints it, from where the user's code begins.
+    """
+
+    place: str
+    traceback: str
+
+
+def origin(error: BaseException) -> Origin | None:
+    """Return where in the user's code an error, or what it was raised from, comes from; None: from nowhere there."""
+    cause: object = error
+    for _ in range(10):
+        if not isinstance(cause, BaseException):
+            break
+        found = getattr(cause, _KEPT, None)
+        if not isinstance(found, Origin):
+            found = None if isinstance(cause, TrinityError) else _found(cause)
+        if found is not None:
+            return found
+        cause = cause.__cause__ or getattr(cause, "cause", None)  # the second is Ray's, for what an actor raised
+    return None
+
+
+def keep_origin(error: BaseException) -> Origin | None:
+    """Have an error carry its origin to another process; return it."""
+    found = origin(error)
+    if found is not None:
+        with contextlib.suppress(Exception):  # a class of somebody's may refuse attributes
+            setattr(error, _KEPT, found)
+    return found
+
+
+def told(error: BaseException) -> str:
+    """Put an error into words for others than who raised it: its class, what it says, its place in the user's code."""
+    return _worded(error, str(error))
+
+
+def described(error: BaseException) -> str:
+    """Put an error into one line: as `told`, with the first line of what it says."""
+    return _worded(error, str(error).strip().partition("\n")[0])
+
+
+def _worded(error: BaseException, says: str) -> str:
+    found = origin(error)
+    text = f"{type(error).__name__}: {says}" if says else type(error).__name__
+    return text if found is None else f"{text} ({found.place})"
+
+
+def _found(error: BaseException) -> Origin | None:
+    first = place = None
+    step = error.__traceback__
+    while step is not None:
+        if not _calls(step):
+            first, place = first or step, f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+        step = step.tb_next
+    if first is None or place is None:
+        return None
+    text = "".join(traceback.format_exception(type(error), error, first)).rstrip()
+    if len(text) > _MOST:
+        text = f"{text[: _MOST // 2]}\n  ...\n{text[-_MOST // 2 :]}"
+    return Origin(place, text)
+
+
+def _calls(step: TracebackType) -> bool:
+    """Whether a frame is of a package that calls the user's code, and not of that itself."""
+    frame = step.tb_frame
+    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return package in _CALLERS or frame.f_code.co_filename.startswith("<")
