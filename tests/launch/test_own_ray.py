@@ -43,7 +43,8 @@ def a_run(root: Path, *, cpus: int = 4, mark: str = "first", **changes: Any) -> 
 
 
 def raylet(root: Path) -> int:
-    return next(p.pid for p in psutil.Process().children() if p.name() == "raylet" and str(root) in str(p.cmdline()))
+    ours = [p for p in psutil.Process().children() if p.name() == "raylet" and lives(p)]
+    return next(p.pid for p in ours if str(root) in str(p.cmdline()))
 
 
 @ray.remote(num_cpus=1)
@@ -159,6 +160,8 @@ def test_one_whose_raylet_dies_between_two_runs_is_replaced(root: Path) -> None:
         with a_run(root) as first:
             pass
         os.kill(first, signal.SIGKILL)
+        while lives(psutil.Process(first)):
+            time.sleep(0.01)
         with a_run(root) as second:
             assert ray.get(of_a_task.remote(), timeout=100)
     assert first != second
