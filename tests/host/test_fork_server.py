@@ -236,6 +236,7 @@ def test_half_a_request_begins_nothing_and_harms_nobody(tmp_path: Path) -> None:
     server.end()
 
 
+@pytest.mark.all
 @pytest.mark.timeout(300)
 def test_forks_of_what_a_run_imports_draw_ids_and_numbers_of_their_own(tmp_path: Path) -> None:
     server = Server(tmp_path, later=",".join(["torch", *forks.LATER]))
