@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,15 +16,17 @@ from typing import Any
 import psutil
 import pytest
 
-from trinity_sync.launch import forked_worker
+from trinity_sync.host import fork_server
+from trinity_sync.launch import forked_worker, forks
 
 PROGRAM = """
-import json, os, random, sys
+import json, os, random, signal, sys
 import numpy
 print(json.dumps({
     "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgrp(), "cwd": os.getcwd(), "argv": sys.argv[1:],
     "first": "colorsys" in sys.modules, "later": "wave" in sys.modules, "said": os.environ.get("SAID"),
-    "own": os.environ.get("OWN"), "path": sys.path[0], "main": __name__,
+    "own": os.environ.get("OWN"), "path": sys.path, "main": __name__,
+    "oom": open("/proc/self/oom_score_adj").read(), "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
     "random": [random.random(), numpy.random.random()],
     "told": forked if (forked := os.environ.get("TRINITY_SYNC_FORK_SERVER")) else None,
 }), flush=True)
@@ -33,13 +36,19 @@ print(json.dumps({
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
 
 
+def as_ray_does() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    Path("/proc/self/oom_score_adj").write_text("900")
+
+
 class Server:
     """A server in a folder, and what was made there of its answers."""
 
     def __init__(self, folder: Path, later: str = "numpy,wave") -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "trinity_sync.host.fork_server", str(folder / "s"), "colorsys", later]
-        env = {**ENVIRONMENT, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+        path = json.dumps([str(folder), *sys.path])  # where its starter finds modules
+        command = [sys.executable, fork_server.__file__, str(folder / "s"), "colorsys", later, path]
+        env = ENVIRONMENT
         with (folder / "log").open("w") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=env)
         (folder / "program.py").write_text(PROGRAM)
@@ -63,6 +72,7 @@ class Server:
             timeout=60,
             check=True,
             text=True,
+            preexec_fn=as_ray_does,
         )
         return done.stdout
 
@@ -90,9 +100,10 @@ def test_a_process_begins_with_what_the_server_has_imported(server: Server) -> N
         assert process["later"]
         assert process["said"] == "x"
         assert process["main"] == "__main__"
-        assert process["cwd"] == process["path"] == str(server.folder)
+        assert process["cwd"] == process["path"][0] == str(server.folder)
         assert process["group"] == process["pid"]  # Ray ends a worker's group
         assert process["told"] is None
+        assert (process["oom"], process["blocked"]) == ("900\n", [signal.SIGINT])
     for mine, other in zip(first["random"], second["random"], strict=True):
         assert mine != other
 
@@ -113,6 +124,8 @@ def test_who_was_begun_leaves_no_zombie(server: Server) -> None:
         pytest.param([], {forked_worker.SOCKET: "/nowhere"}, id="no server"),
         pytest.param(['--serialized-runtime-env-context={"py_executable": "/other/python"}'], {}, id="another Python"),
         pytest.param(['--serialized-runtime-env-context={"command_prefix": ["nice"]}'], {}, id="a prefix"),
+        pytest.param(['--serialized-runtime-env-context={"container": {"image": "x"}}'], {}, id="more"),
+        pytest.param(['--serialized-runtime-env-context={"env_vars": {"OWN": "${SAID}"}}'], {}, id="a reference"),
     ],
 )
 def test_ray_sets_up_itself_what_cannot_be_a_fork(server: Server, arguments: list[str], asked: Any) -> None:
@@ -151,6 +164,47 @@ def test_a_module_that_cannot_be_imported_leaves_it_to_ray(tmp_path: Path) -> No
     server.end()
 
 
+def test_it_imports_what_its_starter_would_and_its_forks_look_where_a_new_process_does(tmp_path: Path) -> None:
+    (tmp_path / "wave.py").write_text("print('not the usual one')")  # as another checkout than the installed one
+    fresh = tmp_path / "fresh.py"
+    fresh.write_text("import sys; print(sys.path)")
+    server = Server(tmp_path, later="wave")
+    (tmp_path / "program.py").write_text("import sys, wave; print(wave.__file__, sys.path)")
+    said = server.ask()
+    path = subprocess.run(
+        [sys.executable, fresh], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    assert said == f"{tmp_path / 'wave.py'} {path}"  # what an import printed is in no fork's output
+    assert "not the usual one" in server.log
+    server.end()
+
+
+@pytest.mark.parametrize("error", ["OSError", "ValueError"])
+def test_an_import_that_fails_is_not_tried_for_every_process(tmp_path: Path, error: str) -> None:
+    (tmp_path / "broken.py").write_text(f"raise {error}('of broken')")
+    server = Server(tmp_path, later="broken")
+    assert server.ask().startswith("set up by Ray")
+    assert server.process.wait(30) != 0
+    assert "of broken" in server.log
+    server.end()
+
+
+def test_a_request_that_is_not_whole_leaves_no_file_open(tmp_path: Path) -> None:
+    server = Server(tmp_path, later="wave")
+    server.ask()
+    before = psutil.Process(server.process.pid).num_fds()
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "s"))
+            socket.send_fds(client, [b"{"], [0, 1, 2])
+            client.shutdown(socket.SHUT_WR)
+            client.settimeout(30)
+            assert client.recv(10) == b""
+    server.ask()
+    assert psutil.Process(server.process.pid).num_fds() == before
+    server.end()
+
+
 def test_what_it_began_goes_on_when_it_ends(tmp_path: Path) -> None:
     server = Server(tmp_path, later="wave")
     (tmp_path / "program.py").write_text("import sys; print('begun', flush=True); sys.stdin.read(); print('done')")
@@ -179,4 +233,29 @@ def test_half_a_request_begins_nothing_and_harms_nobody(tmp_path: Path) -> None:
             client.settimeout(30)
             assert client.recv(10) == b""
     assert json.loads(server.ask())["parent"] == server.process.pid
+    server.end()
+
+
+@pytest.mark.all
+@pytest.mark.timeout(300)
+def test_forks_of_what_a_run_imports_draw_ids_and_numbers_of_their_own(tmp_path: Path) -> None:
+    server = Server(tmp_path, later=",".join(["torch", *forks.LATER]))
+    (tmp_path / "program.py").write_text(
+        """
+import json, random, threading
+import numpy, ray, torch
+def draw():
+    drawn.extend([ray.WorkerID.from_random().hex(), ray.ObjectRef.from_random().hex()])
+    drawn.extend([random.random(), numpy.random.random(), torch.rand(1).item()])
+drawn = []
+draw()
+beside = threading.Thread(target=draw)
+beside.start()
+beside.join()
+print(json.dumps(drawn))
+"""
+    )
+    mine, others = (json.loads(server.ask()) for _ in range(2))
+    assert len(mine) == 10
+    assert not set(mine) & set(others)
     server.end()

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,8 @@ import ray
 from ray.util.placement_group import placement_group
 
 from tests.launch.test_cluster import lives, marked, settings
-from trinity_sync.launch import own_ray
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.launch import forks, own_ray
 from trinity_sync.launch.cluster import cluster
 from trinity_sync.launch.own_ray import ray_kept
 
@@ -41,7 +43,8 @@ def a_run(root: Path, *, cpus: int = 4, mark: str = "first", **changes: Any) -> 
 
 
 def raylet(root: Path) -> int:
-    return next(p.pid for p in psutil.Process().children() if p.name() == "raylet" and str(root) in str(p.cmdline()))
+    ours = [p for p in psutil.Process().children() if p.name() == "raylet" and lives(p)]
+    return next(p.pid for p in ours if str(root) in str(p.cmdline()))
 
 
 @ray.remote(num_cpus=1)
@@ -67,6 +70,11 @@ def of_a_task() -> int:
     return os.getpid()
 
 
+@ray.remote(num_cpus=0)
+def value_of(name: str) -> str | None:
+    return os.environ.get(name)
+
+
 @pytest.mark.timeout(300)
 def test_one_that_is_kept_holds_nothing_of_the_run_before(root: Path) -> None:
     with ray_kept():
@@ -77,7 +85,7 @@ def test_one_that_is_kept_holds_nothing_of_the_run_before(root: Path) -> None:
             group = placement_group([{"CPU": 1}])
             ray.get(group.ready(), timeout=60)
             os.kill(seen[0]["pid"], signal.SIGSTOP)
-        assert all("trinity_sync.host.fork_server" in one["parent"] and one["torch"] for one in seen)
+        assert all("fork_server.py" in one["parent"] and one["torch"] for one in seen)
         left = [one[what] for one in seen for what in ("pid", "left")] + [idle]
         assert not [pid for pid in left if psutil.pid_exists(pid) and lives(psutil.Process(pid))]
         with a_run(root) as second:
@@ -127,10 +135,92 @@ def test_one_that_cannot_be_cleared_is_not_kept_and_the_run_has_ended_well(
         assert list(root.iterdir()) == []
 
 
+@pytest.mark.all
+@pytest.mark.timeout(300)
+def test_one_of_another_environment_or_folder_is_another_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ray_kept():
+        with a_run(root) as first:
+            pass
+        monkeypatch.setenv("OF_A_REWARD", "1")  # as hydra.job.env_set does
+        with a_run(root) as second:
+            assert ray.get(value_of.remote("OF_A_REWARD"), timeout=100) == "1"
+        monkeypatch.chdir(tmp_path)  # as hydra.job.chdir does
+        with a_run(root) as third:
+            pass
+    assert len({first, second, third}) == 3
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.all
+@pytest.mark.timeout(300)
+def test_one_whose_raylet_dies_between_two_runs_is_replaced(root: Path) -> None:
+    with ray_kept():
+        with a_run(root) as first:
+            pass
+        os.kill(first, signal.SIGKILL)
+        while lives(psutil.Process(first)):
+            time.sleep(0.01)
+        with a_run(root) as second:
+            assert ray.get(of_a_task.remote(), timeout=100)
+    assert first != second
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.all
+@pytest.mark.timeout(300)
+def test_forks_whose_server_has_gone_are_found(root: Path) -> None:
+    with ray_kept():
+        with a_run(root) as first:
+            (server,) = [p for p in psutil.Process().children() if "fork_server.py" in str(p.cmdline())]
+            fork = ray.get(Actor.remote().look.remote(), timeout=100)
+            server.kill()
+            server.wait(30)
+            os.kill(fork["pid"], signal.SIGSTOP)  # it will not end by itself
+        assert not ray.is_initialized()  # without a server it is not kept
+        assert not [pid for pid in (fork["pid"], fork["left"]) if psutil.pid_exists(pid) and lives(psutil.Process(pid))]
+        with a_run(root) as second:
+            pass
+    assert first != second
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.all
+@pytest.mark.timeout(300)
+def test_one_that_is_kept_makes_way_for_a_cluster_that_runs_already(root: Path) -> None:
+    with ray_kept():
+        with a_run(root):
+            pass
+        with pytest.raises(ConfigError, match="nobody answers"), a_run(root, address="127.0.0.1:1"):
+            pass
+        assert not ray.is_initialized()
+        assert list(root.iterdir()) == []
+
+
+def test_sigterm_between_two_runs_interrupts() -> None:
+    with pytest.raises(KeyboardInterrupt), ray_kept():
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_server_that_is_importing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(forks, "FIRST", ("slow",))
+    with forks.fork_server(tmp_path):
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+
+
+def test_a_server_that_cannot_be_started_is_an_error_of_the_run(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="Ray did not start"), forks.fork_server(tmp_path / "gone"):
+        pass
+
+
 @pytest.mark.timeout(300)
 def test_without_the_server_ray_starts_processes_itself(root: Path) -> None:
     with a_run(root):
-        (server,) = [p for p in psutil.Process().children() if "trinity_sync.host.fork_server" in p.cmdline()]
+        (server,) = [p for p in psutil.Process().children() if "fork_server.py" in str(p.cmdline())]
         actor = Actor.remote()
         assert "fork_server" in ray.get(actor.look.remote(), timeout=100)["parent"]
         server.kill()

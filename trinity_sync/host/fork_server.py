@@ -4,10 +4,11 @@ A Python process of a run spends seconds on importing torch, transformers and ve
 begins at once, and shares the memory of what was imported. The server has one thread, and calls nothing of what it
 imports.
 
-``python -m trinity_sync.host.fork_server SOCKET FIRST,... THEN,...`` listens at once, and imports the first modules.
-The others are imported when somebody asks for the first time, in the environment that they say: native libraries keep
-what they find there when they are loaded. Who asks with another one is refused. The server ends when its standard input
-does, that is with whoever started it; what it began goes on.
+``python .../fork_server.py SOCKET FIRST,... THEN,... PATH`` listens at once, and imports the first modules, all of them
+from where its starter has them: PATH is the starter's `sys.path`, as JSON. The others are imported when somebody asks
+for the first time, in the environment that they say: native libraries keep what they find there when they are loaded.
+Who asks with another one is refused. The server ends when its standard input does, that is with whoever started it;
+what it began goes on.
 
 Who asks is `trinity_sync/launch/forked_worker.py`: `ask` here says how.
 """
@@ -29,8 +30,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trinity_sync.host.process import without_collections
-
 _REQUEST_S = 10.0
 """For a request to be whole: whoever asks sends it at once."""
 
@@ -44,6 +43,8 @@ class _Request:
         cwd: where it works.
         base: the environment to import in, the same for all.
         env: variables of this process alone, which come on top.
+        blocked: signals that do not reach it.
+        oom: how willingly the kernel ends it where memory is short, `oom_score_adj`; None: as it does the server.
         files: its standard input, output and error.
     """
 
@@ -51,6 +52,8 @@ class _Request:
     cwd: str
     base: Mapping[str, str]
     env: Mapping[str, str]
+    blocked: Sequence[int]
+    oom: str | None
     files: Sequence[int]
 
     def become(self) -> None:
@@ -64,9 +67,12 @@ class _Request:
         os.environ.update(self.env)
         os.chdir(self.cwd)
         sys.argv = list(self.argv)
-        sys.path[0] = str(Path(self.argv[0]).parent)
-        if (numpy := sys.modules.get("numpy")) is not None:
-            numpy.random.seed()  # each process its own; torch's and Python's see to it themselves
+        sys.path[:] = [*_added_path, str(Path(self.argv[0]).parent), *_own_path]
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+        if self.oom is not None:
+            with contextlib.suppress(OSError):  # a smaller one is not for everybody
+                Path("/proc/self/oom_score_adj").write_text(self.oom)
+        _draw_own_numbers()
 
 
 class ForkServer:
@@ -100,36 +106,35 @@ class ForkServer:
                 return None
             if self._listening in ready:
                 connection, _ = self._listening.accept()
-                with connection, contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                    if (begun := self._begin(connection)) is not None:
-                        return begun
+                with connection:
+                    request = _receive(connection)
+                    if request is not None and self._begins(connection, request):
+                        return request
 
-    def _begin(self, connection: socket.socket) -> _Request | None:
-        """Answer one request, by the pid of a fork or, refused, by 0; what it asks for in the fork."""
-        connection.settimeout(_REQUEST_S)
-        request = _receive(connection)
-        try:
-            if self._base is None:
-                self._import(request.base)
-            if request.base != self._base or threading.active_count() > 1:
-                print(f"refused: {self._refusal(request)}", flush=True)
-                connection.sendall(b"0")
-                return None
-            pid = os.fork()
-            if pid == 0:
-                self._leave()
-                return request
-            connection.sendall(b"%d" % pid)
-            return None
-        finally:
-            if os.getpid() == _server:
-                for file in request.files:
-                    os.close(file)
+    def _begins(self, connection: socket.socket, request: _Request) -> bool:
+        """Answer one request, by the pid of a fork or, refused, by 0; whether this is the fork."""
+        answer = b"0"
+        if self._base is None:
+            self._import(request.base)
+        if request.base != self._base or threading.active_count() > 1:
+            print(f"refused: {self._refusal(request)}", flush=True)
+        elif (pid := _fork()) == 0:
+            self._leave()
+            return True
+        elif pid is not None:
+            answer = b"%d" % pid
+        _close(request.files)
+        with contextlib.suppress(OSError):
+            connection.sendall(answer)
+        return False
 
     def _import(self, base: Mapping[str, str]) -> None:
         os.environ.clear()
         os.environ.update(base)
+        before = list(sys.path)
         _load(self._later)
+        _added_path.extend(place for place in sys.path if place not in before)
+        sys.stdout.flush()  # or each fork says it once more
         self._base = dict(base)
         gc.collect()
         gc.freeze()  # so that a collection in a fork does not copy what it shares
@@ -156,18 +161,51 @@ class ForkServer:
                 pass
 
 
-_server = os.getpid()
+_own_path: Sequence[str] = ()
+"""Where a Python process of this environment looks for modules."""
+_added_path: list[str] = []
+"""What imports have put before it."""
 
 
-def _receive(connection: socket.socket) -> _Request:
-    text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
-    while part := connection.recv(1 << 16):
-        text += part
-    said = json.loads(text)
-    return _Request(argv=said["argv"], cwd=said["cwd"], base=said["base"], env=said["env"], files=files)
+def _receive(connection: socket.socket) -> _Request | None:
+    """What somebody asks for; None: it is not whole."""
+    connection.settimeout(_REQUEST_S)
+    files: Sequence[int] = ()
+    try:
+        text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+        while part := connection.recv(1 << 16):
+            text += part
+        said = json.loads(text)
+        return _Request(**said, files=files)
+    except (OSError, ValueError, TypeError, KeyError):
+        _close(files)
+        return None
+
+
+def _draw_own_numbers() -> None:
+    """Have this fork draw other random numbers than the others do; Python's own generator sees to it itself."""
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.default_generator.seed()
+
+
+def _fork() -> int | None:
+    try:
+        return os.fork()
+    except OSError as error:
+        print(f"refused: {error}", flush=True)
+        return None
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _load(modules: Sequence[str]) -> None:
+    from trinity_sync.host.process import without_collections
+
     with without_collections():
         for module in modules:
             importlib.import_module(module)
@@ -175,7 +213,10 @@ def _load(modules: Sequence[str]) -> None:
 
 def main() -> None:
     """Be the server, and in its forks what was asked for."""
-    path, first, later = sys.argv[1:]
+    global _own_path
+    path, first, later, starters = sys.argv[1:]
+    _own_path = [place for place in sys.path if place != str(Path(__file__).parent)]
+    sys.path[:] = json.loads(starters)
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen(128)

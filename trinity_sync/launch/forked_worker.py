@@ -8,6 +8,7 @@ in time may still begin the worker, so that there must not be a second: Ray take
 
 import json
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -22,11 +23,19 @@ def _variables(arguments: list[str]) -> "dict[str, str] | None":
     """The variables of a worker's own environment; None: there is more to it."""
     context = next((a[len(_CONTEXT) :] for a in arguments if a.startswith(_CONTEXT)), "") or "{}"
     said = json.loads(context)
-    more = said.get("command_prefix") or said.get("override_worker_entrypoint") or said.get("java_jars")
-    if more or said.get("py_executable") not in (None, sys.executable):
+    variables: dict[str, str] = said.pop("env_vars", None) or {}
+    python = said.pop("py_executable", None) or sys.executable
+    if any(said.values()) or python != sys.executable or any("$" in value for value in variables.values()):
         return None
-    variables: dict[str, str] = said.get("env_vars") or {}
     return variables
+
+
+def _oom() -> "str | None":
+    """What Ray has set for its workers; None: this system knows nothing of it."""
+    try:
+        return Path("/proc/self/oom_score_adj").read_text()
+    except OSError:
+        return None
 
 
 def _forked(arguments: list[str]) -> bool:
@@ -36,7 +45,9 @@ def _forked(arguments: list[str]) -> bool:
         return False
     argv = [a for a in arguments if not a.startswith((_CONTEXT, _LANGUAGE))]
     base = {name: value for name, value in os.environ.items() if name not in (SOCKET, SETUP)}
-    request = json.dumps({"argv": argv, "cwd": str(Path.cwd()), "base": base, "env": own})
+    blocked = sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    asked = {"argv": argv, "cwd": str(Path.cwd()), "base": base, "env": own, "blocked": blocked, "oom": _oom()}
+    request = json.dumps(asked)
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.settimeout(_ANSWER_S)

@@ -7,6 +7,7 @@ GPUs they start as Ray has them: what is imported there may have spoken to the G
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,11 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.errors import RunError
 from trinity_sync.launch import forked_worker
 
-_FIRST = ("torch", "torch.distributed.fsdp", "torch.nn.parallel", "transformers", "tensordict", "safetensors.torch")
+FIRST = ("torch", "torch.distributed.fsdp", "torch.nn.parallel", "transformers", "tensordict", "safetensors.torch")
 """Modules that know nothing of Ray, whose library keeps the settings that it finds when it is loaded."""
-_LATER = ("trinity_sync.launch.fork_contents",)
+LATER = ("trinity_sync.launch.fork_contents",)
+_SERVER = Path(__file__).parents[1] / "host" / "fork_server.py"
+_SESSION = "forks.session"
 _END_S = 10.0
 
 
@@ -41,22 +45,35 @@ def fork_server(folder: Path) -> Iterator[Forks]:
 
     Args:
         folder: for its socket and its log; of this user alone.
+
+    Raises:
+        RunError: it cannot be started.
     """
     path = folder / "forks"
-    command = [sys.executable, "-m", "trinity_sync.host.fork_server", str(path)]
-    command += [",".join(_FIRST), ",".join(_LATER)]
-    with (folder / "forks.log").open("wb") as log:
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    # the server imports what this program would import, wherever that lies
+    command = [sys.executable, str(_SERVER), str(path), ",".join(FIRST), ",".join(LATER), json.dumps(sys.path)]
+    try:
+        with (folder / "forks.log").open("wb") as log:
+            server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        (folder / _SESSION).write_text(str(server.pid))
+    except OSError as error:
+        raise RunError(f"Ray did not start: no process in {folder} for its workers to begin from ({error})") from error
     assert server.stdin is not None
     try:
         yield Forks({forked_worker.SOCKET: str(path), forked_worker.SETUP: _setup_worker()}, server.stdin.close)
     finally:
         server.stdin.close()
-        try:
+        server.kill()  # it has nothing to tidy up, and may be importing, or stand still
+        with contextlib.suppress(subprocess.TimeoutExpired):
             server.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+
+
+def forks_session(folder: Path) -> int | None:
+    """The session in which the server in a folder, and all that it has begun, run; None: there is none."""
+    try:
+        return int((folder / _SESSION).read_text())
+    except (OSError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

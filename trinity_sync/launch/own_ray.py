@@ -22,11 +22,12 @@ from typing import Any
 import psutil
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.forks import fork_server, workers_forked
 from trinity_sync.launch.node_watch import starting_raylets_watched
-from trinity_sync.launch.ray_end import kill_all, processes_of, shut_down, wait_for_ends
+from trinity_sync.launch.ray_end import kill_all, lives, processes_of, shut_down, wait_for_ends
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +53,18 @@ class OwnRay:
     folder: Path
     wanted: Mapping[str, object]
     cpus: int
-    base: frozenset[int]
+    base: frozenset[psutil.Process]
     end: Callable[[], None]
 
     def suits(self, wanted: Mapping[str, object], cpus: int) -> bool:
         """Whether a run that wants this, and so many CPUs, can have it."""
-        return self.wanted == wanted and self.cpus >= cpus
+        return self.wanted == wanted and self.cpus >= cpus and self.lives()
+
+    def lives(self) -> bool:
+        """Whether this program is connected to it still, and none of its own processes has gone."""
+        import ray
+
+        return ray.is_initialized() and all(map(lives, self.base))
 
     def clear(self) -> bool:
         """End what a run has left in it; whether nothing is left."""
@@ -67,7 +74,7 @@ class OwnRay:
         from ray._raylet import ActorID, PlacementGroupID
         from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-        job = global_worker.current_job_id
+        job, workers = global_worker.current_job_id, self._workers()  # before an actor's end hides what it had started
         for actor, said in state.actor_table(None, job).items():
             if said["State"] != "DEAD":
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
@@ -75,16 +82,15 @@ class OwnRay:
         for group, said in placement_group_table().items():
             if said["state"] != "REMOVED":
                 remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
-        workers = self._workers()
         kill_all(wait_for_ends(workers, _KILLED_S))
         deadline = time.monotonic() + _END_S
         while left := self._workers():
             if wait_for_ends(left, _END_S) or time.monotonic() > deadline:
                 return False
-        return True
+        return self.lives()
 
     def _workers(self) -> list[psutil.Process]:
-        return [process for process in processes_of(self.folder) if process.pid not in self.base]
+        return [process for process in processes_of(self.folder) if process not in self.base and lives(process)]
 
 
 @contextlib.contextmanager
@@ -101,6 +107,7 @@ def own_ray(
         options: for `ray.init`.
     """
     wanted = {"settings": str(settings), "env": dict(env), "forked": forked}
+    wanted |= {"environment": dict(os.environ), "folder": Path.cwd()}  # which its processes have
     keeper = _keepers[-1] if _keepers else None
     ray = (keeper.take(wanted, cpus) if keeper else None) or _start_own(settings, cpus, wanted, options)
     try:
@@ -115,15 +122,16 @@ def own_ray(
 @contextlib.contextmanager
 def ray_kept() -> Iterator[None]:
     """Within the block, a local Ray goes on after a run that has ended well, for one that follows in this program: the
-    jobs of a sweep.
+    jobs of a sweep. SIGTERM interrupts, as in a run.
     """
     keeper = _Keeper()
-    _keepers.append(keeper)
-    try:
-        yield
-    finally:
-        _keepers.remove(keeper)
-        keeper.end()
+    with interruptible():
+        _keepers.append(keeper)
+        try:
+            yield
+        finally:
+            _keepers.remove(keeper)
+            keeper.end()
 
 
 @dataclass
@@ -185,7 +193,7 @@ def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Map
                 **options,
             )
         stack.callback(shut_down, folder, released)
-        base = frozenset(process.pid for process in processes_of(folder))
+        base = frozenset(processes_of(folder))
         return OwnRay(folder, wanted, cpus, base, stack.pop_all().close)
 
 
@@ -231,9 +239,11 @@ def _lean() -> Iterator[None]:
 
 
 def check_unconnected() -> None:
-    """Raise RunError where this program is connected to Ray."""
+    """Raise RunError where this program is connected to Ray, but for one that is kept, which is ended."""
     import ray
 
+    for keeper in _keepers:
+        keeper.end()
     if ray.is_initialized():
         raise RunError("this program is connected to Ray already, and a run connects itself; call ray.shutdown() first")
 

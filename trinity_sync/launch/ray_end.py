@@ -8,10 +8,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
+
+from trinity_sync.launch.forks import forks_session
 
 _END_S = 10.0
 _SHUTDOWN_S = 30.0
@@ -81,14 +83,14 @@ def give_up(folder: Path | None) -> None:
 def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
     """Wait until processes have ended; those that have not within the limit."""
     deadline = time.monotonic() + limit_s
-    while left := [process for process in processes if _lives(process)]:
+    while left := [process for process in processes if lives(process)]:
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL_S)
     return left
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     """Whether it still runs. In a container nobody may take note of the end of a process whose parent has gone: it
     stays in the list of processes for good.
     """
@@ -99,10 +101,22 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Ray's own processes, which this one started and which name their session's folder, and all of theirs."""
+    """Ray's own processes, which this one started and which name their session's folder, and all of theirs; forks also
+    where their server has gone.
+    """
     found: list[psutil.Process] = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if any(str(folder) in argument for argument in process.cmdline()):
                 found += [process, *process.children(recursive=True)]
+    if (session := forks_session(folder)) is not None:
+        known = {process.pid for process in found}
+        found += [process for process in _in_session(session) if process.pid not in known]
     return found
+
+
+def _in_session(session: int) -> Iterator[psutil.Process]:
+    for pid in psutil.pids():
+        with contextlib.suppress(psutil.Error, OSError):
+            if os.getsid(pid) == session:
+                yield psutil.Process(pid)
