@@ -38,7 +38,7 @@ def root() -> Iterator[Path]:
 def a_run(root: Path, *, cpus: int = 4, mark: str = "first", **changes: Any) -> Iterator[int]:
     """One run's Ray; its raylet."""
     node = settings(temp_dir=str(root), **changes)
-    with cluster(node, namespace="run", cpus=cpus, env={MARK: mark}, forked=True):
+    with cluster(node, namespace="run", cpus=cpus, env={MARK: f"{mark}-{root.name}"}, forked=True):
         yield raylet(root)
 
 
@@ -96,9 +96,9 @@ def test_one_that_is_kept_holds_nothing_of_the_run_before(root: Path) -> None:
             assert ray.get(again.look.remote(), timeout=60)["pid"] not in left
         with a_run(root, mark="other") as third:
             assert third != first
-        processes = marked("other")
+        processes = marked(f"other-{root.name}")
         assert processes
-    assert not [process for process in (*marked("first"), *marked("other")) if lives(process)]
+    assert not [process for process in (*marked(f"first-{root.name}"), *marked(f"other-{root.name}")) if lives(process)]
     assert not ray.is_initialized()
     assert list(root.iterdir()) == []
 
@@ -228,5 +228,5 @@ def test_without_the_server_ray_starts_processes_itself(root: Path) -> None:
         assert ray.get(actor.value.remote(), timeout=30) == 1  # who has begun goes on
         other = ray.get(Actor.remote().look.remote(), timeout=100)
         assert "raylet" in other["parent"]
-    assert not [process for process in marked("first") if lives(process)]
+    assert not [process for process in marked(f"first-{root.name}") if lives(process)]
     assert list(root.iterdir()) == []
