@@ -197,6 +197,7 @@ class Execution:
             await asyncio.to_thread(self._disk.clean, step)
 
     async def _commit(self, commit: Commit) -> None:
+        written_s = max(0.0, self._clock() - commit.opened)
         try:
             commit = await asyncio.to_thread(self._disk.placed, commit)
             manifest = await asyncio.to_thread(self._disk.commit, commit)
@@ -217,7 +218,8 @@ class Execution:
             await self.note(commit.step)
             pruned = await self.prune()
             total_s = max(0.0, self._clock() - commit.opened)
-            self._record(commit, self._disk.describe(manifest, total_s, pruned, beside=commit.beside))
+            times = {"written_s": written_s, "total_s": total_s}
+            self._record(commit, self._disk.describe(manifest, pruned, **times, beside=commit.beside))
             if commit.kind == FULL and self._uploads is not None:
                 self._uploads.add(commit.step)
         finally:

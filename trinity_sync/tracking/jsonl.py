@@ -23,7 +23,7 @@ Record: TypeAlias = Mapping[str, object]
 
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
-    **dict.fromkeys(("commit", "prune", "mirror"), "step"),
+    **dict.fromkeys(("generate", "commit", "prune", "mirror"), "step"),
 }
 
 

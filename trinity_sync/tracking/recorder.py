@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "publish": ("version", "mode", "encoding", "digest", "bytes_full", "bytes_moved", "blocked_s", "total_s"),
     "load": ("version", "explorer", "digest", "total_s", "paused_s"),
+    "generate": ("step", "explorer", "version", "began", "total_s"),
     "skip": ("version", "reason"),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
     "prune": ("step", "reason", "freed_bytes"),
