@@ -148,17 +148,6 @@ def test_it_is_told_when_each_explorer_loaded_and_made_samples(pool: ExplorerPoo
         assert loaded <= one.began <= one.began + one.total_s <= time.time()
 
 
-def test_an_explorer_of_its_own_pace_is_told_when_it_made_samples(pools: Pools) -> None:
-    pool = pools.make(replicas=1, max_restarts=0)
-    before = time.time()
-    produced = pool.produce("explorer-0", [(3, PROMPTS[:1]), (4, PROMPTS[:1])], 1)
-    assert produced.load is not None
-    assert produced.load.began is not None
-    (one,) = pools.generated
-    assert (one.explorer, one.step, one.version) == ("explorer-0", 3, NEWEST.step)
-    assert before <= produced.load.began <= one.began <= one.began + one.total_s <= time.time()
-
-
 def test_an_explorer_without_a_prompt_is_not_asked(pool: ExplorerPool, pools: Pools) -> None:
     pool.load(FIRST, deliver)
     pools.tell_to_die("explorer-1", "generate")
@@ -246,6 +235,7 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
     pool = pools.make(replicas=2, max_restarts=2, free=True)
     pool.join("explorer-1")
     work = [(3, PROMPTS[:2]), (4, PROMPTS[2:3])]
+    before = time.time()
     produced = pool.produce("explorer-1", work, 1)
     assert [(item.step, item.prompt, item.version) for item in produced.batch.sorted()] == [
         (3, 0, NEWEST),
@@ -253,6 +243,10 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
         (4, 2, NEWEST),
     ]
     assert produced.load is not None
+    assert produced.load.began is not None
+    (told,) = pools.generated
+    assert (told.explorer, told.step, told.version) == ("explorer-1", 3, NEWEST.step)
+    assert before <= produced.load.began <= told.began <= told.began + told.total_s <= time.time()
     assert pool.produce("explorer-1", work, 1).load is None
 
     pool.join("explorer-0")

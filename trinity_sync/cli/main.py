@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from trinity_sync import __version__
-from trinity_sync.cli import listing, reproduce, runs
+from trinity_sync.cli import listing, reproduce, runs, trace
 from trinity_sync.errors import TrinityError
 
 _DESCRIPTION = """\
@@ -84,6 +84,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     runs.add_commands(commands)
     listing.add_commands(commands)
     reproduce.add_commands(commands)
+    trace.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # what its commands need is imported only where one is asked for

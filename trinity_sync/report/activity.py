@@ -109,9 +109,7 @@ def loads(events: Iterable[Record]) -> list[Held]:
     return sorted(found, key=lambda held: held.at)
 
 
-def held_by_step(
-    metrics: Sequence[Record], events: Iterable[Record]
-) -> dict[str, list[tuple[float, float | None]]]:
+def held_by_step(metrics: Sequence[Record], events: Iterable[Record]) -> dict[str, list[tuple[float, float | None]]]:
     """Return by explorer which version it held when each step began; None before its first load of an attempt."""
     times: dict[tuple[str, object], list[float]] = defaultdict(list)
     versions: dict[tuple[str, object], list[int]] = defaultdict(list)
@@ -136,7 +134,9 @@ def held_by_step(
 def _step(line: Record) -> Iterator[Span]:
     """A step and its parts, which the trainer did one after another in the order in which they stand."""
     end, about = finite(line.get("time")), f"step {line.get('step')}"
-    timings = {name.removeprefix("timing/"): finite(value) for name, value in line.items() if name.startswith("timing/")}
+    timings = {
+        name.removeprefix("timing/"): finite(value) for name, value in line.items() if name.startswith("timing/")
+    }
     seconds = {name: max(0.0, value) for name, value in timings.items() if name not in _TOTALS and value is not None}
     whole = timings.get("step")
     whole = sum(seconds.values()) if whole is None else whole
@@ -195,7 +195,9 @@ def _commit(event: Record) -> Iterator[Span]:
 
 def _mirror(event: Record) -> Iterator[Span]:
     for begin, took in _times(event):
-        yield Span(MIRROR, "copy", f"step {event.get('step')}", begin, begin + took, (), _facts(event, "state", "bytes"))
+        yield Span(
+            MIRROR, "copy", f"step {event.get('step')}", begin, begin + took, (), _facts(event, "state", "bytes")
+        )
 
 
 def _times(event: Record) -> Iterator[tuple[float, float]]:
