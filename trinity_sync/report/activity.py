@@ -92,10 +92,8 @@ def rows(ordered: Iterable[Span], slack_s: float = 1e-3) -> list[list[Span]]:
 
 def within(span: Span, begin: float, end: float) -> Span:
     """Cut a span and its parts to what lies between two times."""
-    parts = tuple(within(part, begin, end) for part in span.parts)
-    return span._replace(
-        begin=min(max(span.begin, begin), end), end=min(max(span.end, begin), end), parts=parts if parts else ()
-    )
+    parts = tuple(within(part, begin, end) for part in span.parts if part.end > begin and part.begin < end)
+    return span._replace(begin=min(max(span.begin, begin), end), end=min(max(span.end, begin), end), parts=parts)
 
 
 def loads(events: Iterable[Record]) -> list[Held]:

@@ -212,7 +212,7 @@ def _picture(lanes: dict[str, list[Span]], window: Window, started: float) -> _D
 
 def _inside(spans: Sequence[Span], window: Window) -> list[Span]:
     begin, end = window.begin, window.end
-    return [activity.within(span, begin, end) for span in spans if span.end >= begin and span.begin <= end]
+    return [activity.within(span, begin, end) for span in spans if span.end > begin and span.begin < end]
 
 
 def _ends(lanes: dict[str, list[Span]]) -> tuple[float, float]:
@@ -223,7 +223,7 @@ def _ends(lanes: dict[str, list[Span]]) -> tuple[float, float]:
 def _bars_between(lanes: dict[str, list[Span]], begin: float, end: float) -> Iterator[int]:
     for spans in lanes.values():
         for span in spans:
-            if span.end >= begin and span.begin <= end:
+            if span.end > begin and span.begin < end:
                 yield max(len(span.parts), 1)
 
 

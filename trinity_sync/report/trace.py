@@ -130,4 +130,7 @@ def _thread(run: Run, who: str) -> str:
 
 
 def _text(value: object) -> str:
-    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False)
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):  # rare, and slower
+        return json.dumps(plain(value), allow_nan=False)
