@@ -181,12 +181,13 @@ def _publish(event: Record) -> Iterator[Span]:
 def _commit(event: Record) -> Iterator[Span]:
     about, facts = f"step {event.get('step')}", _facts(event, "kind", "blocked_s", "bytes", "digest")
     for begin, took in _times(event):
-        written, parts = finite(event.get("written_s")), ()
+        written = finite(event.get("written_s"))
+        parts: tuple[Span, ...] = ()
         if written is not None:
-            written = begin + min(max(written, 0.0), took)
+            between = begin + min(max(written, 0.0), took)
             parts = (
-                Span(SAVES, "write", about, begin, written),
-                Span(SAVES, "commit", about, written, begin + took),
+                Span(SAVES, "write", about, begin, between),
+                Span(SAVES, "commit", about, between, begin + took),
             )
         yield Span(SAVES, "save", about, begin, begin + took, parts, facts)
 
