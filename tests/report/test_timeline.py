@@ -101,6 +101,10 @@ def test_the_clock_counts_from_the_beginning_of_the_run() -> None:
     assert "1.0 s" not in drawn(found)
 
 
+def test_ticks_are_told_exactly() -> None:
+    assert [mark for mark in ("2.5 s", "5.0 s", "7.5 s", "10.0 s") if f">{mark}<" not in drawn(run(6, slow=6))] == []
+
+
 def test_a_run_that_has_no_step_yet_shows_what_there_is() -> None:
     found = run(0)
     assert timeline(found) is None

@@ -1,5 +1,5 @@
-"""The command `trinity-sync`: run, resume, list, report and the tools for checkpoints. Each command imports what it
-needs.
+"""The command `trinity-sync`: run, resume, list, report, trace and the tools for checkpoints. Each command imports what
+it needs.
 
 `main` is the entry point of the installed script. It returns the exit code and prints an error as one paragraph on
 stderr.

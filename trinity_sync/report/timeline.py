@@ -248,7 +248,7 @@ def _kind(what: str) -> str:
 
 def _clock(seconds: float, step: float) -> str:
     """Format a tick: seconds with as many decimals as the step needs, minutes and hours before them."""
-    digits = 0 if step >= 1 else 1 if step >= 0.1 else 2 if step >= 0.01 else 3
+    digits = next((digits for digits in range(6) if abs(round(step, digits) - step) < 1e-9), 6)
     if abs(seconds) < 60:
         return f"{seconds:.{digits}f} s"
     minutes, rest = divmod(seconds, 60)
