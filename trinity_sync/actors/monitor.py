@@ -29,7 +29,7 @@ class PrunedStep(TypedDict):
 class Committed(TypedDict):
     """A commit.
 
-    `written_s` (until all parts were in) and `total_s` count from when the step was first heard of; `path` is that
+    `written_s` (until all parts were in) and `total_s` count from when the save was first heard of; `path` is that
     of the folder, None without a checkpoint folder; `beside`: these weights lie beside the step's folder, whose place
     was taken; `pruned`: after it.
     """
