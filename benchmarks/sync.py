@@ -42,7 +42,7 @@ from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.launch.cluster import start_ray
+from trinity_sync.launch.own_ray import start_ray
 from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.staged import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook

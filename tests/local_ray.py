@@ -21,7 +21,7 @@ import ray
 from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray.exceptions import RayActorError
 
-from trinity_sync.launch.cluster import start_ray
+from trinity_sync.launch.own_ray import start_ray
 
 _QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 _END_LIMIT = 60.0

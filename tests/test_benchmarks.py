@@ -40,3 +40,9 @@ def test_every_way_of_sync_is_measured(tmp_path: Path) -> None:
 def test_checkpoints_are_measured_beside_others(tmp_path: Path) -> None:
     found = run(tmp_path, "checkpoint.py", "--params", "8e6", "--backends", "fsdp2", "--rounds", "1")
     assert {"lazy/committed_s", "verl/blocked_s", "dcp_process/total_s"} <= found["results"]["fsdp2"].keys()
+
+
+def test_starts_are_measured_with_forks_and_without(tmp_path: Path) -> None:
+    found = run(tmp_path, "start.py", "--rounds", "1")["results"]
+    assert found.keys() == {"forks", "no forks"}
+    assert all(value > 0 for way in found.values() for value in way.values())

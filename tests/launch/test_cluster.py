@@ -27,7 +27,7 @@ from ray.exceptions import AuthenticationError
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import cluster as module
-from trinity_sync.launch import node_watch, ray_end
+from trinity_sync.launch import node_watch, own_ray, ray_end
 from trinity_sync.launch.cluster import Cluster, cluster
 
 MARK = "TRINITY_TEST_MARK"
@@ -192,8 +192,8 @@ def test_a_folder_that_another_run_took_for_a_stale_one_is_made_again(
             shutil.rmtree(made[0])
         return made[-1]
 
-    monkeypatch.setattr(module.tempfile, "mkdtemp", make_and_lose_the_first)
-    with module._own_folder(str(root)) as folder:
+    monkeypatch.setattr(own_ray.tempfile, "mkdtemp", make_and_lose_the_first)
+    with own_ray._own_folder(str(root)) as folder:
         assert str(folder) == made[1]
         assert (folder / "owner.lock").exists()
     assert not folder.exists()
@@ -256,7 +256,7 @@ def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path
 
 
 def test_a_folder_for_ray_is_made_or_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with module._own_folder(str(root / "new" / "one")) as folder:
+    with own_ray._own_folder(str(root / "new" / "one")) as folder:
         assert folder.parent == root / "new" / "one"
     shutil.rmtree(root / "new")
     (root / "file").touch()
@@ -281,7 +281,7 @@ def test_a_program_that_is_connected_already_stays_connected(
     with pytest.raises(RunError, match=refusal), starting:
         pass
     with pytest.raises(RunError, match=refusal):
-        module.start_ray(1.0)
+        own_ray.start_ray(1.0)
     with pytest.raises(RunError, match=refusal):
         module.has_gpus("auto")
 
@@ -310,7 +310,7 @@ import signal
 from types import SimpleNamespace
 import psutil, ray
 from trinity_sync.launch import cluster as module
-from trinity_sync.launch import node_watch, ray_end
+from trinity_sync.launch import node_watch, own_ray, ray_end
 ray_end._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
 settings = SimpleNamespace(
     address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}

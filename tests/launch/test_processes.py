@@ -1,4 +1,6 @@
-"""What each process of a run imports: Python takes seconds for what it does not use, and a start has two cores."""
+"""What each process of a run imports, if it is no fork: Python takes seconds for what it does not use, and a start has
+two cores.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ class Asking(Job):
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     folder: Path = tmp_path_factory.mktemp("run")
-    cfg = compose(["trainer.steps=2", "checkpoint.interval=1", "live=off"])
+    cfg = compose(["trainer.steps=2", "checkpoint.interval=1", "live=off", "cluster.forks=false"])
     check(cfg)
     assert launcher.run(cfg, folder, job=Asking) == 0
     return Asking.loaded

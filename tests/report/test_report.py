@@ -287,7 +287,7 @@ def test_a_sweep_compares_its_runs_by_what_differs(sweep: Path) -> None:
     assert "the same in all: sync=memory" in text
     assert "Runs 3 2 completed" in text
     assert re.search(r"0 trainer\.lr=1e-3 ✓ completed 60/60 ★ 0\.956 0\.919 to 1 48 2 min 30 s", text)
-    assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 \S+ \S+ to \S+ - ★ 30 s", text)
+    assert re.search(r"1 trainer\.lr=3e-3 ✓ completed 12/12 \S+ \S+ to \S+ - ★ 29\.8 s", text)
     assert re.search(r"10 trainer\.lr=9 ○ not started 0/60", text)
     assert "10: There is no run.json" in text
 

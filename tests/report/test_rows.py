@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trinity_sync.report import curves
 from trinity_sync.report.data import Run, Sweep
+from trinity_sync.report.figures import figures
 from trinity_sync.report.rows import compare
 
 CURVES = st.lists(
@@ -117,8 +118,11 @@ def test_a_curve_is_read_off_between_its_points_and_nowhere_else(found: list, pl
 
 
 def trained(seed: int, pace: float, *, attempts: list | None = None) -> Run:
-    steps = [{"step": n, "attempt": 0, "time": 100 + n * pace, "reward/mean": seed + n * 0.1} for n in range(1, 11)]
-    record = {"attempt": 0, "started": 100.0, "ended": 100 + 10 * pace, "attempts": attempts}
+    steps = [
+        {"step": n, "attempt": 0, "time": 100 + n * pace, "timing/step": pace, "reward/mean": seed + n * 0.1}
+        for n in range(1, 11)
+    ]
+    record = {"attempt": 0, "started": 90.0, "ended": 100 + 10 * pace, "attempts": attempts}
     return Run(path=Path(f"/sweep/{seed}"), record=record, metrics=steps)
 
 
@@ -133,11 +137,19 @@ def test_rewards_of_several_seeds_lie_over_each_other_by_step_and_by_wall_time()
     assert by_wall[40.0].low == by_wall[40.0].high  # the quicker one had ended
 
 
-def test_the_time_between_two_attempts_is_no_wall_time() -> None:
+def test_starts_and_the_time_between_two_attempts_are_no_wall_time() -> None:
     run = trained(0, 2.0)
     run.record["attempts"] = [
-        {"attempt": 0, "started": 100.0, "ended": 120.0},
-        {"attempt": 1, "started": 1000.0, "ended": 1010.0},
+        {"attempt": 0, "started": 60.0, "ended": 120.0},
+        {"attempt": 1, "started": 900.0, "ended": 1010.0},
+        {"attempt": 2, "started": 2000.0, "ended": 2001.0},
     ]
-    run.metrics = [*run.metrics, {"step": 11, "attempt": 1, "time": 1004.0, "reward/mean": 1.0}]
-    assert [point.x for point in curves.by_wall([run])][-2:] == [20.0, 24.0]
+    run.metrics = [
+        *run.metrics,
+        {"step": 11, "attempt": 1, "time": 1004.0, "timing/step": 4.0, "reward/mean": 1.0},
+        {"step": 12, "attempt": 1, "time": 1007.0, "timing/step": 3.0, "reward/mean": 1.0},
+    ]
+    assert [point.x for point in curves.by_wall([run])][-3:] == [20.0, 24.0, 27.0]
+    wall = figures(run)["wall_s"]
+    assert wall is not None
+    assert wall.value == 30.0

@@ -87,13 +87,15 @@ def _resume(options: argparse.Namespace) -> int:
             f"such as {folder / '0'}"
         )
     from trinity_sync.cli.sweeps import Job, resume_sweep
+    from trinity_sync.launch.own_ray import ray_kept
 
     def begin(job: Job) -> int:
         settings = job.settings(options.allow_target)
         with settings.only_trusted():
             return start(settings.command_line(job.folder))
 
-    return resume_sweep(folder, begin=begin, go_on=lambda job: resume_run(job, (), options.allow_target, resume))
+    with ray_kept():
+        return resume_sweep(folder, begin=begin, go_on=lambda job: resume_run(job, (), options.allow_target, resume))
 
 
 def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], resume: Resume) -> int:

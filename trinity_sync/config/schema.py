@@ -244,6 +244,7 @@ class ClusterConfig:
     num_cpus: int | None = _number(at_least=1)
     object_store_mb: int = _number(at_least=75)
     temp_dir: str | None = MISSING
+    forks: bool = MISSING
     start_timeout_s: float = _seconds(more_than=0)
 
 

@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from io import TextIOWrapper
 from pathlib import Path
@@ -52,6 +52,7 @@ class _Session:
         command: `sys.argv` as the user gave it.
         codes: run folder to exit code, of the jobs that ran in this process.
         sweep: folder of the sweep, once it is over.
+        open: what is closed when the call returns.
     """
 
     resume: Resume | None = None
@@ -59,6 +60,7 @@ class _Session:
     command: list[str] = field(default_factory=lambda: list(sys.argv))
     codes: dict[Path, int] = field(default_factory=dict)
     sweep: Path | None = None
+    open: ExitStack = field(default_factory=ExitStack)
 
 
 _session = _Session()
@@ -86,7 +88,7 @@ def run_main(
     global _session
     _session = _Session(resume=resume, until=until)
     try:
-        with _command_line(arguments), _hydra_errors_raised():
+        with _session.open, _command_line(arguments), _hydra_errors_raised():
             main()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -187,6 +189,9 @@ class RunHooks(Callback):
             return  # as above; or it can be named only where the job will run
         if problem:
             _refuse(problem)
+        from trinity_sync.launch.own_ray import ray_kept
+
+        _session.open.enter_context(ray_kept())
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Note where the sweep lies."""

@@ -144,7 +144,9 @@ def _run(
     cpus = cfg.backend.ranks + replicas + 1
     try:
         lost = partial(recorder.finish, "failed")
-        with cluster(cfg.cluster, namespace=f"trinity-{run_key}", cpus=cpus, env=env, lost=lost) as ray_cluster:
+        name = f"trinity-{run_key}"
+        forked = cfg.cluster.forks and not use_gpu
+        with cluster(cfg.cluster, namespace=name, cpus=cpus, env=env, forked=forked, lost=lost) as ray_cluster:
             setup = Setup(
                 cfg=cfg,
                 folder=folder,

@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -20,23 +20,28 @@ _NOTICE_S = 30.0
 _POLL_S = 0.02
 
 
-def shut_down(folder: Path | None) -> None:
+def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -> None:
     """End the local Ray whose session is in `folder`, and return when none of its processes is left; or let go of
     somebody else's (None).
 
     `ray.shutdown` ends its own and the actors, but not what an actor had started: that ends when it notices that its
     parent is gone. What stands still of Ray would keep it for ever: of the local one it is killed, and where that is of
     no use, or it is somebody else's, this program ends.
+
+    Args:
+        folder: of the local one.
+        begin: called once it is known which processes are to end.
     """
     import ray
 
-    processes = _processes(folder) if folder is not None else []
+    processes = processes_of(folder) if folder is not None else []
+    begin()
     over, began = threading.Event(), time.monotonic()
 
     def watch() -> None:
         if over.wait(_SHUTDOWN_S):
             return
-        _kill(processes)
+        kill_all(processes)
         if not over.wait(_NOTICE_S if folder is not None else 0.0):
             sys.stderr.write(
                 f"error: Ray did not let this program go within {time.monotonic() - began:.0f} s; it ends\n"
@@ -49,12 +54,13 @@ def shut_down(folder: Path | None) -> None:
         ray.shutdown()
     finally:
         over.set()
-    stubborn = _wait_for_ends(processes, _END_S)
-    _kill(stubborn)
-    _wait_for_ends(stubborn, _END_S)
+    stubborn = wait_for_ends(processes, _END_S)
+    kill_all(stubborn)
+    wait_for_ends(stubborn, _END_S)
 
 
-def _kill(processes: Iterable[psutil.Process]) -> None:
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Kill those that are there."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
@@ -66,13 +72,13 @@ def give_up(folder: Path | None) -> None:
     """
     if folder is None:
         return
-    processes = _processes(folder)
-    _kill(reversed(processes))  # the raylet after those that it started
-    _wait_for_ends(processes, _END_S)
+    processes = processes_of(folder)
+    kill_all(reversed(processes))  # the raylet after those that it started
+    wait_for_ends(processes, _END_S)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
+def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
     """Wait until processes have ended; those that have not within the limit."""
     deadline = time.monotonic() + limit_s
     while left := [process for process in processes if _lives(process)]:
@@ -92,7 +98,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _processes(folder: Path) -> list[psutil.Process]:
+def processes_of(folder: Path) -> list[psutil.Process]:
     """Ray's own processes, which this one started and which name their session's folder, and all of theirs."""
     found: list[psutil.Process] = []
     for process in psutil.Process().children():

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from trinity_sync.report.data import Run, smooth
 from trinity_sync.tracking import units
-from trinity_sync.tracking.summary import spans
+from trinity_sync.tracking.summary import training_spans
 
 _GRID = 300
 _REWARD = "reward/mean"
@@ -31,7 +31,7 @@ def by_step(runs: Sequence[Run]) -> list[Point]:
 
 
 def by_wall(runs: Sequence[Run]) -> list[Point]:
-    """Return the same by the seconds since the run began, without the time between attempts.
+    """Return the same by the seconds since its first step began, without the starts of later attempts.
 
     Several jobs are read off at the same seconds, between whose steps they are interpolated.
     """
@@ -77,7 +77,7 @@ def _grid(curves: Sequence[Curve]) -> list[float]:
 
 def _timed(run: Run) -> list[tuple[float, float]]:
     """The smoothed reward by elapsed seconds, rising; steps whose time is not known are left out."""
-    found = spans(run.record, run.metrics, run.events)
+    found = training_spans(run.record, run.metrics, run.events)
     starts: dict[object, float] = {}
     before = 0.0
     for number, (begin, end) in found.items():

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trinity_sync.report.data import TARGET_REWARD, Run, steps_to
 from trinity_sync.tracking import units
-from trinity_sync.tracking.summary import REWARD_STEPS, quantile
+from trinity_sync.tracking.summary import REWARD_STEPS, quantile, training_spans
 
 Better = Literal["lower", "higher"]
 Statistic = Literal["median", "mean", "single"]
@@ -124,6 +124,11 @@ def _events(event: str, name: str) -> Callable[[Run], Iterable[float | None]]:
     return lambda run: [units.finite(record.get(name)) for record in run.of(event)]
 
 
+def _training_s(run: Run) -> float | None:
+    found = training_spans(run.record, run.metrics, run.events)
+    return sum(end - begin for begin, end in found.values()) if found else None
+
+
 def _last_rewards(run: Run) -> Iterable[float | None]:
     return [value for _, value in run.series("reward/mean") if value is not None][-REWARD_STEPS:]
 
@@ -188,7 +193,7 @@ COLUMNS = (
         statistic="single",
         text=units.number,
     ),
-    _column("wall_s", "Wall", "from start to end", lambda run: [run.summary["wall_s"]], statistic="single"),
+    _column("wall_s", "Wall", "from the first step to the end", lambda run: [_training_s(run)], statistic="single"),
     _column(
         "samples_per_s",
         "Samples/s",

@@ -244,6 +244,25 @@ def spans(
     return found
 
 
+def training_spans(
+    record: RunJson, metrics: Iterable[Record], events: Iterable[Record]
+) -> dict[int | None, tuple[float, float]]:
+    """Find the same from the first step of each attempt on. What a start takes has nothing to do with what a run does:
+    the jobs of a sweep begin in a Ray that is there, but for the first. Attempts without a step are left out.
+    """
+    metrics = list(metrics)
+    first: dict[object, float] = {}
+    for line in metrics:
+        at = units.finite(line.get("time"))
+        if at is not None:
+            begun = at - (units.finite(line.get("timing/step")) or 0.0)
+            first[line.get("attempt")] = min(begun, first.get(line.get("attempt"), begun))
+    found = spans(record, metrics, events)
+    return {
+        number: (min(max(begin, first[number]), end), end) for number, (begin, end) in found.items() if number in first
+    }
+
+
 def write_summary(path: Path, summary: Mapping[str, object]) -> None:
     """Replace summary.json.
 

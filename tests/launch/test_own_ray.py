@@ -1,0 +1,142 @@
+"""A Ray of the program's own: kept for the next run of a sweep, without anything of the one before; and its forks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.util.placement_group import placement_group
+
+from tests.launch.test_cluster import lives, marked, settings
+from trinity_sync.launch import own_ray
+from trinity_sync.launch.cluster import cluster
+from trinity_sync.launch.own_ray import ray_kept
+
+MARK = "TRINITY_TEST_MARK"
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="to-", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def a_run(root: Path, *, cpus: int = 4, mark: str = "first", **changes: Any) -> Iterator[int]:
+    """One run's Ray; its raylet."""
+    node = settings(temp_dir=str(root), **changes)
+    with cluster(node, namespace="run", cpus=cpus, env={MARK: mark}, forked=True):
+        yield raylet(root)
+
+
+def raylet(root: Path) -> int:
+    return next(p.pid for p in psutil.Process().children() if p.name() == "raylet" and str(root) in str(p.cmdline()))
+
+
+@ray.remote(num_cpus=1)
+class Actor:
+    def look(self) -> dict[str, Any]:
+        """A process of its own, which takes no notice of the actor's end."""
+        import sys
+
+        left = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        return {
+            "pid": os.getpid(),
+            "left": left.pid,
+            "parent": " ".join(psutil.Process().parent().cmdline()),
+            "torch": "torch" in sys.modules,
+        }
+
+    def value(self) -> int:
+        return 1
+
+
+@ray.remote(num_cpus=0)
+def of_a_task() -> int:
+    return os.getpid()
+
+
+@pytest.mark.timeout(300)
+def test_one_that_is_kept_holds_nothing_of_the_run_before(root: Path) -> None:
+    with ray_kept():
+        with a_run(root) as first:
+            actors = [Actor.options(name=name, max_restarts=-1, max_task_retries=-1).remote() for name in ("a", "b")]
+            seen = ray.get([actor.look.remote() for actor in actors], timeout=100)
+            idle = ray.get(of_a_task.remote(), timeout=60)
+            group = placement_group([{"CPU": 1}])
+            ray.get(group.ready(), timeout=60)
+            os.kill(seen[0]["pid"], signal.SIGSTOP)
+        assert all("trinity_sync.host.fork_server" in one["parent"] and one["torch"] for one in seen)
+        left = [one[what] for one in seen for what in ("pid", "left")] + [idle]
+        assert not [pid for pid in left if psutil.pid_exists(pid) and lives(psutil.Process(pid))]
+        with a_run(root) as second:
+            assert second == first
+            everything = placement_group([{"CPU": ray.cluster_resources()["CPU"]}])
+            ray.get(everything.ready(), timeout=60)
+            again = Actor.options(name="a", num_cpus=0).remote()
+            assert ray.get(again.look.remote(), timeout=60)["pid"] not in left
+        with a_run(root, mark="other") as third:
+            assert third != first
+        processes = marked("other")
+        assert processes
+    assert not [process for process in (*marked("first"), *marked("other")) if lives(process)]
+    assert not ray.is_initialized()
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.all
+@pytest.mark.timeout(300)
+def test_one_that_a_run_has_failed_in_is_not_kept_nor_one_that_is_too_small(root: Path) -> None:
+    with ray_kept():
+        with pytest.raises(ZeroDivisionError), a_run(root) as first:
+            1 / 0  # noqa: B018
+        assert not ray.is_initialized()
+        with a_run(root) as second:
+            cpus = int(ray.cluster_resources()["CPU"])
+        assert ray.is_initialized()
+        with a_run(root, cpus=cpus + 1) as third:
+            assert ray.cluster_resources()["CPU"] == cpus + 1
+    assert len({first, second, third}) == 3
+    assert list(root.iterdir()) == []
+
+
+@pytest.mark.all
+@pytest.mark.timeout(300)
+def test_one_that_cannot_be_cleared_is_not_kept_and_the_run_has_ended_well(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: own_ray.OwnRay) -> bool:
+        raise RuntimeError("GCS")
+
+    monkeypatch.setattr(own_ray.OwnRay, "clear", fails)
+    with ray_kept():
+        with a_run(root):
+            pass
+        assert not ray.is_initialized()
+        assert list(root.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_without_the_server_ray_starts_processes_itself(root: Path) -> None:
+    with a_run(root):
+        (server,) = [p for p in psutil.Process().children() if "trinity_sync.host.fork_server" in p.cmdline()]
+        actor = Actor.remote()
+        assert "fork_server" in ray.get(actor.look.remote(), timeout=100)["parent"]
+        server.kill()
+        server.wait(30)
+        assert ray.get(actor.value.remote(), timeout=30) == 1  # who has begun goes on
+        other = ray.get(Actor.remote().look.remote(), timeout=100)
+        assert "raylet" in other["parent"]
+    assert not [process for process in marked("first") if lives(process)]
+    assert list(root.iterdir()) == []

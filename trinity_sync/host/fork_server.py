@@ -1,0 +1,190 @@
+"""A process that has imported what others need, and begins them as forks of itself.
+
+A Python process of a run spends seconds on importing torch, transformers and verl; a fork of one that has done so
+begins at once, and shares the memory of what was imported. The server has one thread, and calls nothing of what it
+imports.
+
+``python -m trinity_sync.host.fork_server SOCKET FIRST,... THEN,...`` listens at once, and imports the first modules.
+The others are imported when somebody asks for the first time, in the environment that they say: native libraries keep
+what they find there when they are loaded. Who asks with another one is refused. The server ends when its standard input
+does, that is with whoever started it; what it began goes on.
+
+Who asks is `trinity_sync/launch/forked_worker.py`: `ask` here says how.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trinity_sync.host.process import without_collections
+
+_REQUEST_S = 10.0
+"""For a request to be whole: whoever asks sends it at once."""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What somebody asks for.
+
+    Attributes:
+        argv: of the process: a Python file, and its arguments.
+        cwd: where it works.
+        base: the environment to import in, the same for all.
+        env: variables of this process alone, which come on top.
+        files: its standard input, output and error.
+    """
+
+    argv: Sequence[str]
+    cwd: str
+    base: Mapping[str, str]
+    env: Mapping[str, str]
+    files: Sequence[int]
+
+    def become(self) -> None:
+        """Make this process, a fork, the one that was asked for, up to its first line."""
+        os.setpgid(0, 0)  # Ray ends workers by their group
+        for number, file in enumerate(self.files):
+            os.dup2(file, number)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(self.base)
+        os.environ.update(self.env)
+        os.chdir(self.cwd)
+        sys.argv = list(self.argv)
+        sys.path[0] = str(Path(self.argv[0]).parent)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed()  # each process its own; torch's and Python's see to it themselves
+
+
+class ForkServer:
+    """Serves until its standard input ends.
+
+    Args:
+        listening: the socket at which others ask.
+        later: modules that are imported when somebody asks for the first time.
+    """
+
+    def __init__(self, listening: socket.socket, later: Sequence[str]) -> None:
+        self._listening = listening
+        self._later = later
+        self._base: Mapping[str, str] | None = None
+        self._ended, woken = os.pipe()
+        for end in (self._ended, woken):
+            os.set_blocking(end, False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        self._woken = woken
+
+    def serve(self) -> _Request | None:
+        """Begin what is asked for. Returns in each process that was begun, with what it is to become; in the server at
+        its end, with None.
+        """
+        while True:
+            ready, _, _ = select.select([self._listening, self._ended, sys.stdin], [], [])
+            if self._ended in ready:
+                self._take_note_of_ends()
+            if sys.stdin in ready:
+                return None
+            if self._listening in ready:
+                connection, _ = self._listening.accept()
+                with connection, contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                    if (begun := self._begin(connection)) is not None:
+                        return begun
+
+    def _begin(self, connection: socket.socket) -> _Request | None:
+        """Answer one request, by the pid of a fork or, refused, by 0; what it asks for in the fork."""
+        connection.settimeout(_REQUEST_S)
+        request = _receive(connection)
+        try:
+            if self._base is None:
+                self._import(request.base)
+            if request.base != self._base or threading.active_count() > 1:
+                print(f"refused: {self._refusal(request)}", flush=True)
+                connection.sendall(b"0")
+                return None
+            pid = os.fork()
+            if pid == 0:
+                self._leave()
+                return request
+            connection.sendall(b"%d" % pid)
+            return None
+        finally:
+            if os.getpid() == _server:
+                for file in request.files:
+                    os.close(file)
+
+    def _import(self, base: Mapping[str, str]) -> None:
+        os.environ.clear()
+        os.environ.update(base)
+        _load(self._later)
+        self._base = dict(base)
+        gc.collect()
+        gc.freeze()  # so that a collection in a fork does not copy what it shares
+
+    def _refusal(self, request: _Request) -> str:
+        base, asked = dict(self._base or {}), dict(request.base)
+        differ = sorted(name for name in {*base, *asked} if base.get(name) != asked.get(name))
+        if differ:
+            return f"the environment is another one: {', '.join(differ)}"
+        return f"an import has started threads, which a fork lacks: {threading.enumerate()[1:]}"
+
+    def _leave(self) -> None:
+        """Let go in a fork of what is the server's."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._listening.close()
+        os.close(self._ended)
+        os.close(self._woken)
+
+    def _take_note_of_ends(self) -> None:
+        os.read(self._ended, 4096)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+_server = os.getpid()
+
+
+def _receive(connection: socket.socket) -> _Request:
+    text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+    while part := connection.recv(1 << 16):
+        text += part
+    said = json.loads(text)
+    return _Request(argv=said["argv"], cwd=said["cwd"], base=said["base"], env=said["env"], files=files)
+
+
+def _load(modules: Sequence[str]) -> None:
+    with without_collections():
+        for module in modules:
+            importlib.import_module(module)
+
+
+def main() -> None:
+    """Be the server, and in its forks what was asked for."""
+    path, first, later = sys.argv[1:]
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen(128)
+        _load(first.split(","))
+        begun = ForkServer(listening, later.split(",")).serve()
+    if begun is not None:
+        begun.become()
+        runpy.run_path(begun.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

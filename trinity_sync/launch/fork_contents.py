@@ -1,0 +1,49 @@
+"""What the fork server imports of Ray, verl and this package: imported there alone, when the first worker is asked for.
+
+Ray's library draws its ids from a generator that it seeds when it draws the first one. Forks of a process in which it
+has done so all draw the same ids, so that one worker's tasks and objects are taken for another's. An actor's class
+draws one when it is defined, which is therefore taken from elsewhere here; and it is tried that forks draw different
+ones.
+"""
+
+from __future__ import annotations
+
+import os
+
+import ray.actor
+from ray._raylet import ActorClassID, UniqueID
+
+_BYTES = 28
+"""Of an id."""
+
+
+class _OtherIds:
+    @staticmethod
+    def from_random() -> ActorClassID:
+        return ActorClassID(os.urandom(ActorClassID.size()))
+
+
+def _drawn_by_a_fork() -> bytes:
+    """The first id that a fork of this process draws."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(write, UniqueID.from_random().binary())
+        os._exit(0)
+    os.close(write)
+    drawn = os.read(read, _BYTES)
+    os.close(read)
+    os.waitpid(pid, 0)
+    return drawn
+
+
+ray.actor.ActorClassID = _OtherIds
+try:
+    import trinity_sync.explorer.hf
+    import trinity_sync.sync.synchronizer
+    import trinity_sync.trainer.worker  # noqa: F401
+finally:
+    ray.actor.ActorClassID = ActorClassID
+
+if _drawn_by_a_fork() == _drawn_by_a_fork():
+    raise ImportError("forks of this process would all draw the same ids from Ray: an import has drawn one already")

@@ -1,0 +1,83 @@
+"""Has the workers of a Ray of one's own begin as forks of one process, which imports what they need once for all.
+
+A run has half a dozen processes, and importing torch, transformers and verl takes each of them seconds of a core. On
+GPUs they start as Ray has them: what is imported there may have spoken to the GPU, and a fork cannot then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.launch import forked_worker
+
+_FIRST = ("torch", "torch.distributed.fsdp", "torch.nn.parallel", "transformers", "tensordict", "safetensors.torch")
+"""Modules that know nothing of Ray, whose library keeps the settings that it finds when it is loaded."""
+_LATER = ("trinity_sync.launch.fork_contents",)
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class Forks:
+    """A server that runs.
+
+    Attributes:
+        env: tells Ray's workers where it is: for the environment in which Ray is started.
+        release: tells it that it is not needed any more, and returns at once.
+    """
+
+    env: dict[str, str]
+    release: Callable[[], None]
+
+
+@contextlib.contextmanager
+def fork_server(folder: Path) -> Iterator[Forks]:
+    """A server for the length of the block.
+
+    Args:
+        folder: for its socket and its log; of this user alone.
+    """
+    path = folder / "forks"
+    command = [sys.executable, "-m", "trinity_sync.host.fork_server", str(path)]
+    command += [",".join(_FIRST), ",".join(_LATER)]
+    with (folder / "forks.log").open("wb") as log:
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+    assert server.stdin is not None
+    try:
+        yield Forks({forked_worker.SOCKET: str(path), forked_worker.SETUP: _setup_worker()}, server.stdin.close)
+    finally:
+        server.stdin.close()
+        try:
+            server.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+@contextlib.contextmanager
+def workers_forked() -> Iterator[None]:
+    """Have a Ray that is started in the block begin its workers by `forked_worker`: `ray.init` has no switch for it."""
+    from ray._private.node import Node
+
+    start: Callable[..., Any] = Node.start_raylet
+
+    def start_raylet(self: Node, *args: Any, **kwargs: Any) -> Any:
+        self._ray_params.setup_worker_path = forked_worker.__file__
+        return start(self, *args, **kwargs)
+
+    Node.start_raylet = start_raylet
+    try:
+        yield
+    finally:
+        Node.start_raylet = start
+
+
+def _setup_worker() -> str:
+    import ray
+
+    return str(Path(ray.__file__).parent / "_private" / "workers" / "setup_worker.py")

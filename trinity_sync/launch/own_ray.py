@@ -1,0 +1,316 @@
+"""A Ray of this program's own: started in a folder of its own, and gone without a trace afterwards.
+
+It ends with its run. Within `ray_kept` it goes on after a run that has ended well, for the next job of a sweep: what
+the run has left in it ends, its actors' processes, idle ones too, and what it had reserved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
+from trinity_sync.host.threads import in_background
+from trinity_sync.launch.forks import fork_server, workers_forked
+from trinity_sync.launch.node_watch import starting_raylets_watched
+from trinity_sync.launch.ray_end import kill_all, processes_of, shut_down, wait_for_ends
+
+logger = logging.getLogger(__name__)
+
+_FOLDER_PREFIX = "trinity-ray"
+_LOCK = "owner.lock"
+_KILLED_S = 5.0
+_END_S = 20.0
+_CLEAR_S = 60.0
+
+
+@dataclass(frozen=True)
+class OwnRay:
+    """A Ray that this program has started, and is connected to.
+
+    Attributes:
+        folder: of its session.
+        wanted: what it was started with: one that is wanted otherwise is another one.
+        cpus: that it offers.
+        base: its own processes, without workers.
+        end: ends it.
+    """
+
+    folder: Path
+    wanted: Mapping[str, object]
+    cpus: int
+    base: frozenset[int]
+    end: Callable[[], None]
+
+    def suits(self, wanted: Mapping[str, object], cpus: int) -> bool:
+        """Whether a run that wants this, and so many CPUs, can have it."""
+        return self.wanted == wanted and self.cpus >= cpus
+
+    def clear(self) -> bool:
+        """End what a run has left in it; whether nothing is left."""
+        import ray
+        from ray._private.state import state
+        from ray._private.worker import global_worker
+        from ray._raylet import ActorID, PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
+
+        job = global_worker.current_job_id
+        for actor, said in state.actor_table(None, job).items():
+            if said["State"] != "DEAD":
+                with contextlib.suppress(ray.exceptions.RayError, ValueError):
+                    global_worker.core_worker.kill_actor(ActorID.from_hex(actor), True)
+        for group, said in placement_group_table().items():
+            if said["state"] != "REMOVED":
+                remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
+        workers = self._workers()
+        kill_all(wait_for_ends(workers, _KILLED_S))
+        deadline = time.monotonic() + _END_S
+        while left := self._workers():
+            if wait_for_ends(left, _END_S) or time.monotonic() > deadline:
+                return False
+        return True
+
+    def _workers(self) -> list[psutil.Process]:
+        return [process for process in processes_of(self.folder) if process.pid not in self.base]
+
+
+@contextlib.contextmanager
+def own_ray(
+    settings: Any, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, Any]
+) -> Iterator[Path]:
+    """A Ray for a run, new or kept; the folder of its session. Errors as for `start_ray`.
+
+    Args:
+        settings: the `cluster` node of the config.
+        cpus: logical CPUs that the run's actors reserve.
+        env: environment variables for all actors.
+        forked: workers begin as forks, see `trinity_sync.launch.forks`.
+        options: for `ray.init`.
+    """
+    wanted = {"settings": str(settings), "env": dict(env), "forked": forked}
+    keeper = _keepers[-1] if _keepers else None
+    ray = (keeper.take(wanted, cpus) if keeper else None) or _start_own(settings, cpus, wanted, options)
+    try:
+        yield ray.folder
+        if keeper is not None and _cleared(ray):
+            keeper.ray = ray
+    finally:
+        if keeper is None or keeper.ray is not ray:
+            ray.end()
+
+
+@contextlib.contextmanager
+def ray_kept() -> Iterator[None]:
+    """Within the block, a local Ray goes on after a run that has ended well, for one that follows in this program: the
+    jobs of a sweep.
+    """
+    keeper = _Keeper()
+    _keepers.append(keeper)
+    try:
+        yield
+    finally:
+        _keepers.remove(keeper)
+        keeper.end()
+
+
+@dataclass
+class _Keeper:
+    """Has the Ray that goes on, if there is one."""
+
+    ray: OwnRay | None = field(default=None)
+
+    def take(self, wanted: Mapping[str, object], cpus: int) -> OwnRay | None:
+        """Hand out the one there is. One that does not suit is ended."""
+        if self.ray is not None and not self.ray.suits(wanted, cpus):
+            self.end()
+        taken, self.ray = self.ray, None
+        return taken
+
+    def end(self) -> None:
+        """End it."""
+        kept, self.ray = self.ray, None
+        if kept is not None:
+            kept.end()
+
+
+_keepers: list[_Keeper] = []
+
+
+def _cleared(ray: OwnRay) -> bool:
+    """Whether nothing of a run is left in it. Where Ray does not say so, the run has ended well all the same."""
+    try:
+        return in_background(ray.clear, "clear").result(_CLEAR_S)
+    except Exception as error:
+        logger.info("Ray is not kept: %r", error)
+        return False
+
+
+def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> OwnRay:
+    # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime environment.
+    local = {**wanted["env"], "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    cpus = settings.num_cpus or max(cpus, os.cpu_count() or 1)
+    check_unconnected()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(_own_folder(settings.temp_dir))
+        released: Callable[[], None] = lambda: None  # noqa: E731
+        with contextlib.ExitStack() as starting:
+            starting.enter_context(_environment(local))
+            starting.enter_context(own_sigterm())
+            if wanted["forked"]:
+                forks = stack.enter_context(fork_server(folder))
+                starting.enter_context(workers_forked())
+                starting.enter_context(_environment(forks.env))
+                released = forks.release
+            start_ray(
+                settings.start_timeout_s,
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=settings.object_store_mb * 2**20,
+                _temp_dir=str(folder),
+                # Processes start when an actor needs them: idle ones would only compete with the imports of the others.
+                _system_config={"prestart_worker_first_driver": False},
+                **options,
+            )
+        stack.callback(shut_down, folder, released)
+        base = frozenset(process.pid for process in processes_of(folder))
+        return OwnRay(folder, wanted, cpus, base, stack.pop_all().close)
+
+
+def start_ray(limit_s: float, **options: Any) -> None:
+    """A Ray of one's own through `ray.init`, whatever RAY_ADDRESS says and whoever else's runs on the machine; again
+    where it gave up on a busy machine: it allows its own processes 30 seconds, whoever waits.
+
+    Raises:
+        RunError: it does not start, for another reason or within `limit_s`, or this program has one already.
+    """
+    import ray
+
+    check_unconnected()
+    deadline, folder = time.monotonic() + limit_s, options.get("_temp_dir")
+    while True:
+        try:
+            with _lean(), starting_raylets_watched(folder) if folder else contextlib.nullcontext():
+                ray.init(address="local", **options)
+            return
+        except Exception as error:
+            ray.shutdown()
+            if "timed out" in str(error) and time.monotonic() < deadline:
+                continue
+            raise RunError(f"Ray did not start: {first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _lean() -> Iterator[None]:
+    """Ray's node without its dashboard, autoscaler and log forwarder: a run uses none of them, and each is a Python
+    process that takes seconds of a small machine's start. `ray.init` has no switches for them.
+    """
+    from ray._private.node import Node
+
+    names = ("start_api_server", "start_monitor", "start_log_monitor")
+    before = {name: vars(Node)[name] for name in names if name in vars(Node)}  # another Ray may name them otherwise
+    for name in before:
+        setattr(Node, name, lambda self, *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
+
+
+def check_unconnected() -> None:
+    """Raise RunError where this program is connected to Ray."""
+    import ray
+
+    if ray.is_initialized():
+        raise RunError("this program is connected to Ray already, and a run connects itself; call ray.shutdown() first")
+
+
+@contextlib.contextmanager
+def _own_folder(parent: str | None) -> Iterator[Path]:
+    """A folder for Ray's session, locked while it is used. Nobody but this user may look into it. Folders that a killed
+    run of theirs left behind are removed first.
+    """
+    root, prefix = Path(parent or tempfile.gettempdir()).absolute(), own_name(_FOLDER_PREFIX) + "-"
+    for old in filter(is_own_folder, root.glob(f"{prefix}*")):
+        with contextlib.suppress(OSError):
+            lock = open_lock(old / _LOCK)
+            try:
+                if try_lock(lock):
+                    shutil.rmtree(old, ignore_errors=True)
+            finally:
+                os.close(lock)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        folder, held = _locked_folder(root, prefix)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.temp_dir={root}: no folder can be made there ({error.strerror}); name one that can be written"
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
+
+
+def _locked_folder(root: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder and its lock, which is held. Until it is, another run may take the folder for one left behind."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
+        with contextlib.suppress(FileNotFoundError):
+            lock = open_lock(folder / _LOCK)
+            if try_lock(lock) and (folder / _LOCK).exists():
+                return folder, lock
+            os.close(lock)
+
+
+@contextlib.contextmanager
+def own_sigterm() -> Iterator[None]:
+    """Keep the driver's handler of SIGTERM: `ray.init` replaces it by one that ends the process on the spot. One that
+    comes meanwhile interrupts.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == signal.SIGTERM:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Values for the length of the block; what others set in it meanwhile stays."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, shortened."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
