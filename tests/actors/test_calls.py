@@ -68,6 +68,17 @@ def test_results_come_in_the_order_of_the_calls(member: Any) -> None:
     assert Call(member.answer.remote(None), "a", "answer").result(LIMIT) is None
 
 
+def test_each_answer_is_told_when_it_is_there_while_others_are_awaited(member: Any, hanging: Any) -> None:
+    told: list[str] = []
+
+    def tell(call: Call[Any]) -> None:
+        told.append(call.who)
+        member.release.remote()
+
+    results(named({"hangs": hanging, "a": member.answer.remote("A")}, "answer"), LIMIT, on_answer=tell)
+    assert told == ["a", "hangs"]
+
+
 def test_nobody_to_wait_for_is_no_wait(cluster: None) -> None:
     assert results([], 0.0) == []
     assert ended([]) == []

@@ -13,7 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.report.test_trace import check
 from trinity_sync.checkpoint.export import export_checkpoint
+from trinity_sync.report import activity, trace
+from trinity_sync.report.data import load_run
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,7 +91,27 @@ class Run:
 
         assert sorted(event["step"] for event in self.events("commit") if event["kind"] == "full") == saved
         self.assert_what_is_saved_is_what_was_published(last=saved[-1])
+        self.assert_timed()
         assert not self.events("fault")
+
+    def assert_timed(self) -> None:
+        """All of it happened within the run, by the driver's clock, and for each explorer one thing after the other."""
+        run = load_run(self.folder)
+        lanes = activity.lanes(activity.spans(run.metrics, run.events))
+        explorers = {who: spans for who, spans in lanes.items() if who.startswith("explorer-")}
+        assert set(lanes) - set(explorers) == {"trainer", "node agents", "checkpoints"}
+        assert sorted(explorers) == self.summary["sync"]["explorers"]
+        assert run.start is not None
+        for who, spans in lanes.items():
+            assert run.start < spans[0].begin
+            assert max(span.end for span in spans) < self.record["ended"]
+            assert len(activity.rows(spans)) == 1 or who not in explorers
+        for spans in explorers.values():
+            assert {span.what for span in spans} == {"generate", "load"}
+        assert {span.what for span in lanes["node agents"]} == {"digest", "publish"}
+        assert all(len(span.parts) == 2 for span in lanes["checkpoints"])
+        assert all(self.digests.get(event["version"]) for event in self.events("generate"))
+        check(json.loads("".join(trace.document(run)))["traceEvents"])
 
     def assert_reproduced(self, *arguments: str) -> None:
         """Have `trinity-sync reproduce` repeat the run, and find the same."""

@@ -54,6 +54,7 @@ def test_a_free_run_trains_within_the_bound_and_never_on_a_wrong_label(folder: P
     assert_sound(run, 12)
     assert run.digests[0] == initial_digest(run.folder)
     run.assert_what_is_saved_is_what_was_published(last=12)
+    run.assert_timed()
     assert {load["explorer"] for load in run.events("load")} <= {"explorer-0", "explorer-1"}
     assert sorted(run.manifests) == [10, 12]
     assert not run.events("fault")

@@ -6,6 +6,7 @@ whole in tests/e2e. Deaths are real.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests import local_ray
 from tests.explorer.stand_in import NEWEST, StandIn
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import MemberDied, results
-from trinity_sync.actors.explorer import ExplorerClient
+from trinity_sync.actors.explorer import ExplorerClient, Generated
 from trinity_sync.errors import RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer
@@ -66,6 +67,7 @@ class Pools:
         self._synchronizer = synchronizer
         self._folder = folder
         self.faults: list[tuple[str, str]] = []
+        self.generated: list[Generated] = []
         self.made: list[ExplorerPool] = []
 
     def make(self, *, replicas: int, max_restarts: int, free: bool = False) -> ExplorerPool:
@@ -82,6 +84,7 @@ class Pools:
             start_timeout_s=LIMIT,
             timeout_s=LIMIT,
             on_fault=lambda where, error: self.faults.append((where, error)),
+            on_generated=self.generated.append,
         )
         self.made.append(pool)
         pool.start()
@@ -107,6 +110,7 @@ def all_pools(synchronizer: Synchronizer, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture
 def pools(all_pools: Pools) -> Pools:
     all_pools.faults.clear()
+    all_pools.generated.clear()
     return all_pools
 
 
@@ -128,6 +132,20 @@ def test_all_prompts_are_answered_once_by_the_version_that_was_loaded_and_in_ord
             (7, prompt, number) for prompt in range(5) for number in range(2)
         ]
         assert {item.version for item in batch} == {version}
+
+
+def test_it_is_told_when_each_explorer_loaded_and_made_samples(pool: ExplorerPool, pools: Pools) -> None:
+    before = time.time()
+    reports = pool.load(SECOND, deliver)
+    loaded = time.time()
+    pool.generate(7, PROMPTS, 2, deliver)
+    assert all(report.began is not None and before <= report.began <= loaded for report in reports)
+    assert sorted((one.explorer, one.step, one.version) for one in pools.generated) == [
+        ("explorer-0", 7, SECOND.step),
+        ("explorer-1", 7, SECOND.step),
+    ]
+    for one in pools.generated:
+        assert loaded <= one.began <= one.began + one.total_s <= time.time()
 
 
 def test_an_explorer_without_a_prompt_is_not_asked(pool: ExplorerPool, pools: Pools) -> None:
@@ -217,6 +235,7 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
     pool = pools.make(replicas=2, max_restarts=2, free=True)
     pool.join("explorer-1")
     work = [(3, PROMPTS[:2]), (4, PROMPTS[2:3])]
+    before = time.time()
     produced = pool.produce("explorer-1", work, 1)
     assert [(item.step, item.prompt, item.version) for item in produced.batch.sorted()] == [
         (3, 0, NEWEST),
@@ -224,6 +243,10 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
         (4, 2, NEWEST),
     ]
     assert produced.load is not None
+    assert produced.load.began is not None
+    (told,) = pools.generated
+    assert (told.explorer, told.step, told.version) == ("explorer-1", 3, NEWEST.step)
+    assert before <= produced.load.began <= told.began <= told.began + told.total_s <= time.time()
     assert pool.produce("explorer-1", work, 1).load is None
 
     pool.join("explorer-0")

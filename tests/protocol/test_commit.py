@@ -210,12 +210,16 @@ def test_weights_that_stand_alone_take_the_whole_staging_folder() -> None:
 
 
 def test_a_committed_state_dict_is_upgraded_to_full() -> None:
-    book = make_book()
+    clock = Clock()
+    book = make_book(clock=clock)
     book.begin(2, STATE_DICT, ["w"])
-    commit_all(book, book.finished(2, part="w", files=[("w", 1, "x")]))
+    weights = commit_all(book, book.finished(2, part="w", files=[("w", 1, "x")]))
+    clock.now += 3.0
     book.begin(2, FULL, ["optim"])
+    clock.now += 4.0
     (commit,) = only(book.finished(2, part="optim", files=[("o", 1, "y")]), Commit)
     assert (commit.kind, commit.files) == (FULL, (("o", 1, "y"), ("w", 1, "x")))
+    assert (only(weights, Commit)[0].opened, commit.opened) == (1000.0, 1003.0), "each save takes its own time"
 
 
 @pytest.mark.parametrize("restarted", [False, True])

@@ -16,6 +16,7 @@ from trinity_sync.report.figures import COLUMNS
 from trinity_sync.report.run_charts import step_parts
 
 VOID = {"meta"}
+NO_TEXT = {"style", "script"}
 
 
 class Page(HTMLParser):
@@ -48,7 +49,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] not in ("style",):
+        if self.open and self.open[-1] not in NO_TEXT:
             self.words.append(data)
 
 
@@ -85,9 +86,9 @@ def sweep(tmp_path: Path) -> Path:
 
 def test_the_page_needs_nothing_from_elsewhere(finished: Path) -> None:
     page = Page(write_report(finished))
-    assert not {"script", "link", "img", "iframe"} & set(page.elements)
+    assert not {"link", "img", "iframe"} & set(page.elements)
     assert page.addresses == []
-    assert "http" not in (finished / "report.html").read_text()
+    assert (finished / "report.html").read_text().replace("http://www.w3.org/2000/svg", "").count("http") == 0
     assert "url(" not in (finished / "report.html").read_text()
 
 
@@ -123,9 +124,11 @@ def test_every_chart_is_drawn(finished: Path) -> None:
     labels = re.findall(r'role="img" aria-label="([^"]*)"', write_report(finished).read_text())
     assert labels == [
         "Mean reward by step",
+        "Who did what when: The last 12 of 60 steps",
         "Loss by step",
         "Seconds of each part of a step",
         "Mean staleness of the samples by step",
+        "Version held by each explorer by step",
         "Seconds of each publish and load by version",
         "Bytes of each version",
         "Seconds of each checkpoint by step",
@@ -134,7 +137,8 @@ def test_every_chart_is_drawn(finished: Path) -> None:
 
 def test_the_texts_of_a_run_are_never_markup(troubled: Path) -> None:
     page = Page(write_report(troubled))
-    assert not {"script", "memory"} & set(page.elements)
+    assert page.elements.count("script") == 1
+    assert "memory" not in page.elements
     assert "<script>alert(1)</script>" in page.text
     assert "rank 1 & its <memory>" in page.text
     assert "<b>x</b>" in page.text

@@ -111,10 +111,13 @@ def steps(
     for step in range(first, last + 1):
         clock.pass_(2.5 * pace)
         recorder.event("publish", **slower(publish(step), pace))
+        began = clock.now - metrics(step)["timing/step"]
         for index in range(explorers):
-            recorder.event("load", **slower(load(step, f"explorer-{index}"), pace))
+            name, total_s = f"explorer-{index}", pace * (1 - 0.2 * index)
+            recorder.event("generate", step=step, explorer=name, version=step - 1, began=began, total_s=total_s)
+            recorder.event("load", **slower(load(step, name), pace))
         if step % 10 == 0:
-            recorder.event("commit", **slower(commit(step), pace))
+            recorder.event("commit", **slower(commit(step), pace), written_s=1.5 * pace, began=clock.now)
             (recorder.folder.checkpoints / f"global_step_{step}").mkdir(parents=True, exist_ok=True)
             if step > 20:
                 (recorder.folder.checkpoints / f"global_step_{step - 20}").rmdir()

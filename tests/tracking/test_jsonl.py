@@ -97,6 +97,16 @@ def test_damage_before_the_last_line_is_an_error_that_names_the_line(tmp_path: P
         jsonl.read(path)
 
 
+@pytest.mark.parametrize(
+    "lines", ['{"a": [{"b": 1}\n{"c": 2}]}', '{"a": 1}, {"b": 2}\n{"c": 3}', '{"a": [{}\n{}]}\n{"b": 1}, {"c": 2}']
+)
+def test_damaged_lines_that_would_be_whole_together_are_damaged(tmp_path: Path, lines: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(f'{lines}\n{{"step": 1}}\n')
+    with pytest.raises(RunError, match=r"a\.jsonl, line 1"):
+        jsonl.read(path)
+
+
 def test_a_log_that_does_not_exist_is_empty(tmp_path: Path) -> None:
     assert jsonl.read(tmp_path / "none.jsonl") == []
 
@@ -175,6 +185,8 @@ EVENTS = [
     {"event": "commit", "step": 10},
     {"event": "prune", "step": 4},
     {"event": "prune", "step": 8},
+    {"event": "generate", "step": 5},
+    {"event": "generate", "step": 6},
     {"event": "fault", "where": "x", "error": "y", "step": 9},
 ]
 
@@ -183,7 +195,7 @@ def test_a_resume_cuts_the_events_of_later_versions_and_steps_but_no_fault(tmp_p
     path = tmp_path / "events.jsonl"
     write(path, EVENTS)
     jsonl.cut_after(path, 5, key=jsonl.event_step)
-    assert jsonl.read(path) == [EVENTS[index] for index in (0, 2, 4, 6, 8)]
+    assert jsonl.read(path) == [EVENTS[index] for index in (0, 2, 4, 6, 8, 10)]
 
 
 def test_cutting_leaves_the_kept_lines_as_they_are_and_removes_a_torn_one(tmp_path: Path) -> None:

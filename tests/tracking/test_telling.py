@@ -11,6 +11,11 @@ from trinity_sync.tracking.recorder import EVENT_FIELDS
 from trinity_sync.tracking.telling import told_event, told_step
 
 LINES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "generate",
+        {"step": 4, "explorer": "explorer-1", "version": 3, "began": 1.0, "total_s": 0.5},
+        "explorer-1 generated for step 4 with version 3 in 500 ms",
+    ),
     ("phase", {"what": "starting Ray"}, "starting Ray"),
     ("save", {"step": 3}, "checkpoint of step 3 begun"),
     (

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -180,6 +181,7 @@ def step() -> int:
 
 def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, step: int) -> None:
     run.group.may_write.clear()
+    before = time.time()
     run.saves.begin(step, "d1", {"reward/mean": 0.5})
     run.saves.poll()
     assert (run.log.begun, run.log.events) == ([step], [])
@@ -188,7 +190,8 @@ def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, ste
 
     folder = run.root / f"global_step_{step}"
     (event,) = run.log.events
-    assert event.pop("total_s") >= 0
+    assert before <= event.pop("began") <= time.time()
+    assert 0 <= event.pop("written_s") <= event.pop("total_s")
     assert event == {
         **{"event": "commit", "step": step, "kind": FULL, "digest": "d1", "blocked_s": 0.75},
         "bytes": sum(path.stat().st_size for path in folder.iterdir() if path.name != "manifest.json"),

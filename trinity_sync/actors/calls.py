@@ -9,7 +9,7 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import ray
@@ -115,7 +115,13 @@ def ended(calls: Collection[Call[T]], timeout_s: float = 0.0) -> list[Call[T]]:
     return [references[reference] for reference in done]
 
 
-def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None) -> list[T]:
+def results(
+    calls: Sequence[Call[T]],
+    timeout_s: float,
+    what: str | None = None,
+    *,
+    on_answer: Callable[[Call[T]], object] | None = None,
+) -> list[T]:
     """Wait for the answers of calls that run side by side.
 
     The first failure ends the wait, for the others may be waiting for the one that failed. A death, or an error
@@ -126,6 +132,7 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
         calls: the calls, at most one to each member.
         timeout_s: limit for all of them together, seconds.
         what: what they do together, where that is not what each of them does.
+        on_answer: told of each call when it has ended well.
 
     Returns:
         The answers, in the order of the calls.
@@ -146,6 +153,8 @@ def results(calls: Sequence[Call[T]], timeout_s: float, what: str | None = None)
                 late = [by_reference[reference] for reference in pending]
                 raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
             failed = _failure(by_reference[done[0]])
+            if failed is None and on_answer is not None:
+                on_answer(by_reference[done[0]])
         if failed is None:
             # they are there, but Ray may have moved them to its disk
             answers: list[T] = ray.get(

@@ -36,6 +36,7 @@ class LoadReport:
         total_s: seconds from the call to the last check.
         paused_s: seconds in which it held no version and refused to generate.
         peak_rss: peak resident bytes of its process.
+        began: when it was asked, in Unix seconds by the clock of who asked; None where nobody says.
     """
 
     explorer: str
@@ -45,6 +46,26 @@ class LoadReport:
     total_s: float
     paused_s: float
     peak_rss: int
+    began: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """When an explorer made samples, by the clock of who asked.
+
+    Attributes:
+        explorer: the explorer's name.
+        step: the step for whose prompts it was asked; the first of several.
+        version: the step of the version that it held.
+        began: Unix seconds.
+        total_s: seconds until the samples were there.
+    """
+
+    explorer: str
+    step: int
+    version: int
+    began: float
+    total_s: float
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,9 @@ class PrunedStep(TypedDict):
 class Committed(TypedDict):
     """A commit.
 
-    `total_s` is counted from when the step was first heard of; `path` is that of the folder, None without a checkpoint
-    folder; `beside`: these weights lie beside the step's folder, whose place was taken; `pruned`: after it.
+    `written_s` (until all parts were in) and `total_s` count from when the save was first heard of; `path` is that
+    of the folder, None without a checkpoint folder; `beside`: these weights lie beside the step's folder, whose place
+    was taken; `pruned`: after it.
     """
 
     step: int
@@ -38,6 +39,7 @@ class Committed(TypedDict):
     kind: Kind
     digest: str | None
     bytes: int
+    written_s: float
     total_s: float
     path: str | None
     beside: bool

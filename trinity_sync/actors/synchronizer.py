@@ -58,6 +58,11 @@ class Sealed:
         """Seconds in which the trainer stood still for it."""
         return max((info.blocked_s for info in self.parts.values()), default=0.0)
 
+    @property
+    def digest_s(self) -> float:
+        """Seconds that its digests took, of the slowest node."""
+        return max((info.digest_s for info in self.parts.values()), default=0.0)
+
 
 class SynchronizerMemory(TypedDict):
     """Peak resident bytes of the synchronizer's process, its pid, and whether torch was loaded into it."""

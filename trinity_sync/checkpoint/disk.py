@@ -109,7 +109,13 @@ class CheckpointDisk:
         )
 
     def describe(
-        self, manifest: Manifest, total_s: float, pruned: Iterable[Pruned], *, beside: bool = False
+        self,
+        manifest: Manifest,
+        pruned: Iterable[Pruned] = (),
+        *,
+        written_s: float = 0.0,
+        total_s: float = 0.0,
+        beside: bool = False,
     ) -> Committed:
         """Describe a commit as `CheckpointMonitor.wait_committed` returns it."""
         place = self._beside if beside else self.root
@@ -119,6 +125,7 @@ class CheckpointDisk:
             "kind": manifest.kind,
             "digest": manifest.digest,
             "bytes": manifest.bytes,
+            "written_s": written_s,
             "total_s": total_s,
             "path": str(step_dir(place, manifest.step)) if place is not None else None,
             "beside": beside,
@@ -145,7 +152,7 @@ class CheckpointDisk:
             if deleted is None:
                 raise
             return deleted
-        return self.describe(manifest, 0.0, (), beside=beside)
+        return self.describe(manifest, beside=beside)
 
     def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
         """Describe a commit of this attempt that was deleted on purpose since; None: nothing is noted of one.
@@ -157,7 +164,7 @@ class CheckpointDisk:
         if noted is None:
             return None
         manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest)
-        return {**self.describe(manifest, 0.0, ()), "bytes": noted.nbytes}
+        return {**self.describe(manifest), "bytes": noted.nbytes}
 
     def move_tracker(self, kind: Kind, step: int) -> None:
         """Let the tracker name the step.

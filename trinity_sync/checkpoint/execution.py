@@ -201,6 +201,7 @@ class Execution:
             await asyncio.to_thread(self._disk.clean, step)
 
     async def _commit(self, commit: Commit) -> None:
+        written_s = max(0.0, self._clock() - commit.opened)
         try:
             commit = await asyncio.to_thread(self._disk.placed, commit)
             manifest = await asyncio.to_thread(self._disk.commit, commit)
@@ -222,7 +223,8 @@ class Execution:
             await self.note(commit.step)
             pruned = await self.prune()
             total_s = max(0.0, self._clock() - commit.opened)
-            result = self._disk.describe(manifest, total_s, pruned, beside=commit.beside)
+            times = {"written_s": written_s, "total_s": total_s}
+            result = self._disk.describe(manifest, pruned, **times, beside=commit.beside)
             self._record(commit, result)
             if commit.kind == FULL and self._uploads is not None:
                 self._uploads.add(commit.step)

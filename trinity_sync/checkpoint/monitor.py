@@ -248,8 +248,9 @@ class CheckpointMonitor(Writers):
             kind: wait for the commit as this kind; None: as all that was asked for.
 
         Returns:
-            step, kind, attempt, digest, bytes, total_s (since the step was first heard of), path of the folder, beside
-            (these weights lie beside the step's folder, whose place was taken), and pruned:
+            step, kind, attempt, digest, bytes, written_s (until all parts were in) and total_s (both since the save was
+            first heard of), path of the folder, beside (these weights lie beside the step's folder, whose place was
+            taken), and pruned:
             [{step, reason, freed_bytes}], what retention deleted after it.
 
         Raises:

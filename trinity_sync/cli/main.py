@@ -1,4 +1,4 @@
-"""The command `trinity-sync`: run, resume, list, watch, report and the tools for checkpoints. Each command imports what
+"""The command `trinity-sync`: run, resume, list, watch, report, trace and the tools for checkpoints. Each imports what
 it needs.
 
 `main` is the entry point of the installed script. It returns the exit code and prints an error as one paragraph on
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from trinity_sync import __version__
-from trinity_sync.cli import listing, reproduce, runs, watch
+from trinity_sync.cli import listing, reproduce, runs, trace, watch
 from trinity_sync.errors import TrinityError
 
 _DESCRIPTION = """\
@@ -85,6 +85,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     listing.add_commands(commands)
     watch.add_commands(commands)
     reproduce.add_commands(commands)
+    trace.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # what its commands need is imported only where one is asked for

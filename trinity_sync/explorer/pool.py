@@ -7,14 +7,16 @@ loads the same version and generates again gives the same samples.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import ray
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied, results
-from trinity_sync.actors.explorer import ExplorerClient, LoadReport, Produced
+from trinity_sync.actors.explorer import ExplorerClient, Generated, LoadReport, Produced
 from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
@@ -43,6 +45,7 @@ class ExplorerPool:
         start_timeout_s: limit until one is up, seconds.
         timeout_s: limit of a generation, seconds.
         on_fault: told of each death that was made good: (where, error).
+        on_generated: told of each time that an explorer made samples. Any thread.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class ExplorerPool:
         start_timeout_s: float,
         timeout_s: float,
         on_fault: Callable[[str, str], None],
+        on_generated: Callable[[Generated], None],
     ) -> None:
         self._spec = spec
         self._synchronizer = synchronizer
@@ -65,6 +69,7 @@ class ExplorerPool:
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._on_fault = on_fault
+        self._on_generated = on_generated
         self._agents: dict[str, AgentClient] = {}
         self._held: Version | None = None
         self._members: dict[str, Member] = {}
@@ -117,6 +122,7 @@ class ExplorerPool:
     def _load(self, missing: dict[str, ExplorerClient], version: Version, deliver: Deliver) -> list[LoadReport]:
         reports: list[LoadReport] = []
         while missing:
+            began = time.time()
             try:
                 delivery = deliver(missing, version)
             except MemberDied as death:
@@ -125,7 +131,7 @@ class ExplorerPool:
                 self._replace(death)
                 missing = {name: self.clients[name] for name in missing}
                 continue
-            reports += delivery.reports
+            reports += [replace(report, began=began) for report in delivery.reports]
             for lost in delivery.lost.values():
                 self._replace(lost)
             missing = {name: self.clients[name] for name in delivery.lost}
@@ -139,13 +145,14 @@ class ExplorerPool:
         """
         shares = dict(zip(self.clients, assign(len(prompts), len(self.clients)), strict=True))
         while True:
+            began = time.time()
             calls = [
                 client.generate(step, [prompts[i] for i in shares[name]], samples_per_prompt)
                 for name, client in self.clients.items()
                 if len(shares[name])
             ]
             try:
-                batches = results(calls, self._timeout_s)
+                batches = results(calls, self._timeout_s, on_answer=partial(self._told, step, began))
             except MemberDied as death:
                 if death.who not in self.clients:
                     raise
@@ -165,7 +172,16 @@ class ExplorerPool:
             WaitTimeout: it did not answer in time.
             RunError: the samples cannot be made.
         """
-        return self.clients[name].produce(work, samples_per_prompt).result(self._timeout_s)
+        began = time.time()
+        produced = self.clients[name].produce(work, samples_per_prompt).result(self._timeout_s)
+        ended, load, version = time.time(), produced.load, int(produced.batch.version_steps[0])
+        loaded = began + (load.total_s if load is not None else 0.0)
+        self._on_generated(_generated(name, work[0][0], version, loaded, ended))
+        return produced if load is None else replace(produced, load=replace(load, began=began))
+
+    def _told(self, step: int, began: float, call: Call[SampleBatch]) -> None:
+        assert self._held is not None, "explorers load before they generate"
+        self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))
 
     def replace(self, name: str, why: Exception) -> bool:
         """Start an explorer again that is gone, hangs or loads nothing. Any thread; the others go on meanwhile.
@@ -218,3 +234,8 @@ class ExplorerPool:
         story.warning("starting %s again (%d restarts left)", death.who, self._restarts_left)
         self._end_leases(death.who)
         self._start_anew(death.who)
+
+
+def _generated(explorer: str, step: int, version: int, began: float, ended: float) -> Generated:
+    total_s = max(0.0, ended - began)
+    return Generated(explorer=explorer, step=step, version=version, began=began, total_s=total_s)

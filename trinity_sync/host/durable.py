@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,11 +14,11 @@ from trinity_sync.host.listing import walk
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
 
-def replace_file(path: Path, data: bytes | str, *, durable: bool = True) -> None:
-    """Replace a small file: a reader, or a crash at any moment, sees the old bytes or the new ones.
+def replace_file(path: Path, data: bytes | str | Iterable[str], *, durable: bool = True) -> None:
+    """Replace a file: a reader, or a crash at any moment, sees the old bytes or the new ones.
 
     Args:
-        data: the new contents; a text is written in UTF-8.
+        data: the new contents; a text, or pieces of one as they come, is written in UTF-8.
         durable: the new contents are there after a power cut, too.
 
     Raises:
@@ -26,12 +27,15 @@ def replace_file(path: Path, data: bytes | str, *, durable: bool = True) -> None
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # no pid: hosts may share the folder
     try:
         with open(draft, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            if isinstance(data, bytes):
+                file.write(data)
+            else:
+                file.writelines(piece.encode() for piece in ([data] if isinstance(data, str) else data))
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
         draft.replace(path)
-    except OSError:
+    except BaseException:
         draft.unlink(missing_ok=True)
         raise
     if durable:

@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -253,6 +254,7 @@ class Actors:
     def _make_pool(self) -> ExplorerPool:
         from trinity_sync.explorer.pool import ExplorerPool
         from trinity_sync.explorer.spec import explorer_spec
+        from trinity_sync.trainer.steps import record_generated
 
         cfg = self._cfg
         return ExplorerPool(
@@ -264,6 +266,7 @@ class Actors:
             start_timeout_s=cfg.cluster.start_timeout_s,
             timeout_s=cfg.explorer.timeout_s,
             on_fault=self._recorder.fault,
+            on_generated=partial(record_generated, self._recorder),
         )
 
     def _make_model(self) -> None:

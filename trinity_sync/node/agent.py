@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -182,6 +182,7 @@ class NodeAgent:
 
     def _digest(self, slot: int, blocked: dict[str, float]) -> tuple[dict[str, PartInfo], RowDigests | None]:
         assert self._arena is not None
+        started = time.perf_counter()
         parts = {}
         for part, layout in self._layouts.items():
             bucketed = self._config.verify == "bucket"
@@ -195,12 +196,14 @@ class NodeAgent:
                 buckets=buckets,
                 blocked_s=blocked[part],
             )
-        if self._config.verify != "full":
-            return parts, None
-        assert self._rows_plan is not None
-        paths = [info.path for info in parts.values()]
-        segments = [self._maps[slot, part] for part in self._layouts]
-        return parts, self._rows_plan.digest(segments, self._pool, (self._row_processes, paths))
+        rows = None
+        if self._config.verify == "full":
+            assert self._rows_plan is not None
+            paths = [info.path for info in parts.values()]
+            segments = [self._maps[slot, part] for part in self._layouts]
+            rows = self._rows_plan.digest(segments, self._pool, (self._row_processes, paths))
+        digest_s = time.perf_counter() - started
+        return {part: replace(info, digest_s=digest_s) for part, info in parts.items()}, rows
 
     async def _contribute(self, version: Version, rows: RowDigests | None) -> None:
         if self._lead is not None:

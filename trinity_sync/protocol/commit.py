@@ -126,6 +126,8 @@ class CommitBook:
         parts = list(parts)
         if entry.is_committed(kind) and set(parts) <= entry.committed_keys:
             raise RunError(f"step {step} is already committed as {entry.committed}; saving it again would add nothing")
+        if entry.settled:  # its weights are committed, and this is a save of its own
+            entry.opened = entry.touched
         entry.ask(kind, parts, weights_parts, meta or CommitMeta(), durable)
         return self._evaluate(entry)
 

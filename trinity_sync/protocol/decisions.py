@@ -40,7 +40,7 @@ class Commit:
         files: what the parts said they wrote; parts that named no files are not in it.
         digest: the version digest of the weights, where it was reported.
         meta: what `CommitBook.begin` was given.
-        opened: when the step was first heard of, in seconds of the book's clock.
+        opened: when this save of the step was first heard of, in seconds of the book's clock.
         partial: other parts of the step are still being written: only `files` may go into the commit, and the
             staging folder has to stay. Weights that did not name their files are not committed so: which of those that
             are there are theirs, nobody knows.

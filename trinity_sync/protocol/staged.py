@@ -18,6 +18,7 @@ class PartInfo:
         buckets: transfer digests where `sync.verify` is ``bucket``. With ``full`` the digest of the version is what
             tells damage, of whatever a reader then holds; with ``off`` nothing does.
         blocked_s: seconds in which the rank stood still while it copied the part.
+        digest_s: seconds in which the agent digested all parts of its node.
     """
 
     part: str
@@ -27,6 +28,7 @@ class PartInfo:
     layout: str
     buckets: list[bytes] | None
     blocked_s: float = 0.0
+    digest_s: float = 0.0
 
 
 def part_name(rank: int) -> str:

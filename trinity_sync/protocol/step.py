@@ -67,7 +67,8 @@ class Step:
 
     Args:
         step: its number.
-        opened, touched: when it was first and last heard of, in seconds of the book's clock.
+        opened: when its newest save was first heard of, in seconds of the book's clock.
+        touched: when it was last heard of.
         parts: the parts that are expected, are in, and are missing.
         marks: the kinds of commit that were asked for.
         digest: the version digest of its weights.

@@ -1,4 +1,5 @@
-"""The report of a run or of a sweep: one self-contained HTML page, a table for the terminal, and JSON for programs.
+"""The report of a run or of a sweep: one self-contained HTML page, a table for the terminal, JSON for programs, and a
+trace of who did what when.
 
 Called by the recorder at the end of a run, by the sweep callback, and by `trinity-sync report`. It only reads what is
 in the folder, so it works on a run that is still going on, one that died, and one that was copied from elsewhere.
@@ -11,11 +12,12 @@ import os
 import time
 from pathlib import Path
 
-from trinity_sync.report import as_json, run_page, sweep_page, terminal
+from trinity_sync.errors import ConfigError
+from trinity_sync.report import as_json, run_page, sweep_page, terminal, trace
 from trinity_sync.report.data import Run, Sweep, load
 from trinity_sync.tracking.files import plain, write_atomic
 
-__all__ = ["load", "render_json", "render_table", "write_report"]
+__all__ = ["load", "render_json", "render_table", "write_report", "write_trace"]
 
 
 def write_report(folder: str | os.PathLike[str] | Run | Sweep) -> Path:
@@ -61,6 +63,28 @@ def render_json(folder: str | os.PathLike[str] | Run | Sweep) -> str:
         ConfigError: the folder has neither a run nor a sweep.
     """
     return json.dumps(plain(as_json.to_json(_read(folder))), indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def write_trace(run: Run, target: Path | None = None) -> Path:
+    """Write who did what when in a run, for Perfetto and chrome://tracing.
+
+    Args:
+        run: what `load` read.
+        target: the file; `trace.json` in the run's folder by default.
+
+    Returns:
+        The file.
+
+    Raises:
+        ConfigError: there can be no such file.
+        RunError: the disk refuses.
+    """
+    target = target or run.path / "trace.json"
+    if target.is_dir() or not target.parent.is_dir():
+        what = "is a folder" if target.is_dir() else f"cannot be written: {target.parent} is no folder"
+        raise ConfigError(f"{target} {what}; name a file in a folder that is there")
+    write_atomic(target, trace.document(run))
+    return target
 
 
 def _read(folder: str | os.PathLike[str] | Run | Sweep) -> Run | Sweep:

@@ -1,7 +1,8 @@
 """Charts as inline SVG: lines over steps, and stacked bars, for the report pages.
 
-Colours come from the page's style, so one chart fits light and dark. Long runs are thinned to what a
-page can show; values are on hover through SVG titles, without scripts. Curves that never move become a line of text.
+Colours come from the page's style, so one chart fits light and dark. Long runs are thinned to what a page can show.
+Values are on hover: through a script of the page, and without it through SVG titles, where they are few. Curves that
+never move become a line of text.
 What is drawn is computed here, and written down by the templates.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Literal
 
@@ -19,7 +21,7 @@ from trinity_sync.report.templating import render
 from trinity_sync.report.thinning import Points, thin
 
 COLOURS = 8
-_MOST_POINTS = 600
+_MOST_POINTS, _MOST_TOGETHER = 600, 12_000
 _MOST_HOVERS = 240
 _WIDTH, _HEIGHT = 560, 250
 _MOST_BARS = 60
@@ -95,8 +97,12 @@ class _Plot:
     y_range: tuple[float, float]
     y_ticks: Sequence[float]
     log: bool = False
-    left: int = 58
     top: int = 12
+
+    @cached_property
+    def left(self) -> int:
+        """Room for the ticks' texts, also in the larger letters of a narrow screen."""
+        return max(58, 12 + 9 * max(len(self.y_format(value)) for value in self.y_ticks))
 
     @property
     def end(self) -> int:
@@ -148,7 +154,8 @@ def line_chart(
         marks: vertical lines by x, with their text.
         empty: said where there is nothing to show.
     """
-    curves = [item for item in (_thinned(item, log) for item in series) if item.pieces]
+    most = min(_MOST_POINTS, max(100, _MOST_TOGETHER // max(len(series), 1)))
+    curves = [item for item in (_thinned(item, log, most) for item in series) if item.pieces]
     if not curves:
         return _said(empty)
     xs = [x for item in curves for x, _ in item.points]
@@ -265,12 +272,12 @@ def _drawable(points: Points, log: bool) -> Points:
     return [(x, y if y is None or not log or y > 0 else None) for x, y in points]
 
 
-def _thinned(series: Series, log: bool) -> Series:
+def _thinned(series: Series, log: bool, most: int) -> Series:
     return replace(
         series,
-        points=thin(_drawable(series.points, log), _MOST_POINTS),
-        low=thin(series.low, _MOST_POINTS),
-        high=thin(series.high, _MOST_POINTS),
+        points=thin(_drawable(series.points, log), most),
+        low=thin(series.low, most),
+        high=thin(series.high, most),
     )
 
 

@@ -66,6 +66,12 @@ class Run:
         steps = self.setting("trainer", "steps")
         return steps if isinstance(steps, int) else None
 
+    @property
+    def start(self) -> float | None:
+        """When its first attempt began, in Unix seconds."""
+        starts = [finite(item.get("started")) for item in self.record.get("attempts") or [self.record]]
+        return min((at for at in starts if at is not None), default=None)
+
     def setting(self, *keys: str) -> object:
         """Look up a value of the config, None if it is not there."""
         value: object = self.config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from markupsafe import Markup
 
-from trinity_sync.report import charts
+from trinity_sync.report import activity, charts
 from trinity_sync.report.charts import Series
 from trinity_sync.report.data import Run, smooth
 from trinity_sync.tracking import units
@@ -75,6 +75,36 @@ def staleness(run: Run) -> Markup:
         y_format=metric_text,
         y_bounds=(0.0, 1.0),
         empty="No step has recorded staleness.",
+    )
+
+
+def held(run: Run) -> Markup:
+    """Draw which version each explorer held when a step began; of many explorers the oldest and the newest."""
+    found = activity.held_by_step(run.metrics, run.events)
+    steps = [step for step, _ in next(iter(found.values()), [])]
+    curves = [
+        Series(name=name, points=points, colour=index % charts.COLOURS, style="steps", dash=index % 4)
+        for index, (name, points) in enumerate(found.items())
+    ]
+    if len(curves) > charts.COLOURS:
+        together = zip(steps, *([version for _, version in points] for points in found.values()), strict=True)
+        known = [(step, [version for version in versions if version is not None]) for step, *versions in together]
+        curves = [
+            Series(
+                name=f"the {word} of {len(found)} explorers",
+                points=[(step, pick(versions) if versions else None) for step, versions in known],
+                colour=colour,
+                style="steps",
+            )
+            for colour, (word, pick) in enumerate({"newest": max, "oldest": min}.items())
+        ]
+    trainer = Series(name="the trainer", points=[(step, step - 1) for step in steps], style="faint", colour=6)
+    return charts.line_chart(
+        [trainer, *curves],
+        label="Version held by each explorer by step",
+        y_format=metric_text,
+        marks=_resumes(run),
+        empty="No explorer has loaded a version." if run.metrics else "No step has been done.",
     )
 
 

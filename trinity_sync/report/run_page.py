@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from trinity_sync.report import run_charts, templating
+from trinity_sync.report import run_charts, templating, timeline
 from trinity_sync.report.data import TARGET_REWARD, Run, steps_to
 from trinity_sync.tracking import units
 from trinity_sync.tracking.jsonl import Record
@@ -22,8 +22,7 @@ def render(run: Run, now: float) -> str:
     for event in run.of("load"):
         loads.setdefault(event.get("version"), []).append(event)
     attempts = run.record.get("attempts") or []
-    starts = [units.finite(item.get("started")) for item in attempts or [run.record]]
-    started = min((at for at in starts if at is not None), default=None)
+    started = run.start
 
     def since_start(event: Record) -> float | None:
         at = units.finite(event.get("time"))
@@ -38,6 +37,7 @@ def render(run: Run, now: float) -> str:
         facts=facts(run),
         tiles=_tiles(run),
         charts=run_charts,
+        timeline=timeline.timeline(run),
         wrong=mismatches(run.events),
         kept={event["step"] for event in kept_checkpoints(run.events, run.checkpoints)},
         pruned={event.get("step"): event for event in run.of("prune")},

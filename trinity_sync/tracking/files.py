@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -14,8 +14,9 @@ from trinity_sync.host.durable import replace_file
 JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`: a reader, or a crash at any moment, sees the old bytes or the new ones.
+def write_atomic(path: Path, data: bytes | Iterable[str]) -> None:
+    """Replace `path` by `data`: a reader, or a crash at any moment, sees the old bytes or the new ones. Pieces of text
+    are written as they come.
 
     Raises:
         RunError: the disk refuses (full, read-only, gone); the old file is still there.

@@ -11,7 +11,7 @@ import heapq
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,7 +25,7 @@ Record: TypeAlias = Mapping[str, object]
 
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
-    **dict.fromkeys(("save", "commit", "prune", "mirror"), "step"),
+    **dict.fromkeys(("generate", "save", "commit", "prune", "mirror"), "step"),
 }
 
 
@@ -170,8 +170,8 @@ def _parsed(path: Path, text: bytes, *, at_start: bool = True) -> list[tuple[byt
     pieces = text.split(b"\n")
     # Split leaves an empty piece after a final newline, and a torn line where there is none.
     last = len(pieces) - 1 if pieces[-1] else len(pieces) - 2
-    found = []
-    for index, piece in enumerate(pieces):
+    found = _parsed_at_once(pieces[: max(last, 0)])
+    for index, piece in enumerate(pieces[len(found) :], len(found)):
         if not piece.strip():
             continue
         record = _parse(piece)
@@ -181,6 +181,20 @@ def _parsed(path: Path, text: bytes, *, at_start: bool = True) -> list[tuple[byt
             line = f"line {index + 1}" if at_start else f"line {last - index + 1} from its end"
             raise RunError(f"{path}, {line} is not a JSON object; repair or remove that line")
     return found
+
+
+def _parsed_at_once(pieces: Sequence[bytes]) -> list[tuple[bytes, dict[str, object]]]:
+    """Parse lines together, which takes less than half as long as one by one; nothing where one of them is damaged."""
+    if not all(piece[:1] == b"{" and piece[-1:] == b"}" for piece in pieces):
+        return []
+    try:
+        parsed = json.loads(b"[" + b",0,".join(pieces) + b"]")
+    except ValueError:
+        return []
+    # The zeros are where they were put, so no line began or ended within a value.
+    records, zeros = parsed[::2], parsed[1::2]
+    whole = len(records) == len(pieces) and all(zero == 0 for zero in zeros)
+    return list(zip(pieces, records, strict=True)) if whole else []
 
 
 def _parse(line: bytes) -> dict[str, object] | None:

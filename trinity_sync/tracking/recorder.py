@@ -37,6 +37,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "phase": ("what",),
     "publish": ("version", "mode", "encoding", "digest", "bytes_full", "bytes_moved", "blocked_s", "total_s"),
     "load": ("version", "explorer", "digest", "total_s", "paused_s"),
+    "generate": ("step", "explorer", "version", "began", "total_s"),
     "skip": ("version", "reason"),
     "save": ("step",),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),

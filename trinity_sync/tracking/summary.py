@@ -122,6 +122,7 @@ def summarise(
         checkpoints: the checkpoint folder, see `kept_checkpoints`.
     """
     rewards = _measured(line.get("reward/mean") for line in metrics)
+    events = [event for event in events if event.get("event") != "generate"]  # there are many, and no figure of them
     return {
         "status": status,
         "steps": max(_known(map(jsonl.metrics_step, metrics)), default=0),

@@ -56,6 +56,11 @@ def told_event(event: Mapping[str, object]) -> str:
                 f"{event['explorer']} loaded version {event['version']}: {moved}{_seconds(event['total_s'])}, "
                 f"paused {_seconds(event['paused_s'])}{_digest(event)}"
             )
+        case "generate":
+            text = (
+                f"{event['explorer']} generated for step {event['step']} with version {event['version']} in "
+                f"{_seconds(event['total_s'])}"
+            )
         case "skip":
             text = f"version {event['version']} left out: {event['reason']}"
         case "commit":

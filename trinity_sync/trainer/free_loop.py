@@ -196,9 +196,9 @@ class FreeLoop:
     def _publish(self, version: Version, started: float) -> Staged:
         try:
             sealed = self._steps.wait_sealed(version)
+            staged = Staged(sealed, sealed.blocked_s, started, time.perf_counter() - started)
             self._mode.publish(sealed)
             self._source.published(version.step)
-            staged = Staged(sealed, sealed.blocked_s, started)
             self._steps.record_publish(staged)
         except BaseException as error:
             self._source.fail(error)  # the trainer may be waiting for samples of this very version

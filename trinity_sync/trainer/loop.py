@@ -132,7 +132,8 @@ class TrainingLoop:
         step, restore = self._restored
         version = Version(settings.attempt, step)
         restore(version, self._steps.begin(version))
-        return Staged(self._steps.wait_sealed(version), 0.0, started)
+        sealed = self._steps.wait_sealed(version)
+        return Staged(sealed, 0.0, started, time.perf_counter() - started)
 
     def _publish(self, staged: Staged, timing: Timing) -> None:
         with timing.of("publish"):

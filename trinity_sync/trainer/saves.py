@@ -12,6 +12,7 @@ the next save is tried. Where the newest save of a run has failed, `finish` rais
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,7 @@ class FullSaves:
         self._trainer = trainer
         self._settings = settings
         self._log = log
-        self._pending: dict[Call[Committed], tuple[int, float]] = {}
+        self._pending: dict[Call[Committed], tuple[int, float, float]] = {}
         self._untold: tuple[int, list[FileEntry], str | None] | None = None
         self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
@@ -145,6 +146,7 @@ class FullSaves:
         settings = self._settings
         behind = self._published if not published else None
         parts = [*settings.ranks, *(behind.parts() if behind is not None else ()), "driver"]
+        began = time.time()
         try:
             folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
         except TrinityError as error:
@@ -152,7 +154,7 @@ class FullSaves:
         call = self._monitor.wait_committed(step, settings.attempt, settings.timeout_s, kind="full")
         limit = _WAITS_OF_A_RANK * settings.timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
-        self._pending[call] = (step, max(blocked))
+        self._pending[call] = (step, max(blocked), began)
         state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
         state["next_data_step"] = step + 1
         if data is not None:
@@ -217,7 +219,7 @@ class FullSaves:
             self.poll()
 
     def _collect(self, call: Call[Committed], timeout_s: float = 1.0) -> None:
-        step, blocked = self._pending[call]
+        step, blocked, began = self._pending[call]
         try:
             result = call.result(timeout_s)
         except TrinityError as error:
@@ -226,13 +228,13 @@ class FullSaves:
             return
         del self._pending[call]  # not where the wait was interrupted: `settle` takes that up
         self._succeeded = max(self._succeeded, step)
-        record_commit(self._log, result, self._blocked(step, blocked))
+        record_commit(self._log, result, self._blocked(step, blocked), began)
 
     def _first_failure(self, step: int) -> TrinityError | None:
         """Return what the monitor was told first of a step that has failed: what a rank failed of, because of which the
         folder is gone, says more than that it is gone.
         """
-        for call, (pending, _) in self._pending.items():
+        for call, (pending, *_) in self._pending.items():
             if pending == step:
                 try:
                     call.result(_ASK_S)
@@ -289,8 +291,10 @@ class WeightSaves:
         self._settings = settings
         self._log = log
         self._durable = durable
+        self._began: dict[Version, float] = {}
 
     def begin(self, version: Version, nodes: list[str]) -> Path:
+        self._began = {version: time.time()}
         parts = [*(f"weights-{node}" for node in nodes), _DIGEST]
         return _begin(self._monitor, version, "state_dict", parts, self._settings, {}, durable=self._durable)
 
@@ -303,7 +307,7 @@ class WeightSaves:
         limit = self._settings.timeout_s
         call = self._monitor.wait_committed(version.step, version.attempt, limit, kind="state_dict")
         result = call.result(limit + ANSWER_S)
-        record_commit(self._log, result, 0.0)
+        record_commit(self._log, result, 0.0, self._began.get(version))
         assert result["path"] is not None, "a run has a checkpoint folder"
         return Path(result["path"])
 
@@ -317,9 +321,15 @@ class WeightSaves:
         told.result(self._settings.timeout_s)
 
 
-def record_commit(log: SaveLog, result: Committed, blocked_s: float) -> None:
+def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: float | None) -> None:
     """Write the events of a commit and of what retention removed after it. Weights that lie beside the step's folder
     are no checkpoint of the run.
+
+    Args:
+        log: takes them.
+        result: what the monitor told.
+        blocked_s: seconds in which training stood still.
+        began: when the save began, in Unix seconds.
     """
     if not result["beside"]:
         log.event(
@@ -329,7 +339,9 @@ def record_commit(log: SaveLog, result: Committed, blocked_s: float) -> None:
             digest=result["digest"],
             bytes=result["bytes"],
             blocked_s=blocked_s,
+            written_s=result["written_s"],
             total_s=result["total_s"],
+            began=began,
         )
     for pruned in result["pruned"]:
         log.event("prune", step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"])

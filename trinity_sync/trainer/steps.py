@@ -7,14 +7,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 import numpy as np
 import ray
 
 from trinity_sync.actors.calls import ANSWER_S
-from trinity_sync.actors.explorer import LoadReport
+from trinity_sync.actors.explorer import Generated, LoadReport
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts
@@ -86,11 +86,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Staged:
-    """A version whose bytes are in a slot: how long the trainer stood still for it, and when that began."""
+    """A version whose bytes are in a slot: how long the trainer stood still for it, when that began, and how long after
+    it was sealed.
+    """
 
     sealed: Sealed
     blocked_s: float
     started: float
+    sealed_s: float
 
 
 class Steps:
@@ -185,7 +188,8 @@ class Steps:
         """Do `begin`, `copy` and `wait_sealed`."""
         started = time.perf_counter()
         blocked = self.copy(version, self.begin(version))
-        return Staged(self.wait_sealed(version), blocked, started)
+        sealed = self.wait_sealed(version)
+        return Staged(sealed, blocked, started, time.perf_counter() - started)
 
     def give_up(self, version: Version, error: str) -> None:
         """Say that the version will not be complete: whoever waits for it is told. Any thread."""
@@ -208,6 +212,8 @@ class Steps:
             bytes_full=nbytes,
             bytes_moved=nbytes,
             blocked_s=staged.blocked_s,
+            digest_s=sealed.digest_s,
+            sealed_s=staged.sealed_s,
             total_s=time.perf_counter() - staged.started,
         )
 
@@ -222,7 +228,13 @@ def record_load(log: Log, report: LoadReport) -> None:
         total_s=report.total_s,
         paused_s=report.paused_s,
         bytes=report.bytes_moved,
+        began=report.began,
     )
+
+
+def record_generated(log: Log, generated: Generated) -> None:
+    """Write down that an explorer made samples. Any thread."""
+    log.event("generate", **asdict(generated))
 
 
 def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:

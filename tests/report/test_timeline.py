@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.test_activity import AT, event, step
+from trinity_sync.report.data import Run
+from trinity_sync.report.timeline import timeline
+
+
+def run(steps: int, explorers: int = 1, slow: int | None = None, **record: Any) -> Run:
+    """Steps of a second each, of which the explorers generate for a half; one may take nine more."""
+    metrics, events, at = [], [], 0.0
+    for number in range(1, steps + 1):
+        took = 10.0 if number == slow else 1.0
+        at += took
+        metrics.append(step(number, at, generate=0.5, train=took - 0.5, step=took))
+        for index in range(explorers):
+            fields = {"step": number, "explorer": f"explorer-{index}", "version": number - 1}
+            events.append(event("generate", at, **fields, began=AT + at - took, total_s=0.5))
+            events.append(event("load", at, version=number, explorer=f"explorer-{index}", total_s=0.1, paused_s=0.05))
+    return Run(path=Path("x"), metrics=metrics, events=events, record={"started": AT, **record})
+
+
+def drawn(found: Run) -> str:
+    picture = timeline(found)
+    assert picture is not None
+    return str(picture)
+
+
+def titles(found: Run) -> list[str]:
+    return re.findall(r"<h3>(.*)</h3>", drawn(found))
+
+
+def test_each_lane_has_its_bars_with_their_values() -> None:
+    page = drawn(run(2))
+    for words in (
+        "trainer: wait for samples, step 1: 500 ms",
+        "trainer: train, step 2: 500 ms",
+        "explorer-0: generate, step 2, version 1: 500 ms",
+        "explorer-0: load, version 2: 100 ms",
+        "explorer-0: pause, version 2: 50 ms",
+    ):
+        assert f"<title>{words}</title>" in page
+    assert re.findall(r'class="who">([^<]*)<', page) == ["trainer", "explorer-0"]
+    assert re.findall(r'class="small">([^<]*)<', page) == ["50% busy", "60% busy"]
+    assert "waits for samples</li>" in page
+    assert "commits it</li>" not in page
+
+
+def test_every_bar_lies_within_the_picture_and_its_lane() -> None:
+    page = drawn(run(40, explorers=3, slow=20))
+    pictures = page.split("<svg viewBox=")[1:]
+    sizes = [tuple(map(int, re.findall(r"\d+", picture)[2:4])) for picture in pictures]
+    for (width, height), picture in zip(sizes, pictures, strict=True):
+        bars = re.findall(r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="18"', picture)
+        for x, y, wide in (map(float, bar) for bar in bars):
+            assert 118 <= x <= x + wide <= width
+            assert 22 <= y <= y + 18 <= height - 38
+
+
+def test_a_short_run_is_shown_whole() -> None:
+    assert titles(run(12)) == ["All steps"]
+
+
+def test_of_a_long_run_the_last_steps_are_shown_and_those_around_the_slowest() -> None:
+    assert titles(run(100, slow=50)) == [
+        "The last 12 of 100 steps",
+        "Around step 50, the slowest of the others: 10 s, a median step 1 s",
+    ]
+    page = drawn(run(100, slow=50))
+    assert [number in page for number in ("step 48:", "step 49:", "step 51:", "step 52:", "step 88:", "step 89:")] == [
+        False, True, True, False, False, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("slow", [None, 1, 95])
+def test_a_slow_step_that_is_the_first_or_shown_already_is_not_shown_again(slow: int | None) -> None:
+    assert titles(run(100, slow=slow)) == ["The last 12 of 100 steps"]
+
+
+def test_a_large_run_stays_light_and_says_what_is_left_out() -> None:
+    page = drawn(run(200, explorers=64, slow=50))
+    assert len(page) < 400_000
+    assert page.count('class="who"') == 2 * (1 + 12)
+    assert "52 more explorers are in the trace." in page
+
+
+def test_an_older_run_says_what_it_cannot_show() -> None:
+    older = run(3)
+    older.events = [line for line in older.events if line["event"] != "generate"]
+    assert "This run did not note when explorers generated" in drawn(older)
+
+
+def test_the_clock_counts_from_the_beginning_of_the_run() -> None:
+    found = run(3, started=AT - 3600)
+    assert "1:00:01" in drawn(found)
+    assert "1.0 s" not in drawn(found)
+
+
+def test_ticks_are_told_exactly() -> None:
+    assert [mark for mark in ("2.5 s", "5.0 s", "7.5 s", "10.0 s") if f">{mark}<" not in drawn(run(6, slow=6))] == []
+
+
+def test_a_run_that_has_no_step_yet_shows_what_there_is() -> None:
+    found = run(0)
+    assert timeline(found) is None
+    found.events = [event("load", 1, version=0, explorer="explorer-0", total_s=0.5, paused_s=0.1)]
+    assert titles(found) == ["All of it"]

@@ -1,0 +1,257 @@
+"""The timeline of a run's page: a lane for each who worked, and what they did in a few of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import median
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from trinity_sync.report import activity
+from trinity_sync.report.activity import AGENT, MIRROR, SAVES, TRAINER, Span
+from trinity_sync.report.charts import ticks
+from trinity_sync.report.data import Run
+from trinity_sync.report.templating import render
+from trinity_sync.tracking import units
+
+_MOST_STEPS = 12
+_MOST_BARS = 800
+_MOST_EXPLORERS = 12
+_SLOW = 1.5
+_LANE, _BAR = 26, 18
+_LEFT, _TOP, _WIDTH = 118, 22, 1120
+
+_WORDS = {
+    "train": "trains",
+    "wait for samples": "waits for samples",
+    "stage": "copies the weights",
+    "publish": "makes a version available",
+    "wait for loads": "waits for loads",
+    "save": "begins a checkpoint",
+    "digest": "digests a version",
+    "write": "writes a checkpoint",
+    "commit": "commits it",
+    "copy": "copies to the mirror",
+    "generate": "generates",
+    "load": "loads a version",
+    "pause": "is paused by the load",
+}
+"""What is drawn, and what the legend says of it; the place says the colour, which the page's style has."""
+
+_OTHERS = "does something else"
+
+
+class Bar(NamedTuple):
+    """A bar: its place in pixels, the class that gives its colour, and what it is."""
+
+    x: float
+    y: float
+    width: float
+    kind: str
+    title: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """Some neighbouring steps.
+
+    Attributes:
+        title: which they are.
+        begin, end: Unix seconds.
+    """
+
+    title: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawing:
+    """A window of the lanes, in pixels.
+
+    Attributes:
+        window: what is shown.
+        lanes: the spans of each lane in rows, cut to the window.
+        started: when the run began, from where the axis counts, in Unix seconds.
+    """
+
+    window: Window
+    lanes: dict[str, list[list[Span]]]
+    started: float
+    width: int = _WIDTH
+    left: int = _LEFT
+    top: int = _TOP
+
+    @property
+    def label(self) -> str:
+        return f"Who did what when: {self.window.title}"
+
+    @property
+    def end(self) -> int:
+        return self.width - 14
+
+    @property
+    def floor(self) -> int:
+        return self.top + _LANE * sum(map(len, self.lanes.values()))
+
+    @property
+    def height(self) -> int:
+        return self.floor + 38
+
+    @property
+    def x_ticks(self) -> list[tuple[float, str]]:
+        window = self.window
+        values = ticks(window.begin - self.started, window.end - self.started, 7)[0]
+        inside = [value for value in values if window.begin <= value + self.started <= window.end]
+        return [(self.x(value + self.started), _clock(value, values[1] - values[0])) for value in inside]
+
+    @cached_property
+    def names(self) -> list[tuple[float, str, str]]:
+        """Of each lane its place, its name, and the share of the window in which it did something."""
+        found, row = [], 0
+        for who, spans in self.lanes.items():
+            busy = sum(_worked(span) for one in spans for span in one)
+            share = busy / (self.window.end - self.window.begin)
+            found.append((self.top + row * _LANE + _LANE / 2, who, f"{min(share, 1):.0%} busy"))
+            row += len(spans)
+        return found
+
+    @cached_property
+    def bars(self) -> list[Bar]:
+        flat = (one for spans in self.lanes.values() for one in spans)
+        return [
+            Bar(self.x(span.begin), y, max(self.x(span.end) - self.x(span.begin), 0.8), _kind(span.what), title)
+            for row, spans in enumerate(flat)
+            for y in [self.top + row * _LANE + (_LANE - _BAR) / 2]
+            for span in _drawn(spans)
+            for title in [f"{span.who}: {span.what}, {span.about}: {units.seconds(span.end - span.begin)}"]
+        ]
+
+    @property
+    def steps(self) -> list[tuple[float, str]]:
+        """Where steps begin, as far as there is room to say so."""
+        found: list[tuple[float, str]] = []
+        for span in (span for row in self.lanes.get(TRAINER, []) for span in row if span.what == "step"):
+            x = self.x(span.begin)
+            if not found or x - found[-1][0] > 52:
+                found.append((x, span.about))
+        return found
+
+    def x(self, at: float) -> float:
+        window = self.window
+        return self.left + (at - window.begin) / (window.end - window.begin) * (self.end - self.left)
+
+
+def timeline(run: Run) -> Markup | None:
+    """Draw the last steps of a run, and those around its slowest one where that stands out; None: there is nothing."""
+    lanes = activity.lanes(activity.spans(run.metrics, run.events))
+    if not lanes:
+        return None
+    started = min(lane[0].begin for lane in lanes.values())
+    if run.start is not None:
+        started = min(run.start, started)
+    lanes = _few(lanes)
+    pictures = [_picture(lanes, window, started) for window in windows(lanes)]
+    kinds = {bar.kind for picture in pictures for bar in picture.bars}
+    words = {_kind(what): text for what, text in _WORDS.items()} | {_kind(""): _OTHERS}
+    legend = [(kind, text) for kind, text in words.items() if kind in kinds]
+    return render("timeline.html", plots=pictures, legend=legend, notes=_notes(run), lane=_LANE, height=_BAR)
+
+
+def _notes(run: Run) -> list[str]:
+    """Say what the timeline of a run cannot show, one sentence each."""
+    explorers = {str(event.get("explorer")) for event in run.of("load")}
+    found = []
+    if explorers and not run.of("generate"):
+        found.append("This run did not note when explorers generated: their lanes show loads only.")
+    if len(explorers) > _MOST_EXPLORERS:
+        found.append(f"{len(explorers) - _MOST_EXPLORERS} more explorers are in the trace.")
+    return found
+
+
+def windows(lanes: dict[str, list[Span]]) -> Iterator[Window]:
+    """Choose what is shown: the last steps, so many that they are not too much, and the slowest one before them."""
+    steps = [span for span in lanes.get(TRAINER, []) if span.what == "step"]
+    if not steps:
+        begin, end = _ends(lanes)
+        yield Window(title="All of it", begin=begin, end=end)
+        return
+    count = min(_MOST_STEPS, len(steps))
+    while count > 2 and sum(_bars_between(lanes, steps[-count].begin, steps[-1].end)) > _MOST_BARS:
+        count = max(2, count // 2)
+    last = steps[-count:]
+    title = f"The last {count} of {len(steps)} steps" if count < len(steps) else "All steps"
+    begin, end = _ends(lanes)
+    yield Window(title=title, begin=last[0].begin if count < len(steps) else begin, end=end)
+    earlier = steps[1:-count]  # the first step is slow for reasons of its own
+    if not earlier:
+        return
+    slowest = max(earlier, key=lambda span: span.end - span.begin)
+    usual = median(span.end - span.begin for span in steps)
+    took = slowest.end - slowest.begin
+    if took >= _SLOW * usual:
+        place = steps.index(slowest)
+        around = steps[max(place - 1, 0) : place + 2]
+        times = f"{units.seconds(took)}, a median step {units.seconds(usual)}"
+        title = f"Around {slowest.about}, the slowest of the others: {times}"
+        yield Window(title=title, begin=around[0].begin, end=around[-1].end)
+
+
+def _few(lanes: dict[str, list[Span]]) -> dict[str, list[Span]]:
+    explorers = [who for who in lanes if who not in (TRAINER, AGENT, SAVES, MIRROR)]
+    return {who: spans for who, spans in lanes.items() if who not in explorers[_MOST_EXPLORERS:]}
+
+
+def _picture(lanes: dict[str, list[Span]], window: Window, started: float) -> _Drawing:
+    shown = {who: activity.rows(_inside(spans, window)) for who, spans in lanes.items()}
+    return _Drawing(window=window, lanes={who: rows or [[]] for who, rows in shown.items()}, started=started)
+
+
+def _inside(spans: Sequence[Span], window: Window) -> list[Span]:
+    begin, end = window.begin, window.end
+    return [activity.within(span, begin, end) for span in spans if span.end > begin and span.begin < end]
+
+
+def _ends(lanes: dict[str, list[Span]]) -> tuple[float, float]:
+    begin = min(spans[0].begin for spans in lanes.values())
+    return begin, max(begin + 1e-6, *(span.end for spans in lanes.values() for span in spans))
+
+
+def _bars_between(lanes: dict[str, list[Span]], begin: float, end: float) -> Iterator[int]:
+    for spans in lanes.values():
+        for span in spans:
+            if span.end > begin and span.begin < end:
+                yield max(len(span.parts), 1)
+
+
+def _drawn(spans: Sequence[Span]) -> Iterator[Span]:
+    """A load with its pause on it; of what consists of parts, these."""
+    for span in spans:
+        if span.what not in ("step", "save") or (span.what == "save" and not span.parts):
+            yield span
+        yield from span.parts
+
+
+def _worked(span: Span) -> float:
+    """Seconds of it that were no waiting."""
+    if span.what == "step":
+        return sum(part.end - part.begin for part in span.parts if not part.what.startswith("wait"))
+    return span.end - span.begin
+
+
+def _kind(what: str) -> str:
+    return what.replace(" ", "-") if what in _WORDS else "other"
+
+
+def _clock(seconds: float, step: float) -> str:
+    """Format a tick: seconds with as many decimals as the step needs, minutes and hours before them."""
+    digits = next((digits for digits in range(6) if abs(round(step, digits) - step) < 1e-9), 6)
+    if abs(seconds) < 60:
+        return f"{seconds:.{digits}f} s"
+    minutes, rest = divmod(seconds, 60)
+    text = f"{rest:0{3 + digits if digits else 2}.{digits}f}"
+    hours, minutes = divmod(int(minutes), 60)
+    return f"{hours}:{minutes:02d}:{text}" if hours else f"{minutes}:{text}"

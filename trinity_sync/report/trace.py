@@ -1,0 +1,136 @@
+"""A run as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: Chrome's Trace Event Format, as JSON.
+
+Each of those who work in a run is a thread, in a process that says what it is; what they did are complete events, the
+parts of it nested; the versions that explorers held are counters; faults, commits and the like are instants. Times are
+microseconds since the run began.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from trinity_sync.report import activity
+from trinity_sync.report.activity import AGENT, MIRROR, SAVES, TRAINER, Span
+from trinity_sync.report.data import Run
+from trinity_sync.tracking import summary
+from trinity_sync.tracking.files import plain
+from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.units import finite
+
+Event = Mapping[str, object]
+
+_RUN, _TRAINER, _AGENT, _SAVES, _MIRROR, _EXPLORERS = range(1, 7)
+_PROCESSES = {
+    _RUN: "run",
+    _TRAINER: "trainer",
+    _AGENT: "node agents",
+    _SAVES: "checkpoint writers",
+    _MIRROR: "mirror",
+    _EXPLORERS: "explorers",
+}
+_PLACES = {TRAINER: _TRAINER, AGENT: _AGENT, SAVES: _SAVES, MIRROR: _MIRROR}
+_INSTANTS = {"fault": _RUN, "skip": _AGENT, "commit": _SAVES, "prune": _SAVES}
+
+
+def document(run: Run) -> Iterator[str]:
+    """Make the trace of a run, piece by piece: one JSON object.
+
+    Args:
+        run: finished, cut off or still going on.
+    """
+    about = {"run": str(run.path), "name": run.name, "status": run.status}
+    about["clock"] = "the driver's: others told it how long they took"
+    yield f'{{"displayTimeUnit": "ms", "otherData": {_text(about)}, "traceEvents": [\n'
+    separator = ""
+    for event in events(run):
+        yield f"{separator}{_text(event)}"
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def events(run: Run) -> Iterator[Event]:
+    """Make the events of a trace."""
+    found = activity.lanes(activity.spans(run.metrics, run.events))
+    attempts = summary.spans(run.record, run.metrics, run.events)
+    begun = [begin for begin, _ in attempts.values()] + [lane[0].begin for lane in found.values()]
+    begun += [at for event in run.events if (at := finite(event.get("time"))) is not None]
+    trace = _Trace(min(begun, default=0.0))
+    for number, (pid, name) in enumerate(_PROCESSES.items()):
+        if pid == _RUN or any(_PLACES.get(who, _EXPLORERS) == pid for who in found):
+            yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": number}}
+    yield from trace.thread(_RUN, 1, "attempts")
+    for attempt, (begin, end) in attempts.items():
+        yield trace.complete(_RUN, 1, Span("run", f"attempt {attempt}", "", begin, end))
+    tids = dict.fromkeys(_PROCESSES, 0)
+    for who, spans in found.items():
+        pid = _PLACES.get(who, _EXPLORERS)
+        for row, ordered in enumerate(activity.rows(spans)):
+            tid = tids[pid] = tids[pid] + 1
+            yield from trace.thread(pid, tid, f"{_thread(run, who)}{f' ({row + 1})' if row else ''}")
+            for span in ordered:
+                yield from trace.nested(pid, tid, span)
+    yield from trace.held(activity.loads(run.events))
+    yield from trace.instants(run.events)
+
+
+class _Trace:
+    """Makes events whose times count from the beginning of a run.
+
+    Args:
+        zero: that beginning, in Unix seconds.
+    """
+
+    def __init__(self, zero: float) -> None:
+        self._zero = zero
+
+    def thread(self, pid: int, tid: int, name: str) -> Iterator[Event]:
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+        yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+
+    def nested(self, pid: int, tid: int, span: Span) -> Iterator[Event]:
+        """A span, and after it its parts."""
+        yield self.complete(pid, tid, span)
+        for part in span.parts:
+            yield from self.nested(pid, tid, part)
+
+    def complete(self, pid: int, tid: int, span: Span) -> Event:
+        begin, end = self._at(span.begin), self._at(span.end)
+        event: dict[str, object] = {"ph": "X", "name": span.what, "pid": pid, "tid": tid}
+        event |= {"ts": begin, "dur": end - begin}
+        args = {**({"for": span.about} if span.about else {}), **span.facts}
+        return {**event, "args": args} if args else event
+
+    def held(self, found: Iterable[activity.Held]) -> Iterator[Event]:
+        for held in found:
+            name, args = f"version held by {held.explorer}", {"version": held.version}
+            yield {"ph": "C", "name": name, "pid": _EXPLORERS, "ts": self._at(held.at), "args": args}
+
+    def instants(self, records: Sequence[Record]) -> Iterator[Event]:
+        for record in records:
+            name, at = str(record.get("event")), finite(record.get("time"))
+            if at is None or name not in _INSTANTS:
+                continue
+            if name == "commit":  # it was told of later
+                at = next((span.end for span in activity.spans((), [record])), at)
+            args = {key: value for key, value in record.items() if key not in ("event", "time")}
+            event: dict[str, object] = {"ph": "i", "name": name, "pid": _INSTANTS[name], "tid": 1, "ts": self._at(at)}
+            yield {**event, "s": "g" if name == "fault" else "p", "args": args}
+
+    def _at(self, seconds: float) -> int:
+        return round((seconds - self._zero) * 1e6)
+
+
+def _thread(run: Run, who: str) -> str:
+    ranks = run.setting("backend", "ranks")
+    if who == TRAINER and isinstance(ranks, int):
+        return "rank 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
+    return {SAVES: "writer", AGENT: "agent", TRAINER: "ranks"}.get(who, who)
+
+
+def _text(value: object) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):  # rare, and slower
+        return json.dumps(plain(value), allow_nan=False)
