@@ -100,7 +100,7 @@ def test_a_followed_run_gives_what_it_wrote_in_order(tmp_path: Path) -> None:
         recorder.phase("starting Ray")
         synthetic.steps(recorder, clock, 1, 2, explorers=1)
         assert [line.get("event", line.get("step")) for line in run.lines()] == [
-            *("phase", "publish", "load", 1, "publish", "load", 2)
+            *("phase", "publish", "generate", "load", 1, "publish", "generate", "load", 2)
         ]
         recorder.saving(2)
         assert [line["event"] for line in run.lines()] == ["save"]

@@ -132,7 +132,6 @@ class Actors:
         Raises:
             TrinityError: one of them cannot start, or not in time.
         """
-        import ray
 
         from trinity_sync.checkpoint.option import coordinator_option
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
@@ -159,8 +158,6 @@ class Actors:
         if self.pool is not None:
             self.pool.start()
         self.infos = self.trainer.initialise()
-        for node in ray.nodes():
-            story.info("node %s is %s (%s)", node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
         for info in self.infos:
             story.info("trainer rank %d is up: pid %d on node %s", info.rank, info.pid, info.node)
         interrupts.check()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.logs import story
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
 from trinity_sync.launch.own_ray import check_unconnected, first_line, own_ray, own_sigterm
@@ -92,7 +93,10 @@ def cluster(
             give_up(own)
 
         stack.enter_context(ended_with_its_node(end))
-        per_node = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        for node in nodes:
+            story.info("node %s is %s (%s)", node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"])
+        per_node = [int(node["Resources"].get("GPU", 0)) for node in nodes]
         yield Cluster(namespace=namespace, gpus=sum(per_node), gpus_per_node=max(per_node, default=0))
 
 
