@@ -28,7 +28,7 @@ from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
 from trinity_sync.config import targets
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app, settings, sweeps
+from trinity_sync.launch import app, elsewhere, settings
 from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -294,7 +294,7 @@ def test_jobs_of_a_sweep_that_read_the_same_file_have_it_read_once_before(
 def test_settings_of_jobs_that_run_elsewhere_are_checked_there(
     launcher: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeps, "BasicLauncher", object)
+    monkeypatch.setattr(elsewhere, "on_this_machine", lambda hydra: False)
     assert start("-m", "trainer.steps=140,0") == 1
     assert len(launcher.calls) == 1
 
@@ -364,7 +364,7 @@ def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Pa
         (tmp_path / str(number) / ".hydra").mkdir(parents=True)
         if status:
             (tmp_path / str(number) / "run.json").write_text(json.dumps({"status": status}))
-    assert list(app._codes_on_disk(tmp_path).values()) == [0, 1, 2]
+    assert list(elsewhere.codes_on_disk(tmp_path).values()) == [0, 1, 2]
 
 
 def test_a_job_returns_its_reward_to_a_sweeper_that_looks_for_the_best(launcher: StandIn) -> None:
