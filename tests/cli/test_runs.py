@@ -804,7 +804,7 @@ def test_a_resume_is_one_run_whatever_the_settings_say(launcher: StandIn, where:
     assert not Path("multirun").exists()
 
 
-MANY_JOBS = ("sync_strategies", "checkpoint_cost")
+MANY_JOBS = ("sync_strategies", "checkpoint_cost", "learning_rate")
 EXPERIMENTS = sorted(found.stem for found in (config.conf_dir() / "experiment").glob("*.yaml"))
 
 
@@ -812,6 +812,8 @@ EXPERIMENTS = sorted(found.stem for found in (config.conf_dir() / "experiment").
     "experiment", [pytest.param(name, marks=pytest.mark.all if name in MANY_JOBS else ()) for name in EXPERIMENTS]
 )
 def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launcher: StandIn, experiment: str) -> None:
+    if experiment == "learning_rate":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     where = ["hydra.run.dir=here", "hydra.sweep.dir=here"]
     assert start(f"experiment={experiment}", *where) == 0
     swept = Path("here/multirun.yaml").exists()
@@ -823,7 +825,7 @@ def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launche
     assert (again.cfg, again.run_dir, bool(again.resume)) == (last.cfg, last.run_dir, True)
 
 
-JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8}
+JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8, "learning_rate": 12}
 """Of the experiments that are sweeps."""
 
 

@@ -34,7 +34,7 @@ from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.launch import elsewhere
 from trinity_sync.launch.resume import Resume
 from trinity_sync.launch.settings import changed_settings
-from trinity_sync.launch.sweeps import sweep_problem
+from trinity_sync.launch.sweeps import note_settings, sweep_problem
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -210,6 +210,7 @@ class RunHooks(Callback):
             problem = None  # as above; or it can be named only where the job will run
         if problem:
             _refuse(problem)
+        note_settings(config)
         _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra))
         _session.sweep = Path(config.hydra.sweep.dir)
 

@@ -127,6 +127,16 @@ def _settings_problem(jobs: Sequence[_Job]) -> str | None:
     return None
 
 
+def note_settings(config: DictConfig) -> None:
+    """Save the settings of a sweep in its folder, as Hydra's own sweeper does, for those that do not: by them a sweep
+    is known for one.
+    """
+    if not _is(config.hydra.sweeper, BasicSweeper):
+        sweep = Path(config.hydra.sweep.dir)
+        sweep.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, sweep / "multirun.yaml")
+
+
 def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
     """Work out the overrides of each job of a sweep; None: its sweeper chooses values as it goes.
 
