@@ -39,8 +39,10 @@ def test_two_runs_side_by_side_are_what_each_is_alone(folder: Path) -> None:
     assert done.code == 0, done.output
     assert "job 1  completed: 3 of 3 steps" in done.output
     assert "digests agree: 2 jobs, 4 versions" in done.output
-    for run in jobs(folder, 2):
-        run.assert_the_same_weights_everywhere(versions=[0, 1, 2, 3], saved=[2, 3], explorers=1)
+    first, second = jobs(folder, 2)
+    first.assert_the_same_weights_everywhere(versions=[0, 1, 2, 3], saved=[2, 3], explorers=1)
+    assert second.digests == first.digests
+    assert not second.events("fault")
 
 
 def test_a_run_that_a_queue_takes_from_its_place_saves_and_goes_on_there(folder: Path) -> None:
