@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -139,7 +140,8 @@ def jobs_end_first(hydra: HydraSettings) -> Iterator[None]:
     """Around a sweep: have Ctrl-C and SIGTERM end jobs that run beside each other in good order, and then the sweep.
     joblib by itself kills them, and what they have started stays behind.
     """
-    if not str(hydra.launcher._target_).startswith(_JOBLIB):
+    joblib = str(hydra.launcher._target_).startswith(_JOBLIB)
+    if not joblib or threading.current_thread() is not threading.main_thread():
         yield
         return
 
