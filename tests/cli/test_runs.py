@@ -28,7 +28,7 @@ from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
 from trinity_sync.config import targets
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app, settings, sweeps
+from trinity_sync.launch import app, elsewhere, settings
 from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -294,7 +294,7 @@ def test_jobs_of_a_sweep_that_read_the_same_file_have_it_read_once_before(
 def test_settings_of_jobs_that_run_elsewhere_are_checked_there(
     launcher: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweeps, "BasicLauncher", object)
+    monkeypatch.setattr(elsewhere, "on_this_machine", lambda hydra: False)
     assert start("-m", "trainer.steps=140,0") == 1
     assert len(launcher.calls) == 1
 
@@ -364,7 +364,7 @@ def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Pa
         (tmp_path / str(number) / ".hydra").mkdir(parents=True)
         if status:
             (tmp_path / str(number) / "run.json").write_text(json.dumps({"status": status}))
-    assert list(app._codes_on_disk(tmp_path).values()) == [0, 1, 2]
+    assert list(elsewhere.codes_on_disk(tmp_path).values()) == [0, 1, 2]
 
 
 def test_a_job_returns_its_reward_to_a_sweeper_that_looks_for_the_best(launcher: StandIn) -> None:
@@ -804,7 +804,7 @@ def test_a_resume_is_one_run_whatever_the_settings_say(launcher: StandIn, where:
     assert not Path("multirun").exists()
 
 
-MANY_JOBS = ("sync_strategies", "checkpoint_cost")
+MANY_JOBS = ("sync_strategies", "checkpoint_cost", "learning_rate")
 EXPERIMENTS = sorted(found.stem for found in (config.conf_dir() / "experiment").glob("*.yaml"))
 
 
@@ -812,6 +812,8 @@ EXPERIMENTS = sorted(found.stem for found in (config.conf_dir() / "experiment").
     "experiment", [pytest.param(name, marks=pytest.mark.all if name in MANY_JOBS else ()) for name in EXPERIMENTS]
 )
 def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launcher: StandIn, experiment: str) -> None:
+    if experiment == "learning_rate":
+        pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     where = ["hydra.run.dir=here", "hydra.sweep.dir=here"]
     assert start(f"experiment={experiment}", *where) == 0
     swept = Path("here/multirun.yaml").exists()
@@ -823,7 +825,7 @@ def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launche
     assert (again.cfg, again.run_dir, bool(again.resume)) == (last.cfg, last.run_dir, True)
 
 
-JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8}
+JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8, "learning_rate": 12}
 """Of the experiments that are sweeps."""
 
 

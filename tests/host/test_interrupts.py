@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -43,6 +44,42 @@ def test_where_no_step_is_under_way_there_is_nothing_to_save_and_sigterm_interru
 def test_nothing_is_to_be_saved_where_nobody_asked_for_it() -> None:
     with interruptible(), finishing_steps(None), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_sigterm_may_be_meant_to_save_nothing() -> None:
+    stop = threading.Event()
+    with interruptible(sigterm_saves=False), finishing_steps(stop), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
+    assert not stop.is_set()
+
+
+@pytest.fixture
+def queue() -> Iterator[list[int]]:
+    """The signals that came to a handler of SIGUSR2, such as submitit's."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda signum, frame: told.append(signum))
+    yield told
+    signal.signal(signal.SIGUSR2, before)
+
+
+def test_the_signal_of_a_queue_saves_and_comes_to_its_handler_when_all_is_over(queue: list[int]) -> None:
+    stop = threading.Event()
+    with interruptible(sigterm_saves=False), finishing_steps(stop):
+        signal.raise_signal(signal.SIGUSR2)
+        assert stop.is_set()
+        assert queue == []
+    assert queue == [signal.SIGUSR2]
+
+
+def test_the_signal_of_a_queue_interrupts_where_there_is_nothing_to_save(queue: list[int]) -> None:
+    with pytest.raises(KeyboardInterrupt), interruptible():
+        signal.raise_signal(signal.SIGUSR2)
+    assert queue == [signal.SIGUSR2]
+
+
+def test_a_signal_that_nobody_handles_is_left_alone(queue: list[int]) -> None:
+    with interruptible():
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -47,6 +47,13 @@ _HARMLESS = re.compile(r"\$\{(?:(?:oc\.env|now|sum):[^${}]*|[^:${}\0]*)\}")
 not.
 """
 _UNKNOWN = object()
+_OF_SWEEPS = {
+    ("hydra.launcher._target_", "hydra_plugins.hydra_joblib_launcher.joblib_launcher.JoblibLauncher"),
+    ("hydra.launcher._target_", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"),
+    ("hydra.sweeper._target_", "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper"),
+    ("hydra.sweeper.sampler._target_", "optuna.samplers.TPESampler"),
+}
+"""What the options name that we have for sweeps, by key. One run makes use of none."""
 _RECORD = "hydra.job.override_dirname"
 """Written by Hydra itself from the overrides, as is `hydra.overrides`."""
 
@@ -138,7 +145,7 @@ def _check_settings(
         )
     shipped = {name for _, name in _named(_values(ours.hydra), "")}
     for key, name in _named(hydra, "hydra"):
-        if name not in shipped and (key, name) not in given:
+        if name not in shipped and (key, name) not in given and (key, name) not in _OF_SWEEPS:
             _check(key, name, allowed, where)
     for key, name in _named(values, ""):
         if (key, name) not in given:

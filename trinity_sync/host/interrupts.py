@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: how they reach a run."""
+"""Ctrl-C, SIGTERM, and the signals by which a queue tells that time is up: how they reach a run."""
 
 from __future__ import annotations
 
@@ -13,34 +13,48 @@ _stop: threading.Event | None = None
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def interruptible(*, sigterm_saves: bool = True) -> Iterator[None]:
     """Let SIGTERM end what runs inside as Ctrl-C does.
 
-    Signal handlers exist in the main thread only; in others nothing changes.
+    So do SIGUSR1 and SIGUSR2 where somebody handles them, such as submitit for a queue: the handler is called at the
+    end, when what runs inside is over and saved. Signal handlers exist in the main thread only; in others nothing
+    changes.
+
+    Args:
+        sigterm_saves: whether the first SIGTERM lets the step under way end, see `finishing_steps`. The signals of a
+            queue always do.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(signum: int, frame: Any) -> None:
-        if signum == signal.SIGTERM and _stop is not None and not _stop.is_set():
+        if signum in handled:
+            told.append(signum)
+        if signum in saving and _stop is not None and not _stop.is_set():
             _stop.set()
             return
         _seen.set()
         raise KeyboardInterrupt
 
-    before = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM)}
+    told: list[int] = []
+    handled = [signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(signum))]
+    saving = {*handled, *([signal.SIGTERM] if sigterm_saves else [])}
+    before = {signum: signal.signal(signum, interrupt) for signum in (signal.SIGINT, signal.SIGTERM, *handled)}
     try:
         yield
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
         _seen.clear()
+        if told:
+            signal.raise_signal(told[0])
 
 
 @contextlib.contextmanager
 def finishing_steps(stop: threading.Event | None) -> Iterator[None]:
-    """Let the first SIGTERM inside only set `stop`: the step under way is to be finished and saved.
+    """Let the first SIGTERM inside, or signal of a queue, only set `stop`: the step under way is to be finished and
+    saved.
 
     For the loops, around their steps: before the first one there is nothing to save, and a preempted run has no time
     for it.

@@ -65,7 +65,7 @@ class Setup:
         run_key: unique to the run.
         use_gpu: ranks and explorers get a GPU each.
         last_step: after which the run is over.
-        stop: set where the step under way is to be the last one; None: it never is.
+        stop: set where the step under way is to be the last one.
     """
 
     cfg: DictConfig
@@ -76,7 +76,7 @@ class Setup:
     run_key: str
     use_gpu: bool
     last_step: int
-    stop: threading.Event | None
+    stop: threading.Event
 
 
 class Actors:

@@ -28,12 +28,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
-from trinity_sync.errors import TrinityError
+from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.origin import told
+from trinity_sync.launch import elsewhere
 from trinity_sync.launch.resume import Resume
 from trinity_sync.launch.settings import changed_settings
-from trinity_sync.launch.sweeps import sweep_problem
+from trinity_sync.launch.sweeps import note_settings, sweep_problem
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -49,8 +50,8 @@ class _Session:
         until: the step after which it ends; None: its last.
         command: `sys.argv` as the user gave it.
         codes: run folder to exit code, of the jobs that ran in this process.
-        sweep: folder of the sweep, once it is over.
-        open: what is closed when the call returns.
+        sweep: folder of the sweep, once its jobs begin.
+        around_jobs: left when the command is over.
     """
 
     resume: Resume | None = None
@@ -58,7 +59,7 @@ class _Session:
     command: list[str] = field(default_factory=lambda: list(sys.argv))
     codes: dict[Path, int] = field(default_factory=dict)
     sweep: Path | None = None
-    open: ExitStack = field(default_factory=ExitStack)
+    around_jobs: ExitStack = field(default_factory=ExitStack)
 
 
 _session = _Session()
@@ -86,7 +87,7 @@ def run_main(
     global _session
     _session = _Session(resume=resume, until=until)
     try:
-        with _session.open, _command_line(arguments), _hydra_errors_raised():
+        with _command_line(arguments), _hydra_errors_raised(), _session.around_jobs:
             main()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -97,12 +98,20 @@ def run_main(
         # Hydra ends with 1 where it is misused, argparse with 2, --help with 0
         return DONE if end.code in (0, None) else REFUSED
     except Exception as error:
-        started = any(code != REFUSED for code in _session.codes.values())
         print_error(explain(error))
-        return FAILED if started else REFUSED
-    if _session.sweep:
-        return finish_sweep(_session.sweep, _session.codes or _codes_on_disk(_session.sweep))
-    return max(_session.codes.values(), default=DONE)
+        codes = _codes()
+        if all(code == REFUSED for code in codes.values()):
+            return REFUSED
+        if _session.sweep:
+            finish_sweep(_session.sweep, codes)
+        return FAILED
+    codes = _codes()
+    return finish_sweep(_session.sweep, codes) if _session.sweep else max(codes.values(), default=DONE)
+
+
+def _codes() -> dict[Path, int]:
+    """Exit codes of the jobs, by folder. Those that a launcher ran in other processes are judged by their files."""
+    return _session.codes or (elsewhere.codes_on_disk(_session.sweep) if _session.sweep else {})
 
 
 def job(cfg: DictConfig) -> float:
@@ -115,32 +124,44 @@ def job(cfg: DictConfig) -> float:
 
     Raises:
         KeyboardInterrupt: the user wants to stop, so that a sweep stops too.
+        SystemExit: a queue that has told that time is up will start the job again.
+        RunError: the objective would be NaN, which Optuna takes from nobody.
     """
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
     where = f"job {hydra_cfg.job.num}: " if hydra_cfg.mode == RunMode.MULTIRUN else ""
-    sys.argv = list(_session.command)
+    sys.argv = elsewhere.command_in_queue(hydra_cfg) or list(_session.command)
     code = FAILED
     try:
-        code = _launch(cfg, run_dir)
+        with elsewhere.beside_others(hydra_cfg):
+            code = _launch(cfg, run_dir)
     except TrinityError as error:
         code = error.exit_code
         print_error(f"{where}{error}")
     except KeyboardInterrupt:
         code = INTERRUPTED
     except (Exception, SystemExit) as error:
+        if elsewhere.is_of_queue(error):
+            raise
         log_failure("the job", error)
         print_error(f"{where}unexpected {told(error)} (traceback in {run_dir / 'logs' / 'driver.log'})")
     finally:
         _session.codes[run_dir] = code
     if code == INTERRUPTED and where:
         raise KeyboardInterrupt
-    return math.nan if code == REFUSED else _objective(run_dir)
+    objective = math.nan if code == REFUSED else _objective(run_dir)
+    if where and math.isnan(objective) and elsewhere.takes_no_nan(hydra_cfg):
+        raise RunError(f"{where}no reward")
+    return objective
 
 
 def _launch(cfg: DictConfig, run_dir: Path) -> int:
-    resume = _session.resume
-    started_in = resume.started_in if resume else Path(HydraConfig.get().runtime.cwd)
+    resume, hydra_cfg = _session.resume, HydraConfig.get()
+    started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
+    if hydra_cfg.mode == RunMode.MULTIRUN and elsewhere.started_again(hydra_cfg, run_dir):
+        if elsewhere.has_completed(run_dir):
+            return DONE
+        resume = Resume(started_in=started_in)
     used = config.anchored(cfg, started_in)
     config.check(used)
     config.check_inputs(used)
@@ -182,15 +203,15 @@ class RunHooks(Callback):
         except HydraException as error:
             problem = explain(error)
         except OmegaConfBaseException:
-            return  # as above; or it can be named only where the job will run
+            problem = None  # as above; or it can be named only where the job will run
         if problem:
             _refuse(problem)
-        from trinity_sync.launch.own_ray import ray_kept
+        note_settings(config)
+        _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra))
+        if elsewhere.in_this_process(config.hydra):
+            from trinity_sync.launch.own_ray import ray_kept
 
-        _session.open.enter_context(ray_kept())
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Note where the sweep lies."""
+            _session.around_jobs.enter_context(ray_kept())
         _session.sweep = Path(config.hydra.sweep.dir)
 
 
@@ -226,20 +247,6 @@ def _report_sweep(sweep: Path) -> None:
         print(page)
     except TrinityError as error:
         print_error(f"the sweep has no report: {error}")
-
-
-def _codes_on_disk(sweep: Path) -> dict[Path, int]:
-    """Exit codes of jobs that a launcher ran in other processes, from the files they left."""
-    codes = {}
-    for folder in sorted(found.parent for found in sweep.glob("*/.hydra")):
-        try:
-            status = json.loads((folder / "run.json").read_text())["status"]
-            codes[folder] = DONE if status == "completed" else FAILED
-        except FileNotFoundError:
-            codes[folder] = REFUSED
-        except (OSError, ValueError, KeyError, TypeError):
-            codes[folder] = FAILED
-    return codes
 
 
 class DriverLog(LogFile):
@@ -332,6 +339,8 @@ def explain(error: Exception) -> str:
 
 
 def _explain_missing_option(error: MissingConfigException) -> str:
+    if needed := elsewhere.OPTIONS.get(str(error.missing_cfg_file)):
+        return f"{needed} is not installed; install it by: pip install 'trinity-sync[{elsewhere.EXTRA}]'"
     group, _, option = str(error.missing_cfg_file).rpartition("/")
     known = list(error.options or [])
     if not group:

@@ -67,10 +67,10 @@ def run(
         RunError: the run failed; the run's record says so too.
     """
     threads = _threads()
-    stop = threading.Event() if cfg.checkpoint.save_on_sigterm else None
+    stop = threading.Event()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(interruptible(sigterm_saves=cfg.checkpoint.save_on_sigterm))
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
-        stack.enter_context(interruptible())
         checkpoints = checkpoint_folder(cfg, folder.path)
         committed: list[int] = []
         if resume is not None:
@@ -136,7 +136,7 @@ def _run(
     recorder: Recorder,
     threads: int,
     last_step: int,
-    stop: threading.Event | None,
+    stop: threading.Event,
 ) -> None:
     use_gpu = accelerator_count() > 0 or (cfg.cluster.address is not None and has_gpus(cfg.cluster.address))
     env = {

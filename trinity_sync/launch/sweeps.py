@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -20,8 +19,10 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
+from trinity_sync.backends.platform import accelerator_count
 from trinity_sync.config import check, check_inputs
 from trinity_sync.errors import TrinityError
+from trinity_sync.launch import elsewhere
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 
@@ -63,7 +64,7 @@ def sweep_problem(config: DictConfig) -> str | None:
     """Say why a sweep cannot begin; None: it can.
 
     Of a sweeper that chooses values as it goes only the first job is looked at, with none of those values, and only for
-    its folder. Settings of jobs that another program starts elsewhere are left to them.
+    its folder. Settings of jobs that may run on other machines are left to them.
 
     Args:
         config: of the sweep, as Hydra's callbacks are given it.
@@ -73,9 +74,9 @@ def sweep_problem(config: DictConfig) -> str | None:
         OmegaConfBaseException: its folder cannot be named.
     """
     jobs = _jobs(config)
-    problem = _folder_problem(Path(config.hydra.sweep.dir).absolute(), jobs)
-    here = _is(config.hydra.launcher, BasicLauncher) and _is(config.hydra.sweeper, BasicSweeper)
-    return problem or (_settings_problem(jobs) if here else None)
+    problem = _folder_problem(Path(config.hydra.sweep.dir).absolute(), jobs) or _gpu_problem(config.hydra, jobs)
+    known = elsewhere.on_this_machine(config.hydra) and _is(config.hydra.sweeper, BasicSweeper)
+    return problem or (_settings_problem(jobs) if known else None)
 
 
 def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
@@ -100,6 +101,17 @@ def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
     return None
 
 
+def _gpu_problem(hydra: DictConfig, jobs: Sequence[_Job]) -> str | None:
+    shared = elsewhere.is_beside_others(hydra) and accelerator_count() > 0
+    if shared and any(job.cfg.cluster.address is None for job in jobs):
+        return (
+            "jobs side by side would all take the same GPUs, each by a Ray of its own, so nothing was started; start "
+            "one Ray for all (ray start --head) and give cluster=existing, or run them one after another "
+            "(hydra/launcher=basic)"
+        )
+    return None
+
+
 def _settings_problem(jobs: Sequence[_Job]) -> str | None:
     tasks: dict[str, object] = {}  # so that a file of prompts is read once
     for job in jobs:
@@ -113,6 +125,16 @@ def _settings_problem(jobs: Sequence[_Job]) -> str | None:
                 given = " ".join(job.overrides)
                 return f"job {job.number} of the sweep ({given}) cannot run, so nothing was started: {error}"
     return None
+
+
+def note_settings(config: DictConfig) -> None:
+    """Save the settings of a sweep in its folder, as Hydra's own sweeper does, for those that do not: by them a sweep
+    is known for one.
+    """
+    if not _is(config.hydra.sweeper, BasicSweeper):
+        sweep = Path(config.hydra.sweep.dir)
+        sweep.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, sweep / "multirun.yaml")
 
 
 def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
