@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from tests.pages import PAGES, ROOT, blocks, example_files, write_examples
 from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL
@@ -18,9 +19,6 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery, SyncMode
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers
 from trinity_sync.trainer.spec import worker_spec
-
-ROOT = config.conf_dir().parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
 def defined(dotted: str) -> bool:
@@ -61,19 +59,23 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_stand_in_blocks_of_bash(page: Path) -> None:
+    """Only those are tried."""
+    programs = r"^(?:\$ |\. |[A-Z]+=\S* )*(?:\S*/)?(?:python|trinity-sync|make|pip|uv|git)3? "
+    others = [block.text for block in blocks(page) if block.language != "bash"]
+    assert not [text for text in others if re.search(programs, text, re.MULTILINE)]
+
+
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of `docs/extending.md`, written where they can be imported and composed from."""
-    text = (ROOT / "docs" / "extending.md").read_text()
-    files = dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert set(files) == {
+    assert set(example_files()) == {
         *("my_tasks.py", "my_trackers.py", "my_policies.py", "my_modes.py", "my_backends.py"),
         *("my_conf/task/sums.yaml", "my_conf/tracker/csv.yaml", "my_conf/retention/keep_mondays.yaml"),
         *("my_conf/sync/waves.yaml", "my_conf/backend/gathered.yaml"),
     }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+    write_examples(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
