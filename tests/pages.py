@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import yaml
+
 from trinity_sync import config
 
 ROOT = config.conf_dir().parent
@@ -18,8 +20,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SAVED_COMMAND = re.compile(r"^# {3}((?:python|trinity-sync) .*)$", re.MULTILINE)
-# numbers with what follows them (units, the rest of a date), digests, the marks of a table and its ruler
-_VARYING = r"(?:[*=]?\d\S*(?: (?:us|ms|s|min|h|d|kB|MB|GB)\b)?|\b[0-9a-f]{32}\b|-{2,})"
+# words that begin with a number, with their units, digests, the marks of a table and its ruler
+_VARYING = r"(?:(?<!\S)[*=(]?\d\S*(?: (?:us|ms|s|min|h|d|kB|MB|GB)\b)?|\b[0-9a-f]{32}\b|-{2,})"
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,35 @@ def missing(shown: str, output: str) -> str | None:
 
 def _plain(text: str) -> str:
     return " ".join(re.sub(rf"(?:{_VARYING}\s*)+", "# ", text).split())
+
+
+def settings_named(page: Path) -> set[str]:
+    """Keys of the configuration that a page names in code, such as ``trainer.steps``."""
+    named = rf"(?<![\w./-])(?:{'|'.join(_groups())})\.[a-z_]+(?:\.[a-z_]+)*(?![\w/(*])"
+    text = _FENCE.sub("", page.read_text())
+    return {key for code in re.findall(r"`([^`\n]+)`", text) for key in re.findall(named, code)}
+
+
+def settings() -> set[str]:
+    """Every key of every option; those of a mapping in it, too."""
+    found = set()
+    for path in config.conf_dir().glob("*/*.yaml"):
+        group = path.parent.name
+        if group == "base":
+            group = path.stem if path.stem in _groups() else "backend"
+        if group in _groups():
+            found |= set(_keys(yaml.safe_load(path.read_text()), group))
+    return found
+
+
+def _groups() -> list[str]:
+    return [path.name for path in config.conf_dir().iterdir() if path.is_dir() and path.name not in ("hydra", "base")]
+
+
+def _keys(values: object, above: str) -> Iterator[str]:
+    for key, value in values.items() if isinstance(values, dict) else ():
+        yield f"{above}.{key}"
+        yield from _keys(value, f"{above}.{key}")
 
 
 def example_files() -> dict[str, str]:

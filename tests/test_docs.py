@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from tests.pages import PAGES, ROOT, blocks, example_files, write_examples
+from tests.pages import PAGES, ROOT, blocks, example_files, settings, settings_named, write_examples
 from trinity_sync import config
+from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts
@@ -65,6 +67,41 @@ def test_commands_stand_in_blocks_of_bash(page: Path) -> None:
     programs = r"^(?:\$ |\. |[A-Z]+=\S* )*(?:\S*/)?(?:python|trinity-sync|make|pip|uv|git)3? "
     others = [block.text for block in blocks(page) if block.language != "bash"]
     assert not [text for text in others if re.search(programs, text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_settings_that_there_are(page: Path) -> None:
+    named = settings_named(page)
+    if page.name == "coming-from-verl.md":  # verl's own, which stand on the left, or are said to be verl's
+        text = re.sub(r"^\| `.*?` \| ", "| | ", page.read_text(), flags=re.MULTILINE).replace("verl's `", "verl's ")
+        named = {key for key in named if key in text and not re.search(rf"verl's {re.escape(key)}", text)}
+    handed_on = ("backend.overrides.", "checkpoint.mirror_options.")
+    unknown = {key for key in named - settings() if not key.startswith(handed_on)}
+    assert not {key for key in unknown if not key.endswith(".py")}
+
+
+def test_pages_name_commands_and_their_options_that_there_are() -> None:
+    """Also where that is no whole command: ``trinity-sync ckpt list|verify``, ``trinity-sync reproduce --bundle``."""
+    known = _commands_of(cli._parser("ckpt"))
+    for page in PAGES:
+        for code in re.findall(r"`trinity-sync ([^`\n]+)`", page.read_text()):
+            words = code.split()
+            group, names = ("ckpt ", words[1]) if words[0] == "ckpt" and len(words) > 1 else ("", words[0])
+            options = re.findall(r"--[\w-]+", code)
+            for name in names.split("|"):
+                assert f"{group}{name}" in known, f"{page.name}: {code}"
+                assert f"{group}{name}" == "run" or {*options} <= known[f"{group}{name}"], f"{page.name}: {code}"
+
+
+def _commands_of(parser: argparse.ArgumentParser, above: str = "") -> dict[str, set[str]]:
+    """The options of each command of a parser, and of the commands of those."""
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                found[f"{above}{name}"] = set(command._option_string_actions)
+                found |= _commands_of(command, f"{above}{name} ")
+    return found
 
 
 @pytest.fixture

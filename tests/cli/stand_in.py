@@ -38,7 +38,7 @@ class StandIn:
     ) -> int:
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, until=until, command=list(sys.argv)))
         if resume is None:
-            (run_dir / "run.json").write_text(json.dumps({"status": "running"}))
+            (run_dir / "run.json").write_text(json.dumps({"attempt": 0, "status": "running"}))
         with nullcontext() if self.refuses or settings is None else settings:
             code = self.behave(cfg)
         self.leave(cfg, run_dir, until)
