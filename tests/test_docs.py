@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_pages_name_commands_and_their_options_that_there_are() -> None:
             for name in names.split("|"):
                 assert f"{group}{name}" in known, f"{page.name}: {code}"
                 assert f"{group}{name}" == "run" or {*options} <= known[f"{group}{name}"], f"{page.name}: {code}"
+
+
+def test_pages_name_targets_of_make_and_extras_that_there_are() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([\w-]+)", text)) <= targets
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"trinity-sync\[(\w+)\]", text)) <= extras.keys()
 
 
 def _commands_of(parser: argparse.ArgumentParser, above: str = "") -> dict[str, set[str]]:

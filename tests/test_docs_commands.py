@@ -137,7 +137,7 @@ def run(command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     elif command.refused:
         assert (code, missing(command.output, said.err)) == (2, None)
     elif code == 2:
-        assert LACKING in said.err
+        assert LACKING in said.err, said.err
     else:
         assert code == 0, said.err
 
@@ -147,6 +147,8 @@ def _moved(word: str, here: Path) -> str:
 
 
 def _call(program: str, words: list[str]) -> int:
+    elsewhere = [word for word in words if re.match(r"hydra/(launcher|sweeper)=", word)]
+    assert not elsewhere, f"{elsewhere} would start real runs: name the command in UNTRIED, and say where it is tried"
     if program == "trinity-sync" and words[:2] in (["ckpt", "export"], ["ckpt", "diff"]):
         options = cli._parse(words)
         assert all(path.exists() for path in vars(options).values() if isinstance(path, Path) and path.name != "DIR")

@@ -279,6 +279,14 @@ def test_a_report_shows_what_can_be_read_and_names_what_cannot(
     assert listed.err.startswith(f"note: {WRONG[wrong][1].format(run=run)}")
 
 
+def test_commands_that_only_read_make_nothing_of_hostile_settings(launcher: Computing, run: Path) -> None:
+    saying(".hydra/config.yaml", EVIL)(run)
+    (run / "checkpoints").mkdir(exist_ok=True)
+    codes = [cli.main([*command, str(run)]) for command in (["report"], ["list"], ["ckpt", "prune", "--dry-run"])]
+    assert codes == [0, 0, 2]
+    assert not Path("evil").exists()
+
+
 @pytest.mark.parametrize("command", [["report"], ["list"], ["ckpt", "list"], ["ckpt", "verify"]], ids=" ".join)
 @pytest.mark.parametrize("place", ["nothing", "file"])
 def test_what_is_no_folder_is_refused(
