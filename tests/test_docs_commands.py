@@ -150,8 +150,8 @@ def _call(program: str, words: list[str]) -> int:
     elsewhere = [word for word in words if re.match(r"hydra/(launcher|sweeper)=", word)]
     assert not elsewhere, f"{elsewhere} would start real runs: name the command in UNTRIED, and say where it is tried"
     if program == "trinity-sync" and words[:2] in (["ckpt", "export"], ["ckpt", "diff"]):
-        options = cli._parse(words)
-        assert all(path.exists() for path in vars(options).values() if isinstance(path, Path) and path.name != "DIR")
+        options = vars(cli._parse(words))
+        assert all(path.exists() for name, path in options.items() if isinstance(path, Path) and name != "output")
         return 0
     if program == "trinity-sync":
         return cli.main(words)
