@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests.pages import PAGES, ROOT, blocks, example_files, settings, settings_named, write_examples
 from trinity_sync import config
+from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts
@@ -18,9 +22,6 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery, SyncMode
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers
 from trinity_sync.trainer.spec import worker_spec
-
-ROOT = config.conf_dir().parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 
 
 def defined(dotted: str) -> bool:
@@ -61,19 +62,66 @@ def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_stand_in_blocks_of_bash(page: Path) -> None:
+    """Only those are tried."""
+    programs = r"^(?:\$ |\. |[A-Z]+=\S* )*(?:\S*/)?(?:python|trinity-sync|make|pip|uv|git)3? "
+    others = [block.text for block in blocks(page) if block.language != "bash"]
+    assert not [text for text in others if re.search(programs, text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_names_settings_that_there_are(page: Path) -> None:
+    named = settings_named(page)
+    if page.name == "coming-from-verl.md":  # verl's own, which stand on the left, or are said to be verl's
+        text = re.sub(r"^\| `.*?` \| ", "| | ", page.read_text(), flags=re.MULTILINE).replace("verl's `", "verl's ")
+        named = {key for key in named if key in text and not re.search(rf"verl's {re.escape(key)}", text)}
+    handed_on = ("backend.overrides.", "checkpoint.mirror_options.")
+    unknown = {key for key in named - settings() if not key.startswith(handed_on)}
+    assert not {key for key in unknown if not key.endswith(".py")}
+
+
+def test_pages_name_commands_and_their_options_that_there_are() -> None:
+    """Also where that is no whole command: ``trinity-sync ckpt list|verify``, ``trinity-sync reproduce --bundle``."""
+    known = _commands_of(cli._parser("ckpt"))
+    for page in PAGES:
+        for code in re.findall(r"`trinity-sync ([^`\n]+)`", page.read_text()):
+            words = code.split()
+            group, names = ("ckpt ", words[1]) if words[0] == "ckpt" and len(words) > 1 else ("", words[0])
+            options = re.findall(r"--[\w-]+", code)
+            for name in names.split("|"):
+                assert f"{group}{name}" in known, f"{page.name}: {code}"
+                assert f"{group}{name}" == "run" or {*options} <= known[f"{group}{name}"], f"{page.name}: {code}"
+
+
+def test_pages_name_targets_of_make_and_extras_that_there_are() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z][\w-]*)", text)) <= targets
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"trinity-sync\[(\w+)\]", text)) <= extras.keys()
+
+
+def _commands_of(parser: argparse.ArgumentParser, above: str = "") -> dict[str, set[str]]:
+    """The options of each command of a parser, and of the commands of those."""
+    found = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, command in action.choices.items():
+                found[f"{above}{name}"] = set(command._option_string_actions)
+                found |= _commands_of(command, f"{above}{name} ")
+    return found
+
+
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files of `docs/extending.md`, written where they can be imported and composed from."""
-    text = (ROOT / "docs" / "extending.md").read_text()
-    files = dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    assert set(files) == {
+    assert set(example_files()) == {
         *("my_tasks.py", "my_trackers.py", "my_policies.py", "my_modes.py", "my_backends.py"),
         *("my_conf/task/sums.yaml", "my_conf/tracker/csv.yaml", "my_conf/retention/keep_mondays.yaml"),
         *("my_conf/sync/waves.yaml", "my_conf/backend/gathered.yaml"),
     }
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(content)
+    write_examples(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 

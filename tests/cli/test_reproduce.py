@@ -11,57 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from omegaconf import OmegaConf
 
-from tests.cli.stand_in import StandIn, standing_in
+from tests.cli.stand_in import Computing, standing_in
 from trinity_sync import config
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import RunError
-from trinity_sync.tracking.record import RunRecord
-
-
-class Computing(StandIn):
-    """Leaves what a run leaves, with digests and metrics that follow from its settings and from `spoilt`.
-
-    Attributes:
-        spoilt: a step from which on other weights come out; 0: none.
-        ends: status of the run.
-        cut: the last step that is recorded; None: the last.
-    """
-
-    spoilt = 0
-    ends: Any = "completed"
-    cut: int | None = None
-
-    def leave(self, cfg: Any, run_dir: Path, until: int | None) -> None:
-        last = min(cfg.trainer.steps, until or cfg.trainer.steps, self.cut or cfg.trainer.steps)
-        if "attempts" not in json.loads((run_dir / "run.json").read_text()):
-            (run_dir / "run.json").unlink()  # what the stand-in has left at the start
-        record = RunRecord.new(
-            run_dir / "run.json",
-            command="test",
-            seed=cfg.seed,
-            config_digest=config.config_digest(cfg),
-            threads=1,
-            reproducible=cfg.trainer.schedule == "lockstep",
-        )
-        record.start()
-        events, metrics = [], []
-        for step in range(last + 1):
-            made = [cfg.seed, cfg.trainer.lr, step, step >= self.spoilt > 0]
-            digest = xxhash.xxh3_128_hexdigest(json.dumps(made).encode())
-            events.append({"event": "publish", "version": step, "digest": digest, "attempt": record.attempt})
-            if step:
-                made = {
-                    "loss": made[0] + 1 / step,
-                    "reward/mean": step / 10 + made[0] / 100,
-                    "timing/step": id(made) % 7,
-                }
-                metrics.append({"step": step, "attempt": record.attempt, "time": float(step), **made})
-        for name, lines in (("events.jsonl", events), ("metrics.jsonl", metrics)):
-            (run_dir / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-        record.finish(self.ends, last_version={"step": last, "digest": digest})
 
 
 @pytest.fixture

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import Run, launch, resume, start
+from tests.pages import ROOT, missing, sessions
 from trinity_sync.checkpoint import verification
+from trinity_sync.cli import main as cli
 
 # At the checkpoint of step 10, from which the killed run goes on, the explorers hold version 9.
 SETTINGS = (
@@ -76,6 +79,17 @@ def test_a_resume_is_a_new_attempt_of_the_same_run(uninterrupted: Run, resumed: 
 def test_a_resumed_run_is_reproduced_as_one_whole(resumed: Run) -> None:
     """Its first steps: the learning rate goes by all of them."""
     resumed.assert_reproduced("--steps", "6")
+
+
+def test_the_tour_exports_what_a_run_has_left(
+    uninterrupted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of `docs/tour.md` that need a real run and start none; `test_tour.py` has them all."""
+    shutil.copytree(uninterrupted.folder, tmp_path / "outputs" / "first")
+    monkeypatch.chdir(tmp_path)
+    (session,) = (of for of in sessions(ROOT / "docs" / "tour.md") if all("ckpt" in command.words for command in of))
+    assert [cli.main(command.words[1:]) for command in session] == [0, 0]
+    assert missing(session[0].output, capsys.readouterr().out) is None
 
 
 def test_a_completed_run_goes_on_with_more_steps_only(resumed: Run) -> None:

@@ -4,8 +4,8 @@ goes on with them, and for `reproduce`, which begins again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +17,36 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.launch.app import explain
+
+_WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError)
+"""What composing settings that are wrong raises."""
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[Path]:
+    """Inside, a file of a run's is read; whatever is wrong with it is told as a `ConfigError` that names it."""
+    try:
+        yield path
+    except Exception as error:
+        told = " ".join(str(error).split())
+        raise ConfigError(
+            f"{path} cannot be read: {told}; it was cut off or changed, name the folder of a whole run"
+        ) from error
+
+
+def saved_settings(run: Path, *, resolve: bool = False) -> DictConfig:
+    """All settings of a run, as it saved them in its folder.
+
+    Raises:
+        ConfigError: they cannot be read, or resolved where that is asked for.
+    """
+    with readable(run / ".hydra" / "config.yaml") as path:
+        found = OmegaConf.load(path)
+        if not isinstance(found, DictConfig):
+            raise ValueError("it holds no settings")
+        if resolve:
+            OmegaConf.resolve(found)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +84,11 @@ class Invocation:
             raise ConfigError(
                 f"{folder} is no folder of a run: {lacking[0]} is missing; name the folder that holds run.json"
             )
-        try:
+        with readable(saved / "overrides.yaml") as path:
             # As they were given: what they refer to stands in the configuration that they make.
-            texts = OmegaConf.to_container(OmegaConf.load(saved / "overrides.yaml"), resolve=False)
-            return cls.of_hydra(OmegaConf.load(saved / "hydra.yaml").hydra, [str(text) for text in texts or ()], folder)
-        except Exception as error:
-            raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
+            texts = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        with readable(saved / "hydra.yaml") as path:
+            return cls.of_hydra(OmegaConf.load(path).hydra, [str(text) for text in texts or ()], folder)
 
     @classmethod
     def of_hydra(cls, settings: DictConfig, overrides: Sequence[str], place: Path) -> Invocation:
@@ -96,6 +125,10 @@ class Invocation:
         """
         saved = config.chosen_by_option(self.overrides)
         try:
+            merge_overrides(saved, ())
+        except ConfigError as error:
+            raise self._misfit(str(error)) from error
+        try:
             new = config.from_here(new, self.started_in)
             merge_overrides(saved, new)
             with config.only_trusted_places(new, allowed=allowed, where=self.place):
@@ -103,9 +136,25 @@ class Invocation:
             overrides = merge_overrides(overrides, new)
             with config.only_trusted(overrides, new, allowed=allowed, where=self.place):
                 cfg = self._compose(overrides)
-        except (HydraException, OmegaConfBaseException, ValueError, AttributeError) as error:
-            raise ConfigError(explain(error)) from error
+        except _WRONG as error:
+            if new and self._composes(saved, allowed):
+                raise ConfigError(explain(error)) from error
+            raise self._misfit(explain(error)) from error
         return Recomposed(invocation=self.of(overrides), new=tuple(new), allowed=tuple(allowed), cfg=cfg)
+
+    def _misfit(self, told: str) -> ConfigError:
+        return ConfigError(
+            f"the saved settings of {self.place} do not fit this version: {' '.join(told.split())}; install the "
+            "version that the run was made with (packages in run.json), or give the setting anew"
+        )
+
+    def _composes(self, overrides: Sequence[str], allowed: Sequence[str]) -> bool:
+        try:
+            with config.only_trusted(overrides, (), allowed=allowed, where=self.place):
+                self._compose(overrides)
+        except (*_WRONG, ConfigError):
+            return False
+        return True
 
     def _compose(self, overrides: Sequence[str]) -> DictConfig:
         return config.compose(overrides, config_name=self.config_name, config_dir=self.config_dir)

@@ -60,7 +60,7 @@ def replay(source: Source, new: Sequence[str], allowed: Sequence[str]) -> Replay
     places = [*_own_places(today.cfg, new)]
     pins = [*_pins(saved, today.cfg, source.place), *(pin for pin, _ in places)]
     recomposed = invocation.of(merge_overrides(today.invocation.overrides, pins)).recompose(new, allowed)
-    _check_digest(source, recomposed.cfg)
+    check_digest(source, recomposed.cfg)
     changed = [one for one in config.config_diff(saved, recomposed.cfg) if not is_place(one.key)]
     return Replay(recomposed=recomposed, left_out=left_out + [text for _, text in places], changed=changed)
 
@@ -121,22 +121,31 @@ def _says_where(override: str) -> bool:
     return holds_some or (is_place(key) and key != "hydra.searchpath")
 
 
-def _check_digest(source: Source, cfg: DictConfig) -> None:
-    """That the settings are those of the record: of others nobody knows what they come to."""
+def check_digest(source: Source, cfg: DictConfig) -> None:
+    """Refuse settings that are not those of the record: of others nobody knows what they come to.
+
+    Args:
+        cfg: those with which the run is repeated: they say where files lie that the run found elsewhere.
+
+    Raises:
+        ConfigError: they are not.
+    """
     expected = source.record.get("config_digest")
     saved = config.anchored(source.config, source.invocation.started_in)
     saved = copy.deepcopy(saved)
     OmegaConf.set_readonly(saved, False)
     if expected is None or config.config_digest(saved) == expected:
         return
+    missing = []
     for key in NAMED_BY_PATH:  # of what was a file only the name counted
         old, new = OmegaConf.select(saved, key), OmegaConf.select(cfg, key)
         if isinstance(old, str) and not Path(old).exists():
+            missing += [f"{key} is {old}, which is not here: give it anew"] if old == new else []
             # found where it lies now; given anew under another name, it is the old name that counted
             same = isinstance(new, str) and Path(new).name == Path(old).name
             OmegaConf.update(saved, key, new if same else Path(old).name)
     if config.config_digest(saved) != expected:
         raise ConfigError(
-            f"the settings of {source.place} are not those of its record, which has config_digest {expected}: they "
-            "were changed since, or a file that they name is not here"
+            f"the settings of {source.place} are not those of its record, which has config_digest {expected}: "
+            f"{'; or '.join([*missing, 'they were changed since'])}"
         )

@@ -75,12 +75,14 @@ def _reproduce(options: argparse.Namespace) -> int:
 
 def _write_bundle(source: Source, output: Path | None) -> int:
     from trinity_sync import config
-    from trinity_sync.cli.replay import split_places
+    from trinity_sync.cli.replay import check_digest, split_places
     from trinity_sync.config.comparison import without_places
     from trinity_sync.reproduction.bundle import Bundle
 
     if not source.place.is_dir():
         raise ConfigError(f"{source.place} is a bundle already; name the folder of a run")
+    _check_known(source)
+    check_digest(source, source.config)
     path = output or Path(Path(f"{source.config.get('name')}-{source.place.name}.bundle.json").name)
     kept, _ = split_places(source.invocation.overrides)
     Bundle(
@@ -116,6 +118,10 @@ def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> No
             f"{source.place} is not reproducible bit for bit: who was faster decided what its updates were made of "
             "(trainer.schedule=free). Compare how it ended with a few runs of other seeds: --metrics-only"
         )
+    _check_known(source)
+
+
+def _check_known(source: Source) -> None:
     if not source.outcome:
         raise ConfigError(
             f"{source.place} has nothing to compare: it ended before its first version (status "

@@ -113,16 +113,17 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     Returns:
         The exit code.
     """
-    from omegaconf import DictConfig, OmegaConf
-
     from trinity_sync import config
     from trinity_sync.checkpoint.lock import other_run
-    from trinity_sync.cli.invocation import Invocation
+    from trinity_sync.cli.invocation import Invocation, saved_settings
     from trinity_sync.launch.resume import committed_steps
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
+    from trinity_sync.tracking.record import read_record
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
 
     invocation = Invocation.read(folder)
+    read_record(folder / "run.json")
+    before = saved_settings(folder)
     settings = invocation.recompose(overrides, allowed)
     cfg = config.anchored(settings.cfg, invocation.started_in)
     config.check(cfg)
@@ -132,18 +133,29 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     resume = replace(resume, started_in=invocation.started_in)
     checkpoints = checkpoint_folder(cfg, folder)
     given = any(text.lstrip("+").startswith("checkpoint.dir=") for text in overrides)
-    if not given and (other := other_run(checkpoints, folder)):
+    if not given and (other := other_run(checkpoints, folder)) and _saves_in(checkpoints, other):
         raise ConfigError(
-            f"checkpoint.dir is {checkpoints} in the saved settings of {folder}, but the run in {other} saves there; "
-            "where this one is to take it over, give checkpoint.dir=... again"
+            f"{checkpoints} has the checkpoints of {folder}, but the run in {other} saves there; where this one is to "
+            f"take it over, give checkpoint.dir={checkpoints}"
         )
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
-    before = OmegaConf.load(folder / ".hydra" / "config.yaml")
-    assert isinstance(before, DictConfig)
     for difference in config.config_diff(before, settings.cfg):
         print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
     with settings.only_trusted():  # Hydra composes it once more
         return start(settings.command_line(folder), resume=resume)
+
+
+def _saves_in(checkpoints: Path, run: Path) -> bool:
+    """Whether a run saves in a folder, as far as is known; not where that is a copy of its own."""
+    from trinity_sync import config
+    from trinity_sync.cli.invocation import Invocation, saved_settings
+    from trinity_sync.launch.start import checkpoint_folder
+
+    try:
+        cfg = config.anchored(saved_settings(run), Invocation.read(run).started_in)
+    except ConfigError:
+        return True
+    return checkpoint_folder(cfg, run).resolve() == checkpoints.resolve()
 
 
 def _report(options: argparse.Namespace) -> int:

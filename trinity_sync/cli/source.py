@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
-from trinity_sync.cli.invocation import Invocation
+from trinity_sync.cli.invocation import Invocation, saved_settings
 from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.bundle import read_bundle
 from trinity_sync.reproduction.outcome import Outcome, read_outcome
@@ -82,14 +82,7 @@ def read_source(place: Path, config_dir: Path | None) -> Source:
         if owner := lock_owner(place):
             raise RunFolderInUse(f"{place} is in use by {owner}: the run is not over; reproduce it when it is")
         record = read_record(place / "run.json")
-        saved = place / ".hydra" / "config.yaml"
-        try:
-            settings = OmegaConf.load(saved)
-            OmegaConf.resolve(settings)
-        except Exception as error:
-            raise ConfigError(f"{saved} cannot be read: {error}; name the folder of a run") from error
-        if not isinstance(settings, DictConfig):
-            raise ConfigError(f"{saved} is no configuration; name the folder of a run")
+        settings = saved_settings(place, resolve=True)
         if config_dir is not None:
             invocation = replace(invocation, config_dir=config_dir)
         return Source(invocation=invocation, record=record, config=settings, outcome=read_outcome(place, record))

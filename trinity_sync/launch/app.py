@@ -318,9 +318,9 @@ def explain(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return where + _explain_missing_option(error)
     if isinstance(error, OverrideParseException):
-        return (
-            f"{' '.join(text.splitlines()[:2])}; write key=value, and quote a value with special characters: key='a,b'"
-        )
+        told = " ".join(line for line in text.splitlines()[:2] if not line.startswith("See http"))
+        told = told if error.override in told else f"Error parsing override '{error.override}' {told}"
+        return f"{told}; write key=value, and quote a value with special characters: key='a,b'"
     if named and re.search(r"Key '[^']*' (?:is )?not in", text):
         return where + _explain_unknown_key(named[1], text, cause)
     if named and "is not Optional" in text:

@@ -37,7 +37,9 @@ def render(found: Run | Sweep, width: int | None = None) -> str:
     runs = found.runs if isinstance(found, Sweep) else [found]
     lines = _sweep(found, width) if isinstance(found, Sweep) else _run(found, width)
     for run in runs:
-        lines += textwrap.wrap(": ".join([run.path.name, " ".join(run.notes)]), width) if run.notes else []
+        error = run.record.get("error") if isinstance(found, Sweep) else None  # that of one run is in its table
+        told = [*([f"{run.status}: {error}"] if error else []), *run.notes]
+        lines += textwrap.wrap(f"{run.path.name}: {' '.join(told)}", width) if told else []
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

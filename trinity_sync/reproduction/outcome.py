@@ -123,7 +123,7 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
 
 
 def read_outcome(folder: Path, record: RunJson) -> Outcome:
-    """Read what a run computed from its folder; where its logs are not there, its record may have the last version.
+    """Read what a run computed from its folder; of its last version its record tells, too.
 
     Args:
         record: its run.json.
@@ -137,8 +137,8 @@ def read_outcome(folder: Path, record: RunJson) -> Outcome:
         raise ConfigError(str(error)) from error
     digests = {int(step): digest for step, digest in version_digests(events).items()}
     last = record.get("last_version")
-    if not events and last is not None:
-        digests = {last["step"]: last["digest"]}
+    if last is not None:  # where the logs are not there, or were cut since
+        digests.setdefault(last["step"], last["digest"])
     lines = [(jsonl.metrics_step(line), line) for line in metrics]
     return Outcome(digests=digests, metrics={step: computed(line) for step, line in lines if step is not None})
 

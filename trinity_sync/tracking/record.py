@@ -24,6 +24,8 @@ from trinity_sync.tracking.files import write_json
 
 Status = Literal["running", "completed", "failed", "interrupted"]
 ENDINGS = ("completed", "failed", "interrupted")
+FORMAT = 1
+"""Of run.json. A newer one means other things by the same names, so it is refused."""
 
 PACKAGES = (
     "trinity-sync",
@@ -75,6 +77,7 @@ class AttemptJson(TypedDict, total=False):
 class RunJson(AttemptJson, total=False):
     """The content of run.json: the current attempt, what it is run from, and all attempts."""
 
+    format: int
     seed: int | None
     git: GitState | None
     packages: dict[str, str]
@@ -201,6 +204,7 @@ class RunRecord:
     def to_json(self) -> RunJson:
         """Return the content of run.json."""
         return {
+            "format": FORMAT,
             "status": self.status,
             "attempt": self.attempt,
             "command": self.command,
@@ -240,12 +244,17 @@ def read_record(path: Path) -> RunJson:
     """Read the content of a run.json.
 
     Raises:
-        ConfigError: it is missing or is not a record of a run.
+        ConfigError: it is missing, is not a record of a run, or is from a newer version.
     """
     try:
         record: RunJson = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
+    if isinstance(record, dict) and isinstance(made := record.get("format", FORMAT), int) and made > FORMAT:
+        raise ConfigError(
+            f"{path} has format {made}, written by a newer version; this one reads up to {FORMAT}: install the version "
+            "that the run was made with"
+        )
     if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
         raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
     attempts: object = record.get("attempts") or []

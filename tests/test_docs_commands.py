@@ -1,0 +1,186 @@
+"""Every command of the documentation is run as it is written, in a folder where what it names is there.
+
+All of it is real but for the run itself: the launcher is a stand-in that computes from the settings, commands that read
+weights end when their arguments are parsed, and `make` says what it would do. `tests/e2e/test_tour.py` has no stand-in.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+
+import launch
+from tests.checkpoint.helpers import commit
+from tests.cli.stand_in import Computing, standing_in
+from tests.pages import PAGES, ROOT, Command, commands, missing, saved_commands, write_examples
+from trinity_sync import config
+from trinity_sync.cli import main as cli
+from trinity_sync.launch import app
+
+UNTRIED = {
+    r"\. \.venv/bin/activate": "is the shell's, and makes the commands after it be found",
+}
+"""Commands that nothing here can try, as patterns, and why."""
+
+# Names that the pages use for what a reader has.
+RUNS = ("RUN", "OTHER_RUN", "outputs/copy-digits/2026-11-21_12-00-00", "outputs/first")
+SWEEPS = ("multirun/NAME/DATE_TIME", "multirun/copy-digits/2026-11-21_12-00-00", "multirun/modes")
+BUNDLE = "NAME-DATE_TIME.bundle.json"
+MODELS = ("Qwen3-0.6B",)
+ROWS = ("prompts.jsonl", "pairs.jsonl", "train.jsonl")
+ELSEWHERE = ("/models", "/data", "/mnt")
+"""Folders that no test may write into; below them the pages mean folders of the reader's."""
+
+LACKING = "is not installed; install it with: pip install 'trinity-sync["
+"""What a command says whose extra is none of those that the tests need. All else of it has been checked then."""
+
+INTERRUPTED = 130
+
+
+class FirstJob(Computing):
+    """A launcher that ends a sweep at its first job: all jobs have been composed and checked before."""
+
+    def run(self, cfg: Any, run_dir: Path, **given: Any) -> int:
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            raise KeyboardInterrupt
+        return super().run(cfg, run_dir, **given)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the commands name."""
+    folder = tmp_path_factory.mktemp("prepared")
+    with pytest.MonkeyPatch.context() as patch, standing_in(Computing(), folder, patch):
+        patch.setenv("OMP_NUM_THREADS", "1")
+        assert cli.main(["run", "hydra.run.dir=RUN", "trainer.steps=30"]) == 0
+        assert cli.main(["run", "-m", f"hydra.sweep.dir={SWEEPS[0]}", "trainer.steps=2"]) == 0
+        for step in (20, 30):
+            commit(folder / "RUN" / "checkpoints", step)
+        assert cli.main(["reproduce", "RUN", "--bundle", f"--output={BUNDLE}"]) == 0
+    for kind in (RUNS, SWEEPS):
+        for name in kind[1:]:
+            shutil.copytree(folder / kind[0], folder / name)
+    for name in MODELS:
+        (folder / "models" / name).mkdir(parents=True)
+        (folder / "models" / name / "config.json").write_text("{}")
+    for name in ROWS:
+        (folder / name).write_text('{"prompt": "a", "question": "a", "answer": "b", "response": "b"}\n')
+    (folder / "data" / "runs").mkdir(parents=True)
+    write_examples(folder)
+    return folder
+
+
+@pytest.fixture
+def here(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of it, which is the working directory."""
+    folder = tmp_path / "here"
+    shutil.copytree(prepared, folder)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("webbrowser.open", lambda address: True)
+    with standing_in(FirstJob(), folder, monkeypatch):
+        yield folder
+    for name in [name for name in sys.modules if name.startswith("my_")]:
+        del sys.modules[name]
+
+
+def once(found: Iterator[Command]) -> list[Command]:
+    return list({tuple(command.words): command for command in found}.values())
+
+
+OF_PAGES = once(command for page in PAGES for command in commands(page))
+OF_EXPERIMENTS = once(saved_commands())
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        # nine jobs and more, each of which is composed
+        pytest.param(command, id=str(command), marks=pytest.mark.all if "seed=0,1,2" in command.words else ())
+        for command in OF_PAGES
+    ],
+)
+def test_a_command_of_a_page_does_what_it_says(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Command
+) -> None:
+    run(command, here, monkeypatch, capsys)
+
+
+@pytest.mark.all  # sweeps of many jobs, each of which is composed
+@pytest.mark.parametrize("command", OF_EXPERIMENTS, ids=str)
+def test_a_command_of_a_saved_experiment_does_what_it_says(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: Command
+) -> None:
+    run(command, here, monkeypatch, capsys)
+
+
+def test_no_pattern_is_left_over() -> None:
+    assert all(any(re.match(pattern, command.text) for command in OF_PAGES) for pattern in UNTRIED)
+
+
+def run(command: Command, here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if any(re.match(pattern, command.text) for pattern in UNTRIED):
+        return
+    words = [_moved(word, here) for word in command.words]
+    while found := re.fullmatch(r"([A-Z_]+)=(.*)", words[0]):
+        monkeypatch.setenv(*found.groups())
+        if found[1] == "PYTHONPATH":
+            monkeypatch.syspath_prepend(Path(found[2]).absolute())
+        words = words[1:]
+    for word in words:  # where a command makes a folder, there is none
+        if found := re.match(r"hydra\.(?:run|sweep)\.dir=(.*)", word):
+            shutil.rmtree(found[1], ignore_errors=True)
+    code = _call(Path(words[0]).name, words[1:])
+    said = capsys.readouterr()
+    if code == INTERRUPTED:
+        assert "Launching" in said.out, said.err
+    elif command.refused:
+        assert (code, missing(command.output, said.err)) == (2, None)
+    elif code == 2:
+        assert LACKING in said.err, said.err
+    else:
+        assert code == 0, said.err
+
+
+def _moved(word: str, here: Path) -> str:
+    return re.sub(rf"(^|=)(?=(?:{'|'.join(ELSEWHERE)})/)", rf"\g<1>{here}", word)
+
+
+def _call(program: str, words: list[str]) -> int:
+    elsewhere = [word for word in words if word.startswith(("hydra/launcher=", "hydra.launcher."))]
+    if elsewhere:  # where jobs would be real: its settings are composed, and the jobs begin here
+        config.compose(elsewhere, hydra=True)
+        words = [word for word in words if word not in elsewhere]
+    if program == "trinity-sync" and words[:2] in (["ckpt", "export"], ["ckpt", "diff"]):
+        options = vars(cli._parse(words))
+        assert all(path.exists() for name, path in options.items() if isinstance(path, Path) and name != "output")
+        return 0
+    if program == "trinity-sync":
+        return cli.main(words)
+    if program == "python" and words[0] == "launch.py":
+        return app.run_main(launch.main, words[1:])
+    if program == "python" and words[:2] == ["-m", "pytest"]:
+        assert (ROOT / words[2]).exists()
+        return 0
+    if program == "make":
+        return _make(words)
+    raise AssertionError(f"nothing here can try {program}; write how, or name the command in UNTRIED and say why")
+
+
+def _make(words: list[str]) -> int:
+    for word in words:
+        name, given, _ = word.partition("=")
+        assert not given or re.search(rf"^{name} \?=", (ROOT / "Makefile").read_text(), re.MULTILINE), word
+    done = subprocess.run(
+        ["make", "-n", f"PYTHON={sys.executable}", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return 0
