@@ -34,7 +34,6 @@ import numpy as np
 import ray
 import torch
 from sync_members import LIMIT_S, BenchExplorer, Holder, Rank, Shapes, layout_of, memory
-from trinity_sync.launch.own_ray import start_ray
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call, results
@@ -43,6 +42,7 @@ from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.launch.own_ray import start_ray
 from trinity_sync.node.agent import AgentConfig, NodeAgent
 from trinity_sync.protocol.staged import PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook

@@ -20,6 +20,7 @@ import pytest
 import ray
 from ray._private.authentication.authentication_token_setup import enable_token_auth_by_default
 from ray.exceptions import RayActorError
+
 from trinity_sync.launch.own_ray import start_ray
 
 _QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
