@@ -121,7 +121,8 @@ def settings() -> set[str]:
         if group == "base":
             group = path.stem if path.stem in _groups() else "backend"
         if group in _groups():
-            found |= set(_keys(yaml.safe_load(path.read_text()), group))
+            package = re.match(r"# @package ([\w.]+)$", path.read_text(), re.MULTILINE)
+            found |= set(_keys(yaml.safe_load(path.read_text()), package[1] if package else group))
     return found
 
 

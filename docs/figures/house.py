@@ -78,7 +78,7 @@ def reduced(edges: Mapping[str, set[str]]) -> dict[str, set[str]]:
 def draw() -> str:
     """The figure."""
     rows, below = layers(), reduced(imports())
-    heights = [{1: 62, 2: 78}.get(len(names), 94) for names in rows]
+    heights = [{1: 62, 2: 78}.get(len(names), 109) for names in rows]
     tops = [24 + sum(heights[:number]) + 14 * number for number in range(len(rows))]
     figure = Figure(900, tops[-1] + heights[-1] + 62, "The packages of Trinity Sync, and which imports which")
     places: dict[str, Box] = {}

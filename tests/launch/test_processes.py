@@ -20,8 +20,8 @@ LIMIT_S = 60.0
 DATA = {"datasets", "pandas"}
 """Of verl's data sets, which its engines import. (pyarrow is imported by Ray.)"""
 TRACKERS = {"tensorboard", "wandb", "mlflow", "trackio", "swanlab"}
-OTHERS = {"megatron", "mbridge", "vllm", "sklearn", "scipy", "matplotlib", "IPython"} | TRACKERS
-"""What no process of the default experiment uses, though it may be installed."""
+OTHERS = {"megatron", "mbridge", "vllm", "sklearn", "matplotlib", "IPython"} | TRACKERS
+"""What no process of the default experiment uses, though it may be installed. (transformers imports scipy if it is.)"""
 ENGINES = {"verl", "peft", "tensordict"}
 HEAVY = {"torch", "transformers", "sympy", "hydra", "omegaconf"}
 

@@ -85,9 +85,9 @@ class Telling(CheckpointCoordinator):
         super().__init__(*args, **kwargs)
         self.told: list[tuple[int, str, str]] = []
 
-    def _report_failed(self, part: Any, error: str) -> None:
-        self.told.append((part.step, part.name, error))
-        super()._report_failed(part, error)
+    def _report_failed(self, part: Any, error: BaseException, reason: str = "") -> None:
+        self.told.append((part.step, part.name, f"{reason}{error}"))
+        super()._report_failed(part, error, reason)
 
 
 @pytest.mark.parametrize("broken", ["begin", "turn", "alone", "copy", "write"])
