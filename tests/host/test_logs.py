@@ -118,6 +118,7 @@ import logging, os, sys
 from trinity_sync.host import logs
 logs.MOST_BYTES = logs.LogFile.__init__.__kwdefaults__["most_bytes"] = 2000
 logs._LOOK_S = 0.01
+logging.basicConfig(level=logging.INFO)  # as verl does when it is imported
 logs.own_log(sys.argv[1], "explorer-0")
 print("a print")
 os.system("echo of a child")
@@ -137,6 +138,7 @@ def test_a_process_has_all_that_it_says_in_its_own_log(tmp_path: Path) -> None:
     text = (tmp_path / "logs/explorer-0.log").read_text()
     for line in ("\na print\n", "\nof a child\n", " INFO theirs: a library's line\n", "\nZeroDivisionError: division"):
         assert line in f"\n{text}"
+    assert text.count("a library's line") == 1
 
 
 def test_a_process_without_the_folder_keeps_its_output_and_logs_there(tmp_path: Path) -> None:

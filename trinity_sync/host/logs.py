@@ -158,6 +158,8 @@ def own_log(folder: str | Path | None, name: str) -> None:
         handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(FORMAT))
     root = logging.getLogger()
+    for other in [found for found in root.handlers if type(found) is logging.StreamHandler]:
+        root.removeHandler(other)  # a library's, whose lines would be here twice
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     for stream in (sys.stdout, sys.stderr):
