@@ -40,7 +40,7 @@ from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.writers import Writers
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
@@ -356,7 +356,7 @@ class CheckpointMonitor(Writers):
 
     async def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process."""
-        return {"peak_rss": peak_rss()}
+        return {"peak_rss": peak_memory()}
 
     # ---- waiting
 

@@ -25,7 +25,7 @@ from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.origin import told
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
@@ -157,7 +157,7 @@ class Explorer:
 
     def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process."""
-        return {"peak_rss": peak_rss(), "pid": os.getpid()}
+        return {"peak_rss": peak_memory(), "pid": os.getpid()}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from trinity_sync.actors.calls import Call, this_process
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.host.logs import log_failure, own_log, story
-from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.memory import peak_memory
 from trinity_sync.node.state import StateSlots
 from trinity_sync.protocol.staged import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
@@ -345,7 +345,7 @@ class NodeAgent:
 
     async def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process, shared slots included."""
-        return {"peak_rss": peak_rss(), "pid": os.getpid()}
+        return {"peak_rss": peak_memory(), "pid": os.getpid()}
 
     async def close(self) -> None:
         """Give the shared memory back. Safe to call twice."""

@@ -31,7 +31,7 @@ from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient, SynchronizerMemory
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.memory import peak_memory
 from trinity_sync.host.process import small_actor
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import PartInfo
@@ -263,7 +263,7 @@ class SynchronizerActor(Handover):
 
     async def memory(self) -> SynchronizerMemory:
         """Return the peak resident bytes of this process, and whether torch was loaded into it (it must not be)."""
-        return {"peak_rss": peak_rss(), "pid": os.getpid(), "torch": "torch" in sys.modules}
+        return {"peak_rss": peak_memory(), "pid": os.getpid(), "torch": "torch" in sys.modules}
 
 
 def _opened(version: Version, slot: int) -> int:

@@ -37,7 +37,7 @@ from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.config import build
 from trinity_sync.host.logs import story
-from trinity_sync.host.memory import peak_rss
+from trinity_sync.host.memory import peak_memory
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
@@ -242,7 +242,7 @@ class TrinityWorker(TrainingWorker):
 
     def memory(self) -> dict[str, int]:
         """Peak resident bytes of this process."""
-        return {"peak_rss": peak_rss(), "pid": os.getpid()}
+        return {"peak_rss": peak_memory(), "pid": os.getpid()}
 
 
 def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:

@@ -1,0 +1,43 @@
+"""Peak memory: what forks share counts once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.host import memory
+
+BYTES = 200 * 2**20
+
+
+def in_a_fork(grow: int) -> int:
+    """Peak of a fork that lives beside this process, and makes so many bytes of its own."""
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        mine = bytearray(b"x") * grow
+        os.write(write, b"%d" % memory.peak_memory())
+        os._exit(len(mine) - grow)
+    os.close(write)
+    with os.fdopen(read) as told:
+        peak = int(told.read())
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    return peak
+
+
+def test_of_what_forks_share_each_counts_its_share() -> None:
+    shared = bytearray(b"x") * BYTES
+    idle, growing = in_a_fork(0), in_a_fork(BYTES)
+    assert memory.peak_rss() >= BYTES
+    assert idle < memory.peak_rss() - 0.4 * BYTES
+    assert growing - idle == pytest.approx(BYTES, rel=0.2)
+    assert len(shared) == BYTES
+
+
+def test_where_the_system_does_not_tell_all_of_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert memory.peak_memory() == memory.peak_rss()
