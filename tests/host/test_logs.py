@@ -89,8 +89,46 @@ def test_nobody_waits_for_a_disk_that_hangs_and_what_it_misses_is_counted(
         logger.info("last")
     told = path.read_text().splitlines()
     assert told[0] == "first"
-    assert "(40 lines are missing here: they came faster than the disk took them)" in told
+    assert "(40 lines are missing here: the disk did not take them)" in told
     assert told[-1] == "last"
+
+
+def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, goes_on, write_all = tmp_path / "driver.log", threading.Event(), logs.write_all
+
+    def hangs(descriptor: int, data: bytes) -> None:
+        assert goes_on.wait(60)
+        write_all(descriptor, data)
+
+    monkeypatch.setattr(logs, "write_all", hangs)
+    with logging_to(LogFile(path)) as logger:
+        began = time.perf_counter()
+        for number in range(20):
+            logger.warning("%d", number)
+        assert time.perf_counter() - began < 5
+        goes_on.set()
+        deadline = time.monotonic() + 60
+        while not (path.exists() and path.read_text().endswith("19\n")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        logger.warning("and is waited for again")
+        assert path.read_text().endswith("again\n")
+
+
+def test_lines_that_a_full_disk_refused_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, write_all = tmp_path / "driver.log", logs.write_all
+
+    def full(descriptor: int, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with logging_to(LogFile(path)) as logger:
+        monkeypatch.setattr(logs, "write_all", full)
+        logger.warning("one")
+        logger.warning("two")
+        monkeypatch.setattr(logs, "write_all", write_all)
+        logger.warning("three")
+        logger.warning("four")
+    assert path.read_text() == "(2 lines are missing here: the disk did not take them)\nthree\nfour\n"
 
 
 def test_a_fork_logs_too(tmp_path: Path) -> None:
@@ -155,9 +193,10 @@ old = pathlib.Path(sys.argv[1], "explorer-0.log.1")
 logs.flush_logs()
 print("x" * 3000)
 deadline = time.monotonic() + 30
-while not old.exists() and time.monotonic() < deadline:
+new = old.with_suffix("")
+while not (old.exists() and new.exists() and new.stat().st_size) and time.monotonic() < deadline:
+    print("after")  # until what is printed goes there, too
     time.sleep(0.01)
-print("after")
 """
 
 
@@ -187,3 +226,18 @@ def test_a_failure_that_was_logged_elsewhere_is_logged_here_too(caplog: pytest.L
     setattr(error, logs._LOGGED_BY, os.getpid() + 1)
     log_failure("write", error)
     assert [record.getMessage() for record in caplog.records] == ["save failed: no", "write failed: no"]
+
+
+def test_a_failure_from_a_host_where_the_process_has_the_same_number_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    error = RunError("no")
+    setattr(error, logs._LOGGED_BY, os.getpid())
+    log_failure("save", error)
+    assert [record.getMessage() for record in caplog.records] == ["save failed: no"]
+    caplog.clear()
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as there:
+        there.setattr(logs, "_HERE", "another host")
+        log_failure("write", error)
+    assert [record.getMessage() for record in caplog.records] == ["write failed: no"]

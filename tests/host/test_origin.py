@@ -6,6 +6,7 @@ import importlib.util
 import pickle
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,15 @@ class Slotted(Exception):
 
 def refuses(text):
     raise Slotted("no")
+
+
+class Speechless(Exception):
+    def __str__(self):
+        return 1 / 0
+
+
+def is_speechless(text):
+    raise Speechless
 
 
 def recurses(text):
@@ -74,7 +84,7 @@ def test_the_place_is_the_innermost_of_the_user_s_and_the_traceback_begins_there
     assert found is not None
     assert found.place == f"{theirs.__file__}:5"
     lines = found.traceback.splitlines()
-    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{theirs.__file__}", line 30, in rewards']
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{theirs.__file__}", line 39, in rewards']
     assert "json/decoder.py" in found.traceback
     assert lines[-1] == "json.decoder.JSONDecodeError: Expecting value: line 1 column 1 (char 0)"
 
@@ -127,3 +137,27 @@ def test_causes_in_a_circle_end() -> None:
     one, two = RunError("one"), RunError("two")
     one.__cause__, two.__cause__ = two, one
     assert origin(one) is None
+
+
+def test_an_error_that_cannot_be_put_into_words_is_told_by_its_class(theirs: Any) -> None:
+    error = raised(theirs.is_speechless, "x")
+    assert told(error) == described(error) == f"Speechless: (it cannot be put into words) ({theirs.__file__}:27)"
+
+
+def test_the_place_is_in_the_user_s_code_and_not_in_a_library_that_it_calls(theirs: Any, tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "python3.11" / "site-packages" / "judge.py"
+    library.parent.mkdir(parents=True)
+    library.write_text(
+        "def judge(call, text):\n    return call(text)\n\n\ndef fail(text):\n    raise ValueError(text)\n"
+    )
+    judge = {"__name__": "judge"}
+    exec(compile(library.read_text(), str(library), "exec"), judge)
+    theirs.judge = judge["fail"]
+    exec(compile("def asks(text):\n    judge(text)\n", theirs.__file__, "exec"), theirs.__dict__)
+    found = origin(raised(theirs.asks, "x"))
+    assert found is not None
+    assert found.place == f"{theirs.__file__}:2"
+    assert f'File "{library}", line 6, in fail' in found.traceback
+    installed = origin(raised(judge["fail"], "x"))  # type: ignore[arg-type]
+    assert installed is not None
+    assert installed.place == f"{library}:6"

@@ -33,7 +33,7 @@ class FileTracker:
 
     def start(self, run: TrackedRun) -> None:
         self._file = run.folder / "calls"
-        print("a word of the library", flush=True)
+        print("a word of the library")
         self._do("start", run.name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,7 +20,7 @@ import pytest
 from tests.tracking.pretend import FileTracker, calls, process
 from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking import feeding
+from trinity_sync.tracking import apart, feeding
 from trinity_sync.tracking.feeding import Trackers
 from trinity_sync.tracking.trackers import TrackedRun
 
@@ -239,3 +242,91 @@ def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_p
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=25.0).returncode == 0
     wait_for(lambda: not psutil.pid_exists(process(tmp_path)))
+
+
+class Leaving(Fake):
+    """Its library ends the program."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        super().log(step, values)
+        raise SystemExit("cannot go on")
+
+
+def test_a_tracker_whose_library_ends_the_program_is_a_fault_and_closed(run: TrackedRun) -> None:
+    leaving = Leaving()
+    trackers = Trackers([leaving], run)
+    told: list[str] = []
+    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.log(1, {"a": 1})
+    trackers.log(2, {"a": 1})
+    trackers.close("completed")
+    assert told == ["does not take the metrics, the run goes on without: cannot go on"]
+    assert [call[0] for call in leaving.calls] == ["start", "log", "log", "close"]
+
+
+class Dropped(Standing):
+    """Its call fails when nobody waits for it any longer."""
+
+    def abandon(self) -> None:
+        self._until.set()
+
+    def _do(self, *call: Any) -> None:
+        super()._do(*call)
+        if call[0] == self._at:
+            raise OSError("dropped")
+
+
+def test_a_tracker_that_is_given_up_is_one_fault(run: TrackedRun, stopped: threading.Event) -> None:
+    later = Standing("close", stopped)
+    later.timeout_s = 3 * SHORT_S
+    trackers = Trackers([Dropped("close", threading.Event()), later], run)
+    told: list[tuple[str, str]] = []
+    trackers.tell_faults(lambda where, error: told.append((where, error)))
+    trackers.close("completed")
+    assert [where for where, _ in told] == ["tracker Dropped", "tracker Standing"]
+
+
+class Unknown(FileTracker):
+    """Of a module that its process cannot import."""
+
+    def __reduce__(self) -> Any:
+        return importlib.import_module, ("no_such_module",)
+
+
+def test_a_tracker_apart_of_a_module_that_is_not_there_is_refused_at_once(run: TrackedRun) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"its process has ended \(1\); see .*tracker-Unknown.log"):
+        Trackers([Unknown(timeout_s=LIMIT_S)], run)
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert "No module named 'no_such_module'" in (run.folder / "logs" / "tracker-Unknown.log").read_text()
+
+
+def test_a_tracker_apart_outlives_what_ends_all_processes_of_a_job_and_sees_its_end(run: TrackedRun) -> None:
+    trackers = Trackers([FileTracker()], run)
+    os.kill(process(run.folder), signal.SIGTERM)
+    trackers.log(1, {"a": 1})
+    trackers.close("interrupted")
+    assert calls(run.folder) == ["start copy", "log 1 {'a': 1.0}", "end interrupted", "close"]
+
+
+def test_a_tracker_apart_does_not_import_what_lies_about(run: TrackedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run.folder / "queue.py").write_text("raise SystemExit('of the working directory')")
+    monkeypatch.chdir(run.folder)
+    Trackers([FileTracker()], run).close("completed")
+    assert calls(run.folder) == ["start copy", "end completed", "close"]
+
+
+def test_nobody_waits_for_ever_for_a_process_that_a_dead_disk_holds(
+    run: TrackedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trackers = Trackers([FileTracker("close", "stop")], run)
+    trackers._feeds[0]._limit_s = SHORT_S
+    child = psutil.Process(process(run.folder))
+    monkeypatch.setattr(apart, "_LAST_S", SHORT_S)
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda self: None)
+    over = threading.Thread(target=trackers.close, args=["completed"], daemon=True)
+    over.start()
+    over.join(20.0)
+    waits = over.is_alive()
+    child.kill()
+    assert not waits

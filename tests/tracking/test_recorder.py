@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from tests.tracking import synthetic
@@ -357,3 +359,10 @@ def test_neither_torch_nor_ray_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers_for_the_trackers_too(tmp_path: Path) -> None:
+    fake = Fake()
+    with synthetic.recording(tmp_path, trackers=[fake]) as recorder:
+        recorder.metrics(1, {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": np.int64(3)})
+    assert ("log", 1, {"a": 0.5, "b": 2.0, "c": 3.0}) in fake.calls

@@ -11,10 +11,10 @@ from omegaconf import OmegaConf
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.feeding import Trackers
-from trinity_sync.tracking.mlflow import MlflowTracker
+from trinity_sync.tracking.mlflow import MlflowTracker, _name
 from trinity_sync.tracking.swanlab import SwanlabTracker
 from trinity_sync.tracking.tensorboard import TensorBoardTracker
-from trinity_sync.tracking.trackers import TrackedRun, build_trackers
+from trinity_sync.tracking.trackers import TrackedRun, build_trackers, kept_id
 from trinity_sync.tracking.trackio import TrackioTracker
 from trinity_sync.tracking.wandb import WandbTracker
 
@@ -167,3 +167,27 @@ def test_wandb_that_refuses_says_what_to_do(run: TrackedRun, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(ConfigError, match="wandb login"):
         WandbTracker("project").start(run)
+
+
+def test_an_id_is_kept_and_one_that_a_full_disk_cut_off_is_made_anew(run: TrackedRun) -> None:
+    kept = kept_id(run, "wandb")
+    assert kept_id(run, "wandb") == kept
+    (run.folder / "wandb" / "run_id").write_text("")
+    assert (made := kept_id(run, "wandb"))
+    assert kept_id(run, "wandb") == made
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("reward/mean", "reward/mean"),
+        ("odd@name", "odd_name"),
+        ("/a", "_/a"),
+        ("a//b/", "a/_/b/_"),
+        ("a/../b", "a/_/b"),
+        ("", "_"),
+        ("x" * 249 + "/y", "x" * 249),
+    ],
+)
+def test_mlflow_gets_a_name_that_it_takes(name: str, there: str) -> None:
+    assert _name(name) == there

@@ -45,12 +45,13 @@ def start_child(module: str, log: Path | None, message_s: int = 10) -> tuple[sub
             log.parent.mkdir(parents=True, exist_ok=True)
             output = opened.enter_context(open(log, "ab"))
         child = subprocess.Popen(
-            [sys.executable, "-c", f"from {module} import serve; serve({theirs.fileno()})"],
+            [sys.executable, "-u", "-P", "-c", f"from {module} import serve; serve({theirs.fileno()})"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             pass_fds=[theirs.fileno()],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            # With -P, the child imports what we would: the working directory's files only where we look there.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
             # Ctrl-C is for the run, which lets a copy finish. Not a session of its own: Linux may share the processors
             # out between sessions first, and there it would yield to nobody.
             process_group=0,

@@ -13,6 +13,7 @@ import logging
 import os
 import platform
 import queue
+import secrets
 import sys
 import threading
 from pathlib import Path
@@ -33,6 +34,8 @@ _MOST_WAITING = 10_000
 """Lines that wait for a slow disk; later ones are dropped and counted."""
 _FLUSH_S = 1.0
 _LOGGED_BY = "_trinity_sync_logged_by"
+_HERE = secrets.token_hex(4)
+"""Tells this process from one with its number on another host, or in another container. A fork has another number."""
 _LOOK_S = 5.0
 """After so long the length of a file is looked at that others write into, too."""
 
@@ -57,6 +60,7 @@ class LogFile(logging.Handler):
         self._file: int | None = None
         self._waiting: queue.SimpleQueue[str | threading.Event | None] = queue.SimpleQueue()
         self._dropped = 0
+        self._hangs: threading.Event | None = None
         self._writer: threading.Thread | None = None
         if takes_output:
             self._open()
@@ -81,12 +85,14 @@ class LogFile(logging.Handler):
         self._begin()
 
     def flush(self) -> None:
-        """Wait until all lines so far are written, a second at most."""
+        """Wait until all lines so far are written, a second at most; of a disk that hangs, only once."""
         writer = self._writer
+        if self._hangs is not None and not self._hangs.is_set():
+            return
         if writer is not None and writer.is_alive() and writer is not threading.current_thread():
             written = threading.Event()
             self._waiting.put(written)
-            written.wait(_FLUSH_S)
+            self._hangs = None if written.wait(_FLUSH_S) else written
 
     def close(self) -> None:
         writer, self._writer = self._writer, None
@@ -111,8 +117,10 @@ class LogFile(logging.Handler):
             if isinstance(line, threading.Event):
                 line.set()
                 continue
-            with contextlib.suppress(OSError):
+            try:
                 self._put(line)
+            except OSError:
+                self._dropped += bool(line)
         if self._file is not None and not self._takes_output:
             os.close(self._file)
             self._file = None
@@ -121,11 +129,12 @@ class LogFile(logging.Handler):
         if self._file is None or os.fstat(self._file).st_size >= self._most_bytes:
             self._open()
         assert self._file is not None, "it was opened"
-        dropped, self._dropped = self._dropped, 0
+        dropped = self._dropped
         if dropped:
-            line = f"({dropped} lines are missing here: they came faster than the disk took them)\n{line}"
+            line = f"({dropped} lines are missing here: the disk did not take them)\n{line}"
         if line:
             write_all(self._file, f"{line}\n".encode(errors="replace"))
+            self._dropped -= dropped
 
     def _open(self) -> None:
         """Open the file, after it was put aside where it is too long."""
@@ -184,10 +193,11 @@ def log_failure(what: str, error: BaseException) -> None:
         what: what failed, as in ``generate``.
         error: why.
     """
-    if getattr(error, _LOGGED_BY, None) == os.getpid():
+    here = f"{_HERE}-{os.getpid()}"
+    if getattr(error, _LOGGED_BY, None) == here:
         return
     with contextlib.suppress(Exception):  # a class of somebody's may refuse attributes
-        setattr(error, _LOGGED_BY, os.getpid())
+        setattr(error, _LOGGED_BY, here)
     found, foreseen = keep_origin(error), isinstance(error, TrinityError)
     text = str(error) if foreseen else described(error)
     if found is not None:

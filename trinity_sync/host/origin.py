@@ -9,19 +9,27 @@ import contextlib
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 from trinity_sync.errors import TrinityError
 
 _CALLERS = sys.stdlib_module_names | {
     "accelerate",
+    "fsspec",
+    "huggingface_hub",
     "hydra",
     "mbridge",
     "megatron",
     "numpy",
     "omegaconf",
+    "pyarrow",
     "ray",
+    "rich",
+    "safetensors",
+    "tenacity",
     "tensordict",
+    "tokenizers",
     "torch",
     "transformers",
     "trinity_sync",
@@ -40,7 +48,8 @@ class Origin:
     """Where in the user's code an error comes from.
 
     Attributes:
-        place: file and line, as in ``/home/me/my_rewards.py:17``; the innermost of the user's.
+        place: file and line, as in ``/home/me/my_rewards.py:17``; the innermost of the user's, and not of a library
+            that it calls.
         traceback: as Python prints it, from where the user's code begins.
     """
 
@@ -74,12 +83,19 @@ def keep_origin(error: BaseException) -> Origin | None:
 
 def told(error: BaseException) -> str:
     """Put an error into words for others than who raised it: its class, what it says, its place in the user's code."""
-    return _worded(error, str(error))
+    return _worded(error, _says(error))
 
 
 def described(error: BaseException) -> str:
     """Put an error into one line: as `told`, with the first line of what it says."""
-    return _worded(error, str(error).strip().partition("\n")[0])
+    return _worded(error, _says(error).strip().partition("\n")[0])
+
+
+def _says(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # of a class of somebody's
+        return "(it cannot be put into words)"
 
 
 def _worded(error: BaseException, says: str) -> str:
@@ -89,15 +105,17 @@ def _worded(error: BaseException, says: str) -> str:
 
 
 def _found(error: BaseException) -> Origin | None:
-    first = place = None
+    steps = []
     step = error.__traceback__
     while step is not None:
         if not _calls(step):
-            first, place = first or step, f"{step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+            steps.append(step)
         step = step.tb_next
-    if first is None or place is None:
+    if not steps:
         return None
-    text = "".join(traceback.format_exception(type(error), error, first)).rstrip()
+    last = ([step for step in steps if not _installed(step)] or steps)[-1]
+    place = f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}"
+    text = "".join(traceback.format_exception(type(error), error, steps[0])).rstrip()
     if len(text) > _MOST:
         text = f"{text[: _MOST // 2]}\n  ...\n{text[-_MOST // 2 :]}"
     return Origin(place, text)
@@ -108,3 +126,8 @@ def _calls(step: TracebackType) -> bool:
     frame = step.tb_frame
     package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
     return package in _CALLERS or frame.f_code.co_filename.startswith("<")
+
+
+def _installed(step: TracebackType) -> bool:
+    """Whether a frame is of an installed package, as libraries are."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(step.tb_frame.f_code.co_filename).parts)

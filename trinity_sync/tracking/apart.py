@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -68,7 +70,8 @@ class Apart:
         """End the process, whatever it does; any thread."""
         if self._child is not None:
             self._child.kill()
-            self._child.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a dead network disk may hold it for ever
+                self._child.wait(_LAST_S)
 
     def _ask(self, method: str, *arguments: object) -> None:
         assert self._connection is not None, "`start` comes first"
@@ -99,6 +102,8 @@ def serve(descriptor: int) -> None:
         descriptor: file descriptor of the connection to the parent.
     """
     os.set_inheritable(descriptor, False)
+    # A queue that ends a job tells all its processes; the run has to end first. No SIG_IGN, which programs inherit.
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
     connection = Connection(descriptor)
     requests: SimpleQueue[tuple[str, tuple[object, ...]] | None] = SimpleQueue()
     threading.Thread(target=_listen, args=[connection, requests], daemon=True).start()
@@ -132,6 +137,9 @@ def _listen(connection: Connection, requests: SimpleQueue[tuple[str, tuple[objec
         while True:
             requests.put(connection.recv())
     except (EOFError, OSError):
-        requests.put(None)
+        pass
+    except Exception:  # as of a class that cannot be imported here
+        traceback.print_exc()
+    requests.put(None)
     time.sleep(_LAST_S)
     os._exit(1)

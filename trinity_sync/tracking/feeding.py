@@ -147,6 +147,7 @@ class _Feed:
             left = max(self._calls.qsize() - 3, 0)
             behind = f", {left} calls behind" if left else ""
             self._tell("end", f"was not done {limit:g} s after the end of the run{behind}; metrics.jsonl has all")
+            self._told.add("fails")  # which it will, given up
         abandon = getattr(self.tracker, "abandon", None)
         if abandon is not None:
             abandon()
@@ -162,7 +163,7 @@ class _Feed:
             self._since = time.monotonic()
             try:
                 call()
-            except Exception as error:
+            except BaseException as error:  # as of a library that ends the program: this is no more than a thread
                 text = str(error) or type(error).__name__
                 self._tell("fails", f"does not take the metrics, the run goes on without: {text}")
             finally:

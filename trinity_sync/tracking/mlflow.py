@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.durable import replace_file
 from trinity_sync.host.urls import without_secrets
 from trinity_sync.tracking.record import Status
-from trinity_sync.tracking.trackers import TrackedRun
+from trinity_sync.tracking.trackers import TrackedRun, read_id
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -97,14 +98,13 @@ class MlflowTracker:
 
     def _begin(self, run: TrackedRun, kept: Path, artifacts: str | None) -> str:
         assert self._client is not None
-        if kept.exists():
-            run_id = kept.read_text().strip()
+        if run_id := read_id(kept):
             self._client.update_run(run_id, status="RUNNING")
             return run_id
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._experiment, artifacts)
         run_id = str(self._client.create_run(experiment, run_name=run.name or None).info.run_id)
-        kept.write_text(run_id + "\n")
+        replace_file(kept, run_id + "\n")
         return run_id
 
     def _describe(self, run: TrackedRun) -> None:
@@ -115,7 +115,7 @@ class MlflowTracker:
         self._client.set_tag(self._run_id, "folder", str(run.folder))
         self._client.set_tag(self._run_id, "attempt", str(run.attempt))
         known = self._client.get_run(self._run_id).data.params
-        new = [Param(name, value) for name, value in _flat(run.config, "") if name not in known]
+        new = [Param(name, value) for name, value in dict(_flat(run.config, "")).items() if name not in known]
         for first in range(0, len(new), _PARAM_BATCH):
             self._client.log_batch(self._run_id, params=new[first : first + _PARAM_BATCH])
 
@@ -146,5 +146,6 @@ def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _name(text: str) -> str:
-    """A name with the characters that MLflow knows."""
-    return re.sub(r"[^\w.\-/ :]", "_", text, flags=re.ASCII)[:250]
+    """A name with the characters that MLflow knows, and with no part that means more in a path."""
+    known = re.sub(r"[^\w.\-/ :]", "_", text, flags=re.ASCII)
+    return "/".join(part if part.strip(".") else "_" for part in known.split("/"))[:250].rstrip("/")

@@ -23,6 +23,7 @@ from trinity_sync.host.origin import origin, told
 from trinity_sync.tracking import jsonl
 from trinity_sync.tracking.closing import render_summary
 from trinity_sync.tracking.feeding import Trackers
+from trinity_sync.tracking.files import plain
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.record import RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_folder import RunFolder
@@ -203,7 +204,7 @@ class Recorder:
         Raises:
             RunError: the disk refuses.
         """
-        numbers = {**(values or {}), **more}
+        numbers = {name: plain(value) for name, value in {**(values or {}), **more}.items()}
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
         story.info("%s", told_step(int(step), numbers))

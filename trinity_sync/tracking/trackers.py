@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.durable import replace_file
 from trinity_sync.tracking.record import Status
 
 _KNOWN = {
@@ -112,6 +113,13 @@ def kept_id(run: TrackedRun, tracker: str) -> str:
     """
     path = run.folder / tracker / "run_id"
     path.parent.mkdir(exist_ok=True)
-    if not path.exists():
-        path.write_text(uuid.uuid4().hex[:12] + "\n")
-    return path.read_text().strip()
+    kept = read_id(path)
+    if not kept:
+        kept = uuid.uuid4().hex[:12]
+        replace_file(path, kept + "\n")
+    return kept
+
+
+def read_id(path: Path) -> str:
+    """Read what was kept; empty where there is none."""
+    return path.read_text().strip() if path.exists() else ""
