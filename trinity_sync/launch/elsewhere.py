@@ -68,8 +68,21 @@ def takes_no_nan(hydra: HydraSettings) -> bool:
 
 
 def codes_on_disk(sweep: Path) -> dict[Path, int]:
-    """Exit codes of the jobs of a sweep, by their folders, from the files they left."""
-    return {folder: _code(folder) for folder in sorted(found.parent for found in sweep.glob("*/.hydra"))}
+    """Exit codes of the jobs of a sweep, by their folders, from the files they left. Folders may be below each other,
+    as those named by paths that are swept.
+    """
+    return {folder: _code(folder) for folder in job_folders(sweep)}
+
+
+def job_folders(sweep: Path) -> list[Path]:
+    """Where jobs of a sweep have begun, or runs are."""
+    found = []
+    for place, inner, files in os.walk(sweep):
+        if Path(place) != sweep and (".hydra" in inner or "run.json" in files):
+            found.append(Path(place))
+            inner.clear()
+        inner[:] = [name for name in inner if not name.startswith(".")]
+    return sorted(found)
 
 
 def _code(folder: Path) -> int:
@@ -166,12 +179,13 @@ def jobs_end_first(hydra: HydraSettings) -> Iterator[None]:
 
 
 def _end_jobs() -> None:
-    running = _running()
-    for process in running:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
+    told: set[psutil.Process] = set()
     deadline = time.monotonic() + _ENDING_S
-    while set(running) & set(_running()) and time.monotonic() < deadline:
+    while (running := set(_running())) and time.monotonic() < deadline:
+        for process in running - told:  # one that ends well meanwhile makes room for the next
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        told |= running
         time.sleep(0.05)
 
 
