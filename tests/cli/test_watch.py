@@ -422,6 +422,21 @@ def test_the_command_looks_at_the_lock_without_taking_it_from_a_run(tmp_path: Pa
     assert run_folder.lock_owner(folder) is None
 
 
+def test_a_sweep_that_goes_away_ends_the_watching(
+    here: Path, play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sweep("multirun/try/x", 2, monkeypatch)
+
+    def moved() -> Iterator[None]:
+        yield
+        folder.rename(here / "elsewhere")
+        yield
+
+    play(moved())
+    assert watch(folder) == 1
+    assert capsys.readouterr().err == f"error: {folder} cannot be read: No such file or directory\n"
+
+
 def test_a_job_whose_record_cannot_be_read_does_not_hide_the_others(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trinity_sync.cli.sweeps import SETTINGS, read_jobs
 from trinity_sync.cli.watch_run import Patience, RunWatch, killed, pause
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.report.data import is_run, job_order
 from trinity_sync.report.overview import RunLine, SweepLine, run_line
 from trinity_sync.tracking import units
@@ -78,8 +78,14 @@ class SweepWatch:
 
         Args:
             quietly: do not say what has become of them.
+
+        Raises:
+            RunError: the folder is gone, or cannot be read.
         """
-        folders = [child for child in self._folder.iterdir() if child.is_dir() and is_run(child)]
+        try:
+            folders = [child for child in self._folder.iterdir() if child.is_dir() and is_run(child)]
+        except OSError as error:
+            raise RunError(f"{self._folder} cannot be read: {error.strerror or error}") from error
         jobs = {}
         for folder in sorted(folders, key=job_order):
             now, before = _standing(folder), self._jobs.get(folder)
