@@ -466,6 +466,15 @@ def test_a_sparkline_fits_its_width_and_shows_lowest_and_highest(values: list[fl
         assert text[values.index(max(values))] == "█"
 
 
+def test_a_clock_that_is_set_back_does_not_silence_the_lines() -> None:
+    view, clock, file = line_view(total=None)
+    view.take({"step": 1, "loss": 0.5})
+    clock.pass_(-86_400)
+    view.take({"step": 2, "loss": 0.5})
+    view.take({"step": 3, "loss": 0.5})
+    assert [line.split("] ")[1].split(",")[0] for line in file.getvalue().splitlines()] == ["step 1", "step 2"]
+
+
 def test_a_curve_of_a_long_run_is_drawn_from_some_of_its_values() -> None:
     class Values(list[float]):
         looked = 0
