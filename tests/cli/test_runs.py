@@ -385,6 +385,21 @@ def test_jobs_of_an_earlier_sweep_in_the_folder_do_not_count(
     assert [folder.name for folder in app._codes()] == ["seed-1"]
 
 
+def test_the_lock_of_a_failed_node_is_waited_for_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = synthetic.Clock(0.0)
+    monkeypatch.setattr(elsewhere.time, "monotonic", clock)
+    monkeypatch.setattr(elsewhere.time, "sleep", lambda seconds: clock.pass_(30.0))
+    with RunFolder.open(tmp_path, resume=False) as folder:
+        elsewhere.wait_until_free(tmp_path)
+        assert clock.now == 120.0
+        monkeypatch.setattr(elsewhere.time, "sleep", lambda seconds: folder.close())
+        clock.now = 0.0
+        elsewhere.wait_until_free(tmp_path)
+    assert clock.now == 0.0
+
+
 def test_a_job_that_begins_while_others_end_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 

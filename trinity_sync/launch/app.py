@@ -164,6 +164,7 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
     if hydra_cfg.mode == RunMode.MULTIRUN and elsewhere.started_again(hydra_cfg, run_dir):
+        elsewhere.wait_until_free(run_dir)
         if elsewhere.has_completed(run_dir):
             return DONE
         resume = Resume(started_in=started_in)

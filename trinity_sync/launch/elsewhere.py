@@ -22,7 +22,7 @@ import psutil
 from hydra.conf import HydraConf
 from omegaconf import DictConfig
 
-from trinity_sync.tracking.run_folder import holds_run
+from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 HydraSettings = HydraConf | DictConfig
 
@@ -44,6 +44,8 @@ OPTIONS = {
 """Options that are there only where it is installed, and what each needs."""
 
 _ENDING_S = 60.0
+_FREE_S = 120.0
+_POLL_S = 0.05
 
 
 def in_this_process(hydra: HydraSettings) -> bool:
@@ -99,6 +101,15 @@ def started_again(hydra: HydraSettings, folder: Path) -> bool:
     there: a sweep into a folder that has runs is refused.
     """
     return _in_queue() and str(hydra.launcher._target_).startswith(_SUBMITIT) and holds_run(folder)
+
+
+def wait_until_free(folder: Path) -> None:
+    """Wait until nobody works in the folder of a run, for two minutes at most. A queue starts a job again when its node
+    has failed, whose lock a file server keeps for some time yet.
+    """
+    deadline = time.monotonic() + _FREE_S
+    while lock_owner(folder) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def command_in_queue(hydra: HydraSettings) -> list[str]:
@@ -186,7 +197,7 @@ def _end_jobs() -> None:
             with suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGTERM)
         told |= running
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
 
 
 def _running() -> list[psutil.Process]:
