@@ -245,6 +245,15 @@ def test_a_search_takes_the_highest_reward_and_bears_jobs_that_fail(
     assert "chooses values as it goes; name one of its jobs" in capsys.readouterr().err
 
 
+def test_a_search_in_a_folder_with_runs_is_refused(launcher: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
+    (SWEEP / "3").mkdir(parents=True)
+    (SWEEP / "3" / "run.json").write_text("{}")
+    assert sweep("hydra/sweeper=search", "hydra.sweeper.n_trials=1", "seed=choice(1,2)") == 2
+    assert "sweep/3 already holds a run, so nothing was started: a search needs" in capsys.readouterr().err
+    assert [path.name for path in SWEEP.iterdir()] == ["3"]
+
+
 @pytest.mark.all
 def test_a_search_of_which_all_jobs_fail_says_so(launcher: StandIn, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")

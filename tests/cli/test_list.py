@@ -133,6 +133,14 @@ def test_a_run_that_did_not_start_is_listed(here: Path, capsys: pytest.CaptureFi
     [
         (lambda run: (run / "run.json").write_text("["), "unreadable", "run.json cannot be read as the record"),
         (lambda run: (run / "run.json").write_text("[]"), "unreadable", "is not the record of a run"),
+        *(
+            (lambda run, text=text: (run / "run.json").write_text(text), "unreadable", "is not the record of a run: ")
+            for text in (
+                '{"attempt": 0, "started": "then"}',
+                '{"attempt": 0, "error": {}}',
+                '{"attempt": 0, "attempts": [{"ended": []}]}',
+            )
+        ),
         (lambda run: (run / ".hydra" / "config.yaml").write_text("a: [\n"), "completed", "config.yaml cannot be read"),
         (lambda run: (run / "metrics.jsonl").write_text("{}\nx\n{}\n"), "completed", "metrics.jsonl, line 2 is not"),
     ],
@@ -251,3 +259,9 @@ def test_colours_tell_how_runs_stand_on_a_terminal_that_wants_them(
     capsys.readouterr()
     assert cli.main(["list"]) == 0
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_text_of_others_does_not_command_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave("outputs/a/1\x1b[2J", name='"\\e]0;mine\\a\\nb"')
+    ((folder, name, *_),) = listed(capsys)
+    assert (folder.strip(), name.strip()) == ("outputs/a/1?[2J", "?]0;mine??b")

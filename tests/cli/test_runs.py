@@ -367,6 +367,56 @@ def test_jobs_that_ran_in_other_processes_are_judged_by_their_files(tmp_path: Pa
     assert list(elsewhere.codes_on_disk(tmp_path).values()) == [0, 1, 2]
 
 
+def test_jobs_that_ran_in_other_processes_may_have_folders_below_each_other(tmp_path: Path) -> None:
+    job = tmp_path / "task.path=" / "data" / "rows.jsonl"
+    (job / ".hydra").mkdir(parents=True)
+    (job / "run.json").write_text('{"status": "failed"}')
+    assert elsewhere.codes_on_disk(tmp_path) == {job: 1}
+
+
+def test_jobs_of_an_earlier_sweep_in_the_folder_do_not_count(
+    launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(elsewhere, "in_this_process", lambda hydra: False)
+    monkeypatch.setattr(app, "_report_sweep", lambda sweep: None)
+    (tmp_path / "sweep" / "old" / ".hydra").mkdir(parents=True)
+    assert start("-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=seed-${seed}", "seed=1") == 0
+    app._session.codes.clear()  # as where they ran in other processes
+    assert [folder.name for folder in app._codes()] == ["seed-1"]
+
+
+def test_the_lock_of_a_failed_node_is_waited_for_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = synthetic.Clock(0.0)
+    monkeypatch.setattr(elsewhere.time, "monotonic", clock)
+    monkeypatch.setattr(elsewhere.time, "sleep", lambda seconds: clock.pass_(30.0))
+    with RunFolder.open(tmp_path, resume=False) as folder:
+        elsewhere.wait_until_free(tmp_path)
+        assert clock.now == 120.0
+        monkeypatch.setattr(elsewhere.time, "sleep", lambda seconds: folder.close())
+        clock.now = 0.0
+        elsewhere.wait_until_free(tmp_path)
+    assert clock.now == 0.0
+
+
+def test_a_job_that_begins_while_others_end_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Process:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def send_signal(self, signum: int) -> None:
+            told.append(self.name)
+
+    first, next_one = Process("first"), Process("next")
+    running = iter([[first], [first, next_one], [next_one], []])
+    monkeypatch.setattr(elsewhere, "_running", lambda: next(running))
+    elsewhere._end_jobs()
+    assert told == ["first", "next"]
+
+
 def test_a_job_returns_its_reward_to_a_sweeper_that_looks_for_the_best(launcher: StandIn) -> None:
     returned: list[float] = []
 

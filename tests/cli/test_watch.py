@@ -420,3 +420,39 @@ def test_the_command_looks_at_the_lock_without_taking_it_from_a_run(tmp_path: Pa
     folder = leave(tmp_path / "run")
     assert watch(folder) == 0
     assert run_folder.lock_owner(folder) is None
+
+
+def test_a_sweep_that_goes_away_ends_the_watching(
+    here: Path, play: Play, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sweep("multirun/try/x", 2, monkeypatch)
+
+    def moved() -> Iterator[None]:
+        yield
+        folder.rename(here / "elsewhere")
+        yield
+
+    play(moved())
+    assert watch(folder) == 1
+    assert capsys.readouterr().err == f"error: {folder} cannot be read: No such file or directory\n"
+
+
+def test_a_job_whose_record_cannot_be_read_does_not_hide_the_others(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sweep("multirun/try/x", 2, monkeypatch)
+    leave(folder / "0")
+    (leave(folder / "1") / "run.json").write_text("{")
+    assert watch(folder) == 1
+    told = " ".join(said(capsys))
+    assert "multirun/try/x: 1 completed, 1 unreadable" in told
+    assert "1/run.json cannot be read as the record of a run" in told
+
+
+def test_text_of_others_does_not_command_the_terminal(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said_by_others = "a\x1b]0;mine\x07\nb"
+    leave("outputs/a/1", overrides=[f"name={said_by_others}"])
+    leave("outputs/a/2\x1b[2J", status="failed", error=said_by_others)
+    for command in (["outputs/a"], ["--once", "outputs/a"], ["outputs/a/2\x1b[2J"]):
+        watch(*command)
+        assert not {"\x1b", "\x07"} & set(capsys.readouterr().out)

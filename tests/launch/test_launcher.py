@@ -136,6 +136,13 @@ def test_a_run_that_ends_early_does_one_step_at_least(
     assert seen == [last]
 
 
+def test_the_command_is_recorded_as_a_shell_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "cluster", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("sys.argv", ["launch.py", "task.path=my rows.jsonl"])
+    assert launcher.run(compose(["trainer.steps=1", "live=off"]), tmp_path, job=Idle) == 0  # type: ignore[arg-type]
+    assert read_record(tmp_path / "run.json")["command"] == "launch.py 'task.path=my rows.jsonl'"
+
+
 @pytest.mark.parametrize("threads", ["4,2", "0", "-1", "two"])
 def test_threads_that_are_no_number_are_refused_before_anything_is_made(
     threads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -464,3 +464,26 @@ def test_a_sparkline_fits_its_width_and_shows_lowest_and_highest(values: list[fl
     if len(set(values)) > 1 and len(values) <= width:
         assert text[values.index(min(values))] == "▁"
         assert text[values.index(max(values))] == "█"
+
+
+def test_a_clock_that_is_set_back_does_not_silence_the_lines() -> None:
+    view, clock, file = line_view(total=None)
+    view.take({"step": 1, "loss": 0.5})
+    clock.pass_(-86_400)
+    view.take({"step": 2, "loss": 0.5})
+    view.take({"step": 3, "loss": 0.5})
+    assert [line.split("] ")[1].split(",")[0] for line in file.getvalue().splitlines()] == ["step 1", "step 2"]
+
+
+def test_a_curve_of_a_long_run_is_drawn_from_some_of_its_values() -> None:
+    class Values(list[float]):
+        looked = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            found = super().__getitem__(place)
+            self.looked += len(found) if isinstance(place, slice) else 1
+            return found
+
+    values = Values(float(index) for index in range(100_000))
+    assert sparkline(values, 8) == "▁▂▃▄▅▆▇█"
+    assert values.looked <= 8 * 256

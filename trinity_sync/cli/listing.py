@@ -35,6 +35,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _list(options: argparse.Namespace) -> int:
     from trinity_sync.cli.checkpoints import print_json, print_table
     from trinity_sync.report.overview import SweepLine
+    from trinity_sync.tracking import units
 
     lines = runs_below(options.folder)
     if options.json:
@@ -49,6 +50,7 @@ def _list(options: argparse.Namespace) -> int:
         else:
             rows.append(_run_row(line, line.name or "-"))
             problems += line.problems
+    rows = [tuple(map(units.printable, row)) for row in rows]
     if not rows:
         print("no runs")
     if sys.stdout.isatty():
@@ -57,7 +59,7 @@ def _list(options: argparse.Namespace) -> int:
         print_table(_HEAD, rows)
     sys.stdout.flush()
     for problem in problems:
-        print(f"note: {problem}", file=sys.stderr)
+        print(f"note: {units.printable(problem)}", file=sys.stderr)
     return 0
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from trinity_sync.cli.sweeps import SETTINGS, read_jobs
 from trinity_sync.cli.watch_run import Patience, RunWatch, killed, pause
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.report.data import is_run, job_order
 from trinity_sync.report.overview import RunLine, SweepLine, run_line
 from trinity_sync.tracking import units
@@ -22,7 +22,14 @@ from trinity_sync.tracking.follow import Standing, standing
 from trinity_sync.tracking.live import LiveView
 
 _PANEL_LINES = 14
-_STYLES = {"completed": "green", "failed": "red", "killed": "red", "interrupted": "yellow", "running": "cyan"}
+_STYLES = {
+    "completed": "green",
+    "failed": "red",
+    "killed": "red",
+    "unreadable": "red",
+    "interrupted": "yellow",
+    "running": "cyan",
+}
 _INTEREST = {"running": 0, "starting": 0, "completed": 2, "not begun": 3}
 
 
@@ -71,11 +78,17 @@ class SweepWatch:
 
         Args:
             quietly: do not say what has become of them.
+
+        Raises:
+            RunError: the folder is gone, or cannot be read.
         """
-        folders = [child for child in self._folder.iterdir() if child.is_dir() and is_run(child)]
+        try:
+            folders = [child for child in self._folder.iterdir() if child.is_dir() and is_run(child)]
+        except OSError as error:
+            raise RunError(f"{self._folder} cannot be read: {error.strerror or error}") from error
         jobs = {}
         for folder in sorted(folders, key=job_order):
-            now, before = standing(folder), self._jobs.get(folder)
+            now, before = _standing(folder), self._jobs.get(folder)
             ended = before is not None and before.now.stand == now.stand and not before.runs
             jobs[folder] = before if before is not None and ended else _Job(now=now, line=run_line(folder))
         earlier, self._jobs = self._jobs, jobs
@@ -116,9 +129,11 @@ class SweepWatch:
         for folder, job in self._jobs.items():
             if job.now.stand == "killed":
                 told.append(f"job {folder.name}: {killed(folder, job.now)}")
+            elif job.now.stand == "unreadable":
+                told += [f"job {folder.name}: {problem}" for problem in job.line.problems]
             elif job.now.over and job.now.error:
                 told.append(f"job {folder.name}: {job.now.error}")
-        return told
+        return [units.printable(text, keep="\n") for text in told]
 
     def overview(self, *, whole: bool = False) -> RenderableType:
         """Render the jobs: what they are counted by, then a line each, as many as there is room for.
@@ -131,7 +146,9 @@ class SweepWatch:
         to_come = (self._expected or 0) - len(jobs)
         counts = [f"{count} {stand}" for stand, count in self._count().items()]
         counts += [f"{to_come} to come"] if to_come > 0 else []
-        head = Text.assemble((shorten(self._folder), "bold"), f": {', '.join(counts) or 'no job has begun'}")
+        head = Text.assemble(
+            (units.printable(shorten(self._folder)), "bold"), f": {', '.join(counts) or 'no job has begun'}"
+        )
         room = len(jobs) if whole else max(2, console.height - _PANEL_LINES)
         # the newest of each kind first, where there is no room for all
         shown = sorted(reversed(jobs), key=lambda folder: _INTEREST.get(jobs[folder].now.stand, 1))[:room]
@@ -143,7 +160,7 @@ class SweepWatch:
         job = self._jobs[folder]
         reward = f"  reward {units.number(job.line.reward)}" if job.line.reward is not None else ""
         return Text.assemble(
-            f"{folder.name:>3}  ",
+            f"{units.printable(folder.name):>3}  ",
             (f"{job.now.stand:<11}", _STYLES.get(job.now.stand, "")),
             f"  {job.steps}{reward}  ",
             (self._settings(folder), "dim"),
@@ -158,8 +175,10 @@ class SweepWatch:
     def _settings(self, folder: Path) -> str:
         line = self._jobs[folder].line
         if self._shared is not None:
-            return " ".join(text for text in line.overrides if text not in self._shared)
-        return " ".join(SweepLine(path=self._folder, jobs=[job.line for job in self._jobs.values()]).distinct(line))
+            own = [text for text in line.overrides if text not in self._shared]
+        else:
+            own = SweepLine(path=self._folder, jobs=[job.line for job in self._jobs.values()]).distinct(line)
+        return units.printable(" ".join(own))
 
     def _count(self) -> Counter[str]:
         return Counter(job.now.stand for job in self._jobs.values())
@@ -199,6 +218,14 @@ def watch_sweep(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> i
 def _watches(sweep: SweepWatch, view: LiveView) -> Iterator[RunWatch]:
     for folder in sweep.running:
         yield RunWatch(folder, view, label=f"job {folder.name}: ", above=sweep.overview)
+
+
+def _standing(folder: Path) -> Standing:
+    """As `standing`; what is wrong with one job is told at the end, and the others are watched."""
+    try:
+        return standing(folder)
+    except ConfigError:
+        return Standing(stand="unreadable", record=None, owner=None)
 
 
 def _read_jobs(folder: Path) -> list[tuple[str, ...]] | None:

@@ -51,6 +51,7 @@ class _Session:
         command: `sys.argv` as the user gave it.
         codes: run folder to exit code, of the jobs that ran in this process.
         sweep: folder of the sweep, once its jobs begin.
+        before: folders of jobs of earlier sweeps in it.
         around_jobs: left when the command is over.
     """
 
@@ -59,6 +60,7 @@ class _Session:
     command: list[str] = field(default_factory=lambda: list(sys.argv))
     codes: dict[Path, int] = field(default_factory=dict)
     sweep: Path | None = None
+    before: Sequence[Path] = ()
     around_jobs: ExitStack = field(default_factory=ExitStack)
 
 
@@ -111,7 +113,10 @@ def run_main(
 
 def _codes() -> dict[Path, int]:
     """Exit codes of the jobs, by folder. Those that a launcher ran in other processes are judged by their files."""
-    return _session.codes or (elsewhere.codes_on_disk(_session.sweep) if _session.sweep else {})
+    if _session.codes or not _session.sweep:
+        return _session.codes
+    found = elsewhere.codes_on_disk(_session.sweep)
+    return {folder: code for folder, code in found.items() if folder not in _session.before}
 
 
 def job(cfg: DictConfig) -> float:
@@ -159,6 +164,7 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
     resume, hydra_cfg = _session.resume, HydraConfig.get()
     started_in = resume.started_in if resume else Path(hydra_cfg.runtime.cwd)
     if hydra_cfg.mode == RunMode.MULTIRUN and elsewhere.started_again(hydra_cfg, run_dir):
+        elsewhere.wait_until_free(run_dir)
         if elsewhere.has_completed(run_dir):
             return DONE
         resume = Resume(started_in=started_in)
@@ -212,6 +218,8 @@ class RunHooks(Callback):
             from trinity_sync.launch.own_ray import ray_kept
 
             _session.around_jobs.enter_context(ray_kept())
+        else:
+            _session.before = elsewhere.job_folders(Path(config.hydra.sweep.dir))
         _session.sweep = Path(config.hydra.sweep.dir)
 
 

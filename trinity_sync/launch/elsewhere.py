@@ -22,7 +22,7 @@ import psutil
 from hydra.conf import HydraConf
 from omegaconf import DictConfig
 
-from trinity_sync.tracking.run_folder import holds_run
+from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 HydraSettings = HydraConf | DictConfig
 
@@ -44,6 +44,8 @@ OPTIONS = {
 """Options that are there only where it is installed, and what each needs."""
 
 _ENDING_S = 60.0
+_FREE_S = 120.0
+_POLL_S = 0.05
 
 
 def in_this_process(hydra: HydraSettings) -> bool:
@@ -68,8 +70,21 @@ def takes_no_nan(hydra: HydraSettings) -> bool:
 
 
 def codes_on_disk(sweep: Path) -> dict[Path, int]:
-    """Exit codes of the jobs of a sweep, by their folders, from the files they left."""
-    return {folder: _code(folder) for folder in sorted(found.parent for found in sweep.glob("*/.hydra"))}
+    """Exit codes of the jobs of a sweep, by their folders, from the files they left. Folders may be below each other,
+    as those named by paths that are swept.
+    """
+    return {folder: _code(folder) for folder in job_folders(sweep)}
+
+
+def job_folders(sweep: Path) -> list[Path]:
+    """Where jobs of a sweep have begun, or runs are."""
+    found = []
+    for place, inner, files in os.walk(sweep):
+        if Path(place) != sweep and (".hydra" in inner or "run.json" in files):
+            found.append(Path(place))
+            inner.clear()
+        inner[:] = [name for name in inner if not name.startswith(".")]
+    return sorted(found)
 
 
 def _code(folder: Path) -> int:
@@ -86,6 +101,15 @@ def started_again(hydra: HydraSettings, folder: Path) -> bool:
     there: a sweep into a folder that has runs is refused.
     """
     return _in_queue() and str(hydra.launcher._target_).startswith(_SUBMITIT) and holds_run(folder)
+
+
+def wait_until_free(folder: Path) -> None:
+    """Wait until nobody works in the folder of a run, for two minutes at most. A queue starts a job again when its node
+    has failed, whose lock a file server keeps for some time yet.
+    """
+    deadline = time.monotonic() + _FREE_S
+    while lock_owner(folder) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
 
 
 def command_in_queue(hydra: HydraSettings) -> list[str]:
@@ -166,13 +190,14 @@ def jobs_end_first(hydra: HydraSettings) -> Iterator[None]:
 
 
 def _end_jobs() -> None:
-    running = _running()
-    for process in running:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGTERM)
+    told: set[psutil.Process] = set()
     deadline = time.monotonic() + _ENDING_S
-    while set(running) & set(_running()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while (running := set(_running())) and time.monotonic() < deadline:
+        for process in running - told:  # one that ends well meanwhile makes room for the next
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGTERM)
+        told |= running
+        time.sleep(_POLL_S)
 
 
 def _running() -> list[psutil.Process]:

@@ -74,9 +74,11 @@ def sweep_problem(config: DictConfig) -> str | None:
         OmegaConfBaseException: its folder cannot be named.
     """
     jobs = _jobs(config)
-    problem = _folder_problem(Path(config.hydra.sweep.dir).absolute(), jobs) or _gpu_problem(config.hydra, jobs)
-    known = elsewhere.on_this_machine(config.hydra) and _is(config.hydra.sweeper, BasicSweeper)
-    return problem or (_settings_problem(jobs) if known else None)
+    sweep, fixed = Path(config.hydra.sweep.dir).absolute(), _is(config.hydra.sweeper, BasicSweeper)
+    problem = _folder_problem(sweep, jobs) or _gpu_problem(config.hydra, jobs)
+    if not fixed:
+        return problem or _search_problem(sweep)
+    return problem or (_settings_problem(jobs) if elsewhere.on_this_machine(config.hydra) else None)
 
 
 def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
@@ -97,6 +99,19 @@ def _folder_problem(sweep: Path, jobs: Sequence[_Job]) -> str | None:
             return (
                 f"jobs {first} and {number} of the sweep would both write into {folder}, so nothing was started; give "
                 "each a folder of its own by hydra.sweep.subdir"
+            )
+    return None
+
+
+def _search_problem(sweep: Path) -> str | None:
+    """Of whose jobs the folders are not known before they begin: none may be that of a run already, for which a job
+    would be taken that a queue has started again.
+    """
+    for folder in elsewhere.job_folders(sweep):
+        if holds_run(folder):
+            return (
+                f"{folder} already holds a run, so nothing was started: a search needs a folder of its own; choose "
+                "another one by hydra.sweep.dir"
             )
     return None
 

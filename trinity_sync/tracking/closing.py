@@ -29,7 +29,7 @@ class _Closing:
         steps = str(summary["steps"]) if self._total is None else f"{summary['steps']} of {self._total}"
         yield Text.assemble((status, style), f": {steps} steps in {units.seconds(summary['wall_s'])}")
         if self._error:
-            yield Text(self._error, style="red")
+            yield Text(units.printable(self._error, keep="\n"), style="red")
         rows = closing_lines(summary, self._run_dir, "->" if options.ascii_only else "→")
         for label, text in lay_out(rows, options.max_width):
             yield Text.assemble((label, "bold"), text, no_wrap=True, overflow="ignore")

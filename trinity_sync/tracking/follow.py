@@ -18,9 +18,9 @@ from trinity_sync.tracking.jsonl import Record
 from trinity_sync.tracking.record import RunJson, read_record
 from trinity_sync.tracking.run_folder import LockOwner, lock_owner
 
-Stand = Literal["not begun", "starting", "running", "killed", "completed", "failed", "interrupted"]
+Stand = Literal["not begun", "starting", "running", "killed", "completed", "failed", "interrupted", "unreadable"]
 """``starting`` is also a run that resumes or is about to let go of its folder; one ``killed`` could not say how it
-ended.
+ended; of one ``unreadable`` among others the record cannot be read.
 """
 
 _CHUNK = 1 << 20
@@ -43,7 +43,7 @@ class Standing:
     @property
     def over(self) -> bool:
         """Whether nothing more is to come of it."""
-        return self.stand in ("killed", "completed", "failed", "interrupted")
+        return self.stand in ("killed", "completed", "failed", "interrupted", "unreadable")
 
     @property
     def error(self) -> str | None:

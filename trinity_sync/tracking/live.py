@@ -167,7 +167,8 @@ class LiveView:
 
     def _is_time_to_speak(self, now: float) -> bool:
         tenth = self._tenth()
-        return self._spoken == -math.inf or now - self._spoken >= self._interval or tenth > self._spoken_tenth
+        # a clock that was set back must not have it wait until that moment comes again
+        return not 0 <= now - self._spoken < self._interval or tenth > self._spoken_tenth
 
     def _tenth(self) -> int:
         total = self._state.total_steps

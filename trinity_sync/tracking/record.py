@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import UnionType
 from typing import Literal, TypedDict
 
 from trinity_sync.errors import ConfigError
@@ -26,6 +27,13 @@ Status = Literal["running", "completed", "failed", "interrupted"]
 ENDINGS = ("completed", "failed", "interrupted")
 FORMAT = 1
 """Of run.json. A newer one means other things by the same names, so it is refused."""
+
+_KINDS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("git", "packages", "hardware"), dict),
+    **dict.fromkeys(("status", "host", "error"), str),
+    **dict.fromkeys(("started", "ended"), int | float),
+}
+"""Of what a record says, as far as commands count on it."""
 
 PACKAGES = (
     "trinity-sync",
@@ -258,11 +266,11 @@ def read_record(path: Path) -> RunJson:
     if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
         raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
     attempts: object = record.get("attempts") or []
-    for name, part in record.items():
-        if name in ("git", "packages", "hardware") and not isinstance(part, dict | None):
-            raise ConfigError(f"{path} is not the record of a run: {name} is {part!r:.60}")
     if not (isinstance(attempts, list) and all(isinstance(attempt, dict) for attempt in attempts)):
         raise ConfigError(f"{path} is not the record of a run: attempts is {attempts!r:.60}")
+    for name, part in [item for one in (record, *attempts) for item in one.items()]:
+        if name in _KINDS and not isinstance(part, _KINDS[name] | None):
+            raise ConfigError(f"{path} is not the record of a run: {name} is {part!r:.60}")
     return record
 
 

@@ -28,6 +28,7 @@ _NARROWEST = 12
 _NAMED_EXPLORERS = 4
 _SHOWN_VERSIONS = 3
 _FAULT_LINES = 3
+_SAMPLED = 256  # values of a run behind one character of a curve
 _DRAWN = (32, 24, 16, 8)
 _LEAST_FIRST = ("now", "sync", "queue", "save", "rate", "reward", "versions", "faults")
 """Rows in the order in which a low terminal loses them."""
@@ -331,13 +332,14 @@ def _curve(values: Sequence[float], ramp: str) -> Drawing:
 
 def sparkline(values: Sequence[float], width: int, ramp: str = UNICODE_RAMP) -> str:
     """Draw the course of `values` in at most `width` characters of `ramp` (lowest to highest), each the mean of its
-    share.
+    share, or of values spread over it where those are many: it is drawn again and again.
     """
     if not values:
         return ""
     cells = min(width, len(values))
     edges = [round(index * len(values) / cells) for index in range(cells + 1)]
-    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    shares = (values[a : b : -(-(b - a) // _SAMPLED)] for a, b in pairwise(edges))
+    means = [sum(share) / len(share) for share in shares]
     low, span = min(means), max(means) - min(means)
     top = len(ramp) - 1
     return "".join(ramp[round((mean - low) / span * top) if span else top // 2] for mean in means)

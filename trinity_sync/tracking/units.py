@@ -69,6 +69,13 @@ def moment(value: float | None) -> str:
     return "-" if value is None else time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(value))
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Return a text of others for a terminal: what cannot be printed, as what begins a control sequence, as a question
+    mark; but for what is to be kept, such as line breaks.
+    """
+    return "".join(char if char.isprintable() or char in keep else "?" for char in text)
+
+
 def plural(count: int, noun: str) -> str:
     """Count a noun: ``1 version``, ``2 versions``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
