@@ -93,7 +93,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, la
 
     return Recorder.start(
         folder,
-        command=" ".join(sys.argv),
+        command=sys.argv,
         seed=cfg.seed,
         config_digest=config_digest(cfg),
         threads=threads,
