@@ -41,8 +41,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     reproduce.add_argument(
         "--metrics-only",
         action="store_true",
-        help="compare the end of the run with that of a few runs, each with a seed of its own, and not its weights: for "
-        "runs that are not reproducible bit for bit",
+        help="compare the end of the run with that of a few runs, each with a seed of its own, and not its weights: "
+        "for runs that are not reproducible bit for bit",
     )
     reproduce.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of --metrics-only (default 3)")
     reproduce.add_argument("--bundle", action="store_true", help="run nothing: write what it takes to one file")
