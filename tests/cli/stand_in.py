@@ -68,7 +68,7 @@ class Computing(StandIn):
             (run_dir / "run.json").unlink()  # what the stand-in has left at the start
         record = RunRecord.new(
             run_dir / "run.json",
-            command="test",
+            command=sys.argv,
             seed=cfg.seed,
             config_digest=config.config_digest(cfg),
             threads=1,

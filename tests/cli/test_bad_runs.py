@@ -91,6 +91,13 @@ WRONG = {
     "settings cut off": (half(".hydra/hydra.yaml"), "{run}/.hydra/hydra.yaml cannot be read: "),
     "settings garbled": (saying(".hydra/config.yaml", "]"), "{run}/.hydra/config.yaml cannot be read: "),
     "hostile settings": (saying(".hydra/config.yaml", EVIL), "{run}/.hydra/config.yaml cannot be read: "),
+    "a version that is none": (
+        recording(last_version={"step": "3"}),
+        "{run}/run.json is not the record of a run: last_v",
+    ),
+    "a commit that is none": (recording(git={}), "{run}/run.json is not the record of a run: git is {{}}"),
+    "a time that is none": (recording(started="now"), "{run}/run.json is not the record of a run: started is 'now'"),
+    "no attempts": (recording(attempts=[{}]), "{run}/run.json is not the record of a run: attempts is [{{}}]"),
     "newer": (recording(format=2), "{run}/run.json has format 2, written by a newer version; this one reads up to 1"),
 }
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -341,6 +342,18 @@ def test_a_job_of_a_sweep_and_an_experiment_by_its_name(launcher: Computing) -> 
         assert result(launcher)["of"].endswith("multirun/x/y/1"), "not what was repeated of it"
 
 
+def test_a_repetition_that_was_cut_off_is_not_what_to_repeat(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first("experiment=quick", folder="outputs/quick/a")
+    monkeypatch.setattr(sys, "argv", ["trinity-sync", "reproduce", "quick"])
+    launcher.behave = lambda cfg: 130
+    assert reproduce("quick", "hydra.run.dir=outputs/quick/b") == 130
+    launcher.behave = lambda cfg: 0
+    assert reproduce("quick", "hydra.run.dir=again") == 0
+    assert result(launcher)["of"].endswith("outputs/quick/a")
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -437,7 +450,7 @@ def test_the_end_of_a_run_is_compared_with_that_of_other_seeds(
     run = first("trainer.schedule=free", "seed=7")
     assert reproduce(run, "--metrics-only") == 0
     assert [call.cfg.seed for call in launcher.calls[1:]] == [7, 8, 9]
-    assert "alike: reward/mean at the end was 0.37; of 3 runs" in capsys.readouterr().out
+    assert "alike: reward/mean at the end was 0.37; of 3 runs with seeds 7 to 9 it is 0.37, " in capsys.readouterr().out
     assert reproduce(run, "--metrics-only", "seed=99", "hydra.run.dir=far", "--repeats=2") == 1
     assert capsys.readouterr().out.startswith("differs: reward/mean at the end was 0.37")
 

@@ -101,6 +101,24 @@ def test_the_clock_counts_from_the_beginning_of_the_run() -> None:
     assert "1.0 s" not in drawn(found)
 
 
+def test_no_picture_spans_the_time_between_two_attempts() -> None:
+    day = 86400.0
+    found = run(20, slow=9)
+    for line in [*found.metrics, *found.events]:
+        number = line["step"] if line.get("event") == "generate" else line.get("version", line.get("step"))
+        if number >= 10:
+            for key in {"time", "began"} & line.keys():
+                line[key] += day  # type: ignore[index]
+    found.record["started"] = AT + day
+    assert titles(found) == [
+        "The last 11 of 20 steps",
+        "Around step 9, the slowest of the others: 10 s, a median step 1 s",
+    ]
+    page = drawn(found)
+    assert [number in page for number in ("step 8:", "step 9:", "step 10:", "step 20:")] == [True] * 4
+    assert max(float(wide) for wide in re.findall(r'width="([\d.]+)" height="18"', page.split("<h3>")[2])) > 100
+
+
 def test_ticks_are_told_exactly() -> None:
     assert [mark for mark in ("2.5 s", "5.0 s", "7.5 s", "10.0 s") if f">{mark}<" not in drawn(run(6, slow=6))] == []
 

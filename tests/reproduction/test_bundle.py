@@ -73,6 +73,13 @@ def test_what_is_no_bundle_is_refused(path: Path, text: str) -> None:
         read_bundle(path)
 
 
+def test_a_record_that_is_none_is_refused(path: Path) -> None:
+    record: Any = {**BUNDLE.record, "git": "abc"}
+    Bundle(record=record, config_name="config", overrides=(), config={}, outcome=Outcome()).write(path)
+    with pytest.raises(ConfigError, match=r"run\.bundle\.json is not the record of a run: git is 'abc'"):
+        read_bundle(path)
+
+
 def test_one_of_a_newer_version_is_refused_as_that(path: Path) -> None:
     content = {**json.loads(path.read_text()), "bundle": 2, "new": 1}
     path.write_text(json.dumps(content))

@@ -41,8 +41,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     reproduce.add_argument(
         "--metrics-only",
         action="store_true",
-        help="compare the end of the run with that of a few runs with other seeds, and not its weights: for runs that "
-        "are not reproducible bit for bit",
+        help="compare the end of the run with that of a few runs, each with a seed of its own, and not its weights: "
+        "for runs that are not reproducible bit for bit",
     )
     reproduce.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of --metrics-only (default 3)")
     reproduce.add_argument("--bundle", action="store_true", help="run nothing: write what it takes to one file")
@@ -311,9 +311,9 @@ def _repeat_with_seeds(source: Source, settings: Replay, folder: Path, steps: in
     alike = was in interval
     try:  # each of the two also where the other fails
         print(
-            f"{'alike' if alike else 'differs'}: {name} at the end was {was:.6g}; of {repeats} runs with other seeds "
-            f"it is {', '.join(f'{end:.6g}' for end in ends)}, so that 95 % of runs end between {interval.low:.6g} and "
-            f"{interval.high:.6g}",
+            f"{'alike' if alike else 'differs'}: {name} at the end was {was:.6g}; of {repeats} runs with seeds "
+            f"{seed - repeats + 1} to {seed} it is {', '.join(f'{end:.6g}' for end in ends)}, so that 95 % of runs end "
+            f"between {interval.low:.6g} and {interval.high:.6g}",
             flush=True,
         )
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +62,19 @@ def find_source(name: str) -> Path:
 def _runs_here() -> Iterator[Path]:
     for pattern in ("outputs/*/*/run.json", "multirun/*/*/*/run.json"):
         found = (path.parent for path in Path.cwd().glob(pattern))
-        yield from (run for run in found if not (run / RESULT).exists())  # what was repeated is not what to repeat
+        yield from (run for run in found if not _is_repetition(run))  # what was repeated is not what to repeat
+
+
+def _is_repetition(run: Path) -> bool:
+    """Whether `reproduce` has made it, also where it was cut off and left no result."""
+    if (run / RESULT).exists():
+        return True
+    try:
+        record = read_record(run / "run.json")
+        first = (record.get("attempts") or [record])[0]
+        return shlex.split(str(first.get("command")))[1:2] == ["reproduce"]
+    except (ConfigError, ValueError):
+        return False
 
 
 def _experiment_of(run: Path) -> object:

@@ -221,7 +221,10 @@ def _read_peaks(path: Path) -> dict[str, int] | None:
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
-    return value.get("peak_memory")
+    peaks = value.get("peak_memory") or {}
+    if not isinstance(peaks, dict) or not all(isinstance(peak, int) for peak in peaks.values()):
+        raise ValueError(f"peak_memory is {peaks!r:.60}")
+    return peaks
 
 
 def _read_list(path: Path) -> list[str]:

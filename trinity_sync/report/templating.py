@@ -20,8 +20,8 @@ _ENVIRONMENT.filters |= {
     "moment": units.moment,
     "px": "{:.1f}".format,
     "quoted": lambda text: Markup(html.escape(str(text))),  # names quotes, where markupsafe numbers them
-    "seconds": units.seconds,
-    "size": units.size,
+    "seconds": lambda value: units.seconds(units.finite(value)),
+    "size": lambda value: units.size(units.finite(value)),
 }
 
 

@@ -16,6 +16,7 @@ from trinity_sync.report.charts import ticks
 from trinity_sync.report.data import Run
 from trinity_sync.report.templating import render
 from trinity_sync.tracking import units
+from trinity_sync.tracking.units import finite
 
 _MOST_STEPS = 12
 _MOST_BARS = 800
@@ -154,7 +155,8 @@ def timeline(run: Run) -> Markup | None:
     if run.start is not None:
         started = min(run.start, started)
     lanes = _few(lanes)
-    pictures = [_picture(lanes, window, started) for window in windows(lanes)]
+    since = finite(run.record.get("started"))
+    pictures = [_picture(lanes, window, started) for window in windows(lanes, since)]
     kinds = {bar.kind for picture in pictures for bar in picture.bars}
     words = {_kind(what): text for what, text in _WORDS.items()} | {_kind(""): _OTHERS}
     legend = [(kind, text) for kind, text in words.items() if kind in kinds]
@@ -172,14 +174,21 @@ def _notes(run: Run) -> list[str]:
     return found
 
 
-def windows(lanes: dict[str, list[Span]]) -> Iterator[Window]:
-    """Choose what is shown: the last steps, so many that they are not too much, and the slowest one before them."""
+def windows(lanes: dict[str, list[Span]], since: float | None = None) -> Iterator[Window]:
+    """Choose what is shown: the last steps, so many that they are not too much, and the slowest one before them.
+
+    Args:
+        lanes: of the whole run.
+        since: when its newest attempt began, in Unix seconds. Between attempts there may be days, beside which no$
+            step can be seen, so a picture shows one attempt only.
+    """
     steps = [span for span in lanes.get(TRAINER, []) if span.what == "step"]
     if not steps:
         begin, end = _ends(lanes)
         yield Window(title="All of it", begin=begin, end=end)
         return
-    count = min(_MOST_STEPS, len(steps))
+    newest = sum(since is None or span.end > since for span in steps) or len(steps)
+    count = min(_MOST_STEPS, newest)
     while count > 2 and sum(_bars_between(lanes, steps[-count].begin, steps[-1].end)) > _MOST_BARS:
         count = max(2, count // 2)
     last = steps[-count:]
@@ -194,7 +203,11 @@ def windows(lanes: dict[str, list[Span]]) -> Iterator[Window]:
     took = slowest.end - slowest.begin
     if took >= _SLOW * usual:
         place = steps.index(slowest)
-        around = steps[max(place - 1, 0) : place + 2]
+        around = [
+            span
+            for span in steps[max(place - 1, 0) : place + 2]
+            if max(span.begin - slowest.end, slowest.begin - span.end) <= took
+        ]
         times = f"{units.seconds(took)}, a median step {units.seconds(usual)}"
         title = f"Around {slowest.about}, the slowest of the others: {times}"
         yield Window(title=title, begin=around[0].begin, end=around[-1].end)

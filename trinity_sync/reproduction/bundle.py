@@ -18,7 +18,7 @@ import xxhash
 from trinity_sync.errors import ConfigError
 from trinity_sync.reproduction.outcome import Number, Outcome
 from trinity_sync.tracking.files import plain, write_json
-from trinity_sync.tracking.record import RunJson
+from trinity_sync.tracking.record import RunJson, check_shape
 
 FORMAT = 1
 _KEYS = {"bundle", "run", "config_name", "overrides", "config", "digests", "metrics", "constraints", "self"}
@@ -87,6 +87,7 @@ def read_bundle(path: Path) -> Bundle:
     if content.keys() != _KEYS - {"self"} or expected != _digest(content):
         raise ConfigError(f"{path} was changed after it was written: its digest is another one; ask for it again")
     try:
+        check_shape(_mapping(content["run"]), path)
         return Bundle(
             record=cast(RunJson, _mapping(content["run"])),
             config_name=str(content["config_name"]),

@@ -53,6 +53,20 @@ PACKAGES = (
     "pyarrow",
 )
 
+_PARTS: Mapping[str, Mapping[str, type]] = {
+    "git": {"commit": str, "dirty": bool},
+    "packages": {},
+    "hardware": {},
+    "last_version": {"step": int, "digest": str},
+}
+"""What holds more than one value, and what must be in it."""
+_NUMBERS = {
+    "attempt": int | None,
+    "resumed_from": int | None,
+    "started": int | float | None,
+    "ended": int | float | None,
+}
+
 
 class GitState(TypedDict):
     """The commit of a repository, in hex, and whether tracked files differ from it."""
@@ -256,7 +270,7 @@ def read_record(path: Path) -> RunJson:
     """
     try:
         record: RunJson = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as the record of a run: {error}") from error
     if isinstance(record, dict) and isinstance(made := record.get("format", FORMAT), int) and made > FORMAT:
         raise ConfigError(
@@ -266,12 +280,34 @@ def read_record(path: Path) -> RunJson:
     if not isinstance(record, dict) or not isinstance(record.get("attempt"), int):
         raise ConfigError(f"{path} is not the record of a run: it has no attempt number")
     attempts: object = record.get("attempts") or []
-    if not (isinstance(attempts, list) and all(isinstance(attempt, dict) for attempt in attempts)):
+    if not (isinstance(attempts, list) and all(isinstance(one, dict) and "attempt" in one for one in attempts)):
         raise ConfigError(f"{path} is not the record of a run: attempts is {attempts!r:.60}")
-    for name, part in [item for one in (record, *attempts) for item in one.items()]:
-        if name in _KINDS and not isinstance(part, _KINDS[name] | None):
-            raise ConfigError(f"{path} is not the record of a run: {name} is {part!r:.60}")
+    for one in (record, *attempts):
+        check_shape(one, path)
     return record
+
+
+def check_shape(record: Mapping[str, object], path: Path) -> None:
+    """That what is there of a record, or of an attempt in it, is what its name says: somebody else may have written it.
+
+    Args:
+        path: of the file, for the error.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    for name, kind in _KINDS.items():
+        if not isinstance(record.get(name), kind | None):
+            raise ConfigError(f"{path} is not the record of a run: {name} is {record.get(name)!r:.60}")
+    for name, fields in _PARTS.items():
+        part = record.get(name)
+        if part is None:
+            continue
+        if not isinstance(part, dict) or not all(isinstance(part.get(key), kind) for key, kind in fields.items()):
+            raise ConfigError(f"{path} is not the record of a run: {name} is {part!r:.60}")
+    for name, kinds in _NUMBERS.items():
+        if not isinstance(record.get(name), kinds):
+            raise ConfigError(f"{path} is not the record of a run: {name} is {record.get(name)!r:.60}")
 
 
 def package_versions() -> dict[str, str]:

@@ -8,9 +8,13 @@ import time
 
 def finite(value: object) -> float | None:
     """Return a measured number; None for what is missing, not finite or no number at all."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def seconds(value: float | None, none: str = "-") -> str:
