@@ -40,7 +40,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     def make(program: str) -> None:
         script = tmp_path / "python"
         command = shlex.join([sys.executable, "-S", "-c", _FIND_ITS_END + program])
-        script.write_text(f'#!/bin/sh\nexec {command} "$2"\n')
+        script.write_text(f'#!/bin/sh\nexec {command} "$4"\n')
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
 

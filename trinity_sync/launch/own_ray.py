@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
 _KILLED_S = 5.0
+_LOOK_S = 0.02
 _END_S = 20.0
 _CLEAR_S = 60.0
 
@@ -87,6 +88,10 @@ class OwnRay:
         while left := self._workers():
             if wait_for_ends(left, _END_S) or time.monotonic() > deadline:
                 return False
+        while state.workers():  # until Ray has noticed: it would give the next run's work to one that has ended
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_S)
         return self.lives()
 
     def _workers(self) -> list[psutil.Process]:
