@@ -94,7 +94,7 @@ def test_a_killed_explorer_costs_the_others_nothing_and_comes_back(folder: Path)
     loads = [load for load in run.events("load") if load["explorer"] == "explorer-0"]
     assert any(load["time"] > fault["time"] for load in loads)
     alive = [line["samples/explorers"] for line in run.lines("metrics.jsonl")]
-    assert alive.count(1) > 5  # the trainer went on meanwhile
+    assert 1 in alive  # the trainer went on meanwhile; it comes back within a few steps
     assert alive[-1] == 2
 
 
