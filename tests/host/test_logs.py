@@ -158,9 +158,11 @@ logs.MOST_BYTES = logs.LogFile.__init__.__kwdefaults__["most_bytes"] = 2000
 logs._LOOK_S = 0.01
 logging.basicConfig(level=logging.INFO)  # as verl does when it is imported
 logs.own_log(sys.argv[1], "explorer-0")
+logs.flush_logs()  # so that the thread that writes lines puts none into the middle of what is printed
 print("a print")
 os.system("echo of a child")
 logging.getLogger("theirs").info("a library's line")
+logs.flush_logs()
 {then}
 """
 

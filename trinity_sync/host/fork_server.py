@@ -10,7 +10,7 @@ for the first time, in the environment that they say: native libraries keep what
 Who asks with another one is refused. The server ends when its standard input does, that is with whoever started it;
 what it began goes on.
 
-Who asks is `trinity_sync/launch/forked_worker.py`: `ask` here says how.
+Who asks is `trinity_sync/launch/forked_worker.py`; `_Request` says for what.
 """
 
 from __future__ import annotations

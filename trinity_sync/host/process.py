@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,3 +37,18 @@ def small_actor(cls: type, *args: Any, **kwargs: Any) -> type:
 
     Small.__name__, Small.__qualname__, Small.__doc__ = cls.__name__, cls.__qualname__, cls.__doc__
     return Small
+
+
+@contextmanager
+def environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these variables for the length of the block; what others set in it meanwhile stays."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -13,9 +13,6 @@ import os
 import ray.actor
 from ray._raylet import ActorClassID, UniqueID
 
-_BYTES = 28
-"""Of an id."""
-
 
 class _OtherIds:
     @staticmethod
@@ -31,7 +28,7 @@ def _drawn_by_a_fork() -> bytes:
         os.write(write, UniqueID.from_random().binary())
         os._exit(0)
     os.close(write)
-    drawn = os.read(read, _BYTES)
+    drawn = os.read(read, UniqueID.size())
     os.close(read)
     os.waitpid(pid, 0)
     return drawn

@@ -24,6 +24,7 @@ import psutil
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.interrupts import interruptible
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
+from trinity_sync.host.process import environment
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.forks import fork_server, workers_forked
 from trinity_sync.launch.node_watch import starting_raylets_watched
@@ -165,10 +166,14 @@ _keepers: list[_Keeper] = []
 def _cleared(ray: OwnRay) -> bool:
     """Whether nothing of a run is left in it. Where Ray does not say so, the run has ended well all the same."""
     try:
-        return in_background(ray.clear, "clear").result(_CLEAR_S)
+        if in_background(ray.clear, "clear").result(_CLEAR_S):
+            return True
+        logger.info("Ray is not kept for the next run: processes of this one are left, or Ray has lost some")
+    except TimeoutError:
+        logger.info("Ray is not kept for the next run: it did not end what this one left within %.0f s", _CLEAR_S)
     except Exception as error:
-        logger.info("Ray is not kept: %r", error)
-        return False
+        logger.info("Ray is not kept for the next run: %r", error)
+    return False
 
 
 def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Mapping[str, Any]) -> OwnRay:
@@ -180,12 +185,12 @@ def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Map
         folder = stack.enter_context(_own_folder(settings.temp_dir))
         released: Callable[[], None] = lambda: None  # noqa: E731
         with contextlib.ExitStack() as starting:
-            starting.enter_context(_environment(local))
+            starting.enter_context(environment(local))
             starting.enter_context(own_sigterm())
             if wanted["forked"]:
                 forks = stack.enter_context(fork_server(folder))
                 starting.enter_context(workers_forked())
-                starting.enter_context(_environment(forks.env))
+                starting.enter_context(environment(forks.env))
                 released = forks.release
             start_ray(
                 settings.start_timeout_s,
@@ -309,21 +314,6 @@ def own_sigterm() -> Iterator[None]:
         raise
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Values for the length of the block; what others set in it meanwhile stays."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def first_line(error: BaseException) -> str:

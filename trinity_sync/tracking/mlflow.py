@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import replace_file
+from trinity_sync.host.process import environment
 from trinity_sync.host.urls import without_secrets
 from trinity_sync.tracking.record import Status
 from trinity_sync.tracking.trackers import TrackedRun, read_id
@@ -120,20 +121,10 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, params=new[first : first + _PARAM_BATCH])
 
 
-@contextlib.contextmanager
-def _without_patience(limit_s: float) -> Iterator[None]:
+def _without_patience(limit_s: float) -> AbstractContextManager[None]:
     """Within the block one more try, and no long one: whoever starts a run waits for it. Later MLflow's own hold."""
-    ours = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(int(limit_s / 3), 1))}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    seconds = str(max(int(limit_s / 3), 1))
+    return environment({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": seconds})
 
 
 def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
