@@ -197,8 +197,9 @@ print("x" * 3000)
 deadline = time.monotonic() + 30
 new = old.with_suffix("")
 while not (old.exists() and new.exists() and new.stat().st_size) and time.monotonic() < deadline:
-    print("after")  # until what is printed goes there, too
+    print("before")  # until what is printed goes there, too
     time.sleep(0.01)
+print("after")
 """
 
 
