@@ -218,7 +218,6 @@ class BenchExplorer(Member):
                 transport,
                 layouts,
                 verify,
-                WIRE,
             )
             self._loaders[self._how] = WeightLoader(*arguments)
         return self._loaders[self._how]

@@ -123,7 +123,7 @@ def settings() -> set[str]:
         if group in _groups():
             package = re.match(r"# @package ([\w.]+)$", path.read_text(), re.MULTILINE)
             found |= set(_keys(yaml.safe_load(path.read_text()), package[1] if package else group))
-    return found
+    return {key.removeprefix("_global_.") for key in found}
 
 
 def _groups() -> list[str]:

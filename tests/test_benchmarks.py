@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from docs.figures import models
+
 pytestmark = pytest.mark.all
 
 ROOT = Path(__file__).parents[1]
@@ -46,3 +48,14 @@ def test_starts_are_measured_with_forks_and_without(tmp_path: Path) -> None:
     found = run(tmp_path, "start.py", "--rounds", "1")["results"]
     assert found.keys() == {"forks", "no forks"}
     assert all(value > 0 for way in found.values() for value in way.values())
+
+
+def test_tensors_and_adapters_of_real_shapes_are_measured_and_held_against_their_aims(tmp_path: Path) -> None:
+    found = run(tmp_path, "models.py", "--only", "tensors", "lora", "--output", str(tmp_path / "models.json"))
+    assert found == json.loads((tmp_path / "models.json").read_text())
+    assert found["tensors"]["tensors"] == 18_867
+    assert [point["curve"] for point in found["curves"]] == ["lora"]
+    assert len(found["aims"]) == 5
+    assert all(aim["holds"] == (aim["value"] <= aim["aim"]) for aim in found["aims"])
+    assert found["aims"][0]["holds"], "an adapter is a fiftieth of the model"
+    models.draw(found)

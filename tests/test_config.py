@@ -22,6 +22,7 @@ from trinity_sync.config import (
     config_digest,
     instantiate_target,
 )
+from trinity_sync.config.model_type import is_known
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.retention import POLICIES, make_policies
 
@@ -274,6 +275,45 @@ def test_a_hub_id_passes() -> None:
 
 def test_a_model_folder_without_a_config_is_refused(tmp_path: Path) -> None:
     assert "a folder without config.json" in refused(f"model.path={tmp_path}")
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_model_folder_whose_config_is_no_config_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    message = refused(f"model.path={tmp_path}")
+    assert message.startswith(f"model.path is {tmp_path}, whose config.json ")
+    assert "cannot be read" in message or "no JSON object" in message
+
+
+def test_a_model_folder_of_an_unknown_family_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_mo"}')
+    assert "model_type 'qwen3_mo', which transformers does not know (meant qwen3_moe?)" in refused(
+        f"model.path={tmp_path}"
+    )
+    assert "which transformers does not know" in refused(f"model.path={tmp_path}", "model.trust_remote_code=true")
+
+
+def test_a_model_that_brings_its_own_code_needs_to_be_trusted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
+    assert refused(f"model.path={tmp_path}").startswith("model.trust_remote_code is false, but ")
+    check(compose([f"model.path={tmp_path}", "model.trust_remote_code=true"]))
+
+
+def test_a_model_of_a_known_family_needs_no_trust_though_it_brings_code(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "a.B"}}')
+    check(compose([f"model.path={tmp_path}"]))
+
+
+def test_an_architecture_of_an_unknown_family_is_refused() -> None:
+    assert "model.architecture.model_type is qwen33, which transformers does not know (meant qwen3?)" in refused(
+        "model.architecture.model_type=qwen33"
+    )
+
+
+def test_all_families_of_transformers_are_known() -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert [name for name in CONFIG_MAPPING if not is_known(name)] == []
 
 
 def test_a_model_file_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,52 @@ def test_layouts_that_fit_the_ranks_pass(layout: tuple[int, int, int]) -> None:
     check(compose(["backend=megatron", f"backend.ranks={ranks}", f"backend.tp={tp}", f"backend.pp={pp}"]))
 
 
+EXPERTS = [
+    "model.architecture.model_type=qwen3_moe",
+    "+model.architecture.num_experts=4",
+    "+model.architecture.num_experts_per_tok=2",
+    "+model.architecture.moe_intermediate_size=24",
+]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [(1, 1, 1, 1), (2, 1, 1, 2), (4, 1, 1, 2), (4, 2, 1, 2), (4, 1, 2, 2), (4, 1, 1, 4)],
+    ids=lambda layout: "x".join(map(str, layout)),
+)
+def test_layouts_that_fit_the_experts_pass(layout: tuple[int, int, int, int]) -> None:
+    ranks, tp, pp, ep = layout
+    sizes = [f"backend.ranks={ranks}", f"backend.tp={tp}", f"backend.pp={pp}", f"backend.ep={ep}"]
+    cfg = compose(["backend=megatron", *sizes, *EXPERTS])
+    check(cfg)
+    assert worker_spec(typed(cfg), "model", "logs").engine["expert_model_parallel_size"] == ep
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "right"),
+    [
+        (["backend.ep=2", "model.architecture.num_experts=3"], "backend.ep", "num_experts (3)"),
+        (["backend.ranks=2", "backend.ep=4"], "backend.ep", "data-parallel ranks"),
+        (["backend.ranks=4", "backend.tp=2", "backend.ep=4"], "backend.ep", "(backend.tp x backend.pp) = 2"),
+        (["backend.ep=0"], "backend.ep", "must be at least 1"),
+        (["backend.tp=2", "model.architecture.moe_intermediate_size=23"], "backend.tp", "moe_intermediate_size (23)"),
+        (["backend.tp=2", "backend.sequence_parallel=false"], "backend.sequence_parallel", "set it to true"),
+        (["+model.architecture.mlp_only_layers=[0]"], "backend", "mlp_only_layers; use backend=fsdp2"),
+        (["+model.architecture.decoder_sparse_step=2"], "backend", "decoder_sparse_step"),
+        (
+            ["model.architecture.num_experts_per_tok=1", "+model.architecture.norm_topk_prob=true"],
+            "backend",
+            "num_experts_per_tok=1",
+        ),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_experts_that_cannot_be_laid_out_so_are_refused(overrides: list[str], key: str, right: str) -> None:
+    message = refused("backend=megatron", *EXPERTS, *overrides)
+    assert message.startswith(f"{key} ")
+    assert right in message
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "right"),
     [
@@ -31,10 +77,12 @@ def test_layouts_that_fit_the_ranks_pass(layout: tuple[int, int, int]) -> None:
         (["backend.ranks=4", "backend.tp=4"], "backend.tp", "num_key_value_heads (2)"),
         (["backend.ranks=4", "backend.pp=4"], "backend.pp", "num_hidden_layers (2)"),
         (["backend.tp=2", "model.architecture.intermediate_size=255"], "backend.tp", "intermediate_size (255)"),
+        (["backend.ep=2"], "backend.ep", "has no experts; set it to 1"),
+        (["model.lora.rank=8"], "model.lora.rank", "backend=megatron trains no LoRA adapter"),
         (["backend.dtype=fp32"], "backend.dtype", "trains in bf16"),
         (["backend.dtype=fp16"], "backend.dtype", "trains in bf16"),
-        (["sync.wire_dtype=fp32"], "sync.wire_dtype", "set it to bf16"),
-        (["model.architecture.model_type=gpt2"], "backend", "llama, qwen2, qwen3"),
+        (["sync.wire_dtype=fp32", "explorer.dtype=fp32"], "sync.wire_dtype", "set it to bf16"),
+        (["model.architecture.model_type=gpt2"], "backend", "llama, qwen2, qwen3, qwen3_moe"),
         (["trainer.warmup_steps=140"], "trainer.warmup_steps", "139 or less"),
         (["checkpoint.format=dcp"], "checkpoint.format", "set it to verl"),
         (["checkpoint.save_strategy=single_process"], "checkpoint.save_strategy", "unrestricted"),
@@ -54,6 +102,8 @@ def test_what_cannot_be_is_refused_with_its_key(overrides: list[str], key: str, 
         ("dtype=float16", "backend.dtype"),
         ("tensor_model_parallel_size=2", "backend.tp"),
         ("pp=2", "backend.pp"),
+        ("expert_model_parallel_size=2", "backend.ep"),
+        ("expert_tensor_parallel_size=1", "backend.tp"),
         ("dist_ckpt_optim_fully_reshardable=false", "backend.optimizer_format"),
         ("seed=3", "seed"),
         ("override_transformer_config.params_dtype=float16", "backend.dtype"),

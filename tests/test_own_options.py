@@ -533,7 +533,7 @@ class TinyOption(BackendConfig, BackendOption):
     def engine_configs(self, engine, optimizer):
         return engine, optimizer
 
-    def view(self, engine, wire_dtype):
+    def view(self, engine, wire_dtype, keep_fp32):
         return engine
 """
 
@@ -717,9 +717,10 @@ def test_an_explorer_builds_the_engine_of_ours(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_given_the_keys_that_ours_takes() -> None:
-    spec = explorer_spec(config.typed(config.compose()), "model", "logs")
+    spec = explorer_spec(config.typed(config.compose(["sync.keep_fp32=[norm]", "model.lora.rank=8"])), "model", "logs")
     taken = inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters
     assert set(spec.engine) - {config.TARGET} == set(taken) - {"device"}
+    assert spec.engine["keep_fp32"] == ["norm"]
 
 
 # algorithms

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from docs.figures import flow, house
+from docs.figures import flow, house, models
 
-FIGURES = {Path(__file__).with_name(f"{name}.svg"): draw for name, draw in (("house", house.draw), ("flow", flow.draw))}
+FIGURES = {
+    Path(__file__).with_name(f"{source.__name__.rpartition('.')[2]}.svg"): source.draw for source in (house, flow)
+}
+if models.MEASURED.is_file():
+    FIGURES[Path(__file__).with_name("models.svg")] = models.draw
 
 if __name__ == "__main__":
     for path, draw in FIGURES.items():

@@ -130,6 +130,11 @@ class Figure:
             for number, line in enumerate(label.split("\n")):
                 self._text(x, y + 14 * number, line, "label inside" if inside else "label")
 
+    def curve(self, points: Sequence[tuple[float, float]], kind: str = "line") -> None:
+        """Draw a line through points, as `arrow` but without a head."""
+        path = " L ".join(f"{x:g} {y:g}" for x, y in points)
+        self._parts.append(f'<path class="{kind}" d="M {path}"/>')
+
     def note(self, x: float, y: float, text: str) -> None:
         """Write a line that begins at a point."""
         self._text(x, y, text, "note", "start")

@@ -33,6 +33,24 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 
+DEEPSEEK = {
+    **{name: value for name, value in SIZES.items() if name != "head_dim"},
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+
+KEPT = "e_score_correction_bias"
+
 LIMIT_S = 240
 
 _PRELOADED = [
@@ -47,11 +65,21 @@ imports it, of which all ranks of all tests of this process are forks."""
 
 
 def make_models(folder: Path) -> None:
-    """A small Qwen3 with and without tied embeddings, sizes that no number of ranks divides; and one with experts."""
+    """A small Qwen3 with and without tied embeddings, sizes that no number of ranks divides; one with experts; and a
+    DeepSeek-V3, whose class keeps router biases in fp32.
+    """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     from trinity_sync.models.factory import character_tokenizer
+    from trinity_sync.weights.wire_cast import cast_model
 
     for name, tied in (("tied", True), ("untied", False)):
         torch.manual_seed(3)
@@ -61,14 +89,21 @@ def make_models(folder: Path) -> None:
     experts = Qwen3MoeConfig(**SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24)
     Qwen3MoeForCausalLM(experts).to(torch.bfloat16).save_pretrained(folder / "experts")
     character_tokenizer(37).save_pretrained(folder / "experts")
+    biased = DeepseekV3ForCausalLM(DeepseekV3Config(**DEEPSEEK))
+    for name, buffer in biased.named_buffers():
+        if name.endswith(KEPT):
+            buffer.normal_(std=0.1)  # as training leaves it, not of bf16
+    cast_model(biased, torch.bfloat16, [KEPT])
+    biased.save_pretrained(folder / "deepseek")
+    character_tokenizer(37).save_pretrained(folder / "deepseek")
 
 
 class Ranks:
     """Processes that go through the cases: `ranks` of them, started here.
 
-    A case has `strategy`, `model` (``"tied"``, ``"untied"`` or ``"experts"``) and `fsdp_size`. Each start of ranks
-    makes the models anew, and they are the same. `saved` are events by ``strategy-model``: two ranks have saved for
-    one to load. `target` is what each process runs, where it is not the cases of the FSDP engines.
+    A case has `strategy`, `model` (``"tied"``, ``"untied"``, ``"experts"`` or ``"deepseek"``) and `fsdp_size`. Each
+    start of ranks makes the models anew, and they are the same. `saved` are events by ``strategy-model``: two ranks
+    have saved for one to load. `target` is what each process runs, where it is not the cases of the FSDP engines.
     """
 
     def __init__(
@@ -179,8 +214,8 @@ def _examine(
     backend = FsdpBackend(engine, "BF16")
     facts: dict[str, Any] = {"device": get_device_name(), "cuda": torch.cuda.is_available()}
     facts["refused"] = refused(backend, case["strategy"], ranks)
-    if case["model"] == "experts":
-        return facts
+    if case["model"] in ("experts", "deepseek"):
+        return facts | _experts(backend, engine, model, saves, rank)
 
     facts["file"] = state_digest(load_file(model / "model.safetensors"), "BF16")
     facts["initial"] = _digest(backend, ranks)
@@ -238,6 +273,78 @@ def _examine(
     return facts | _distributed(backend, engine, case, saves, rank, shared)
 
 
+def _experts(backend: Any, engine: Any, model: Path, saves: Path, rank: int) -> dict[str, Any]:
+    """Versions of a model whose experts are held as one tensor, and the export of a checkpoint of the second one."""
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from trinity_sync.checkpoint.reading import open_weights
+    from trinity_sync.weights.tensors import state_digest
+    from trinity_sync.weights.wire import Wire
+
+    ranks = dist.get_world_size()
+    wire = Wire.seen("BF16", {name: saved.dtype for name, saved in backend.saved().items()})
+    facts: dict[str, Any] = {"kept": sorted(wire.keep_fp32), "rounded": _refused_in_bf16(model, wire)}
+    file = load_file(model / "model.safetensors")
+    facts |= {"file": state_digest(file, wire), "file_in_bf16": state_digest(file, "BF16")}
+    facts |= {"initial": _digest(backend, ranks), "explorer": _held_by_explorer(backend, model, ranks)}
+    first = backend.sources()
+    _step(engine, rank, 0)
+    _step(engine, rank, 1)
+    again = backend.sources()
+    facts["same_sources"] = all(again[name] is tensor for name, tensor in first.items())
+    facts["after_step"] = _digest(backend, ranks)
+    lazy = Lazy(backend, backend.state("verl"))
+    lazy.write(saves / "experts" / "actor")
+    if rank == 0:
+        backend.write_metadata(saves / "experts" / "actor")
+    dist.barrier()
+    if rank == 0:
+        facts["exported"] = open_weights(saves / "experts").digest(wire)
+    return facts
+
+
+def _refused_in_bf16(model: Path, wire: Any) -> str | None:
+    """What is said of master weights in bf16, where something is kept in fp32. Collective."""
+    from trinity_sync.backends.fsdp import FsdpBackend
+    from trinity_sync.errors import ConfigError
+
+    if not wire.keep_fp32:
+        return None
+    engine = _engine(str(model), "fsdp2", -1, dtype="bf16")
+    FsdpBackend(engine, "BF16", keep_fp32=[])
+    try:
+        FsdpBackend(engine, "BF16")
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _held_by_explorer(backend: Any, model: Path, ranks: int) -> str:
+    """Version digest of what an explorer in bf16 takes of what all ranks stage."""
+    import torch.distributed as dist
+
+    from trinity_sync.explorer.hf import HFEngine
+    from trinity_sync.weights.apply import Receiver
+    from trinity_sync.weights.digests import version_digest
+    from trinity_sync.weights.layout import PartLayout
+    from trinity_sync.weights.staging import stage
+
+    layout = PartLayout.build(f"rank-{dist.get_rank()}", backend.shards(), 1 << 16)
+    segment = bytearray(max(layout.nbytes, 1))
+    stage(layout, backend.sources(), memoryview(segment))
+    gathered: list[Any] = [None] * ranks
+    dist.all_gather_object(gathered, (layout.to_json(), bytes(segment)))
+    parts = [(PartLayout.from_json(described), data) for described, data in gathered]
+    engine = HFEngine(str(model), dtype="bf16", temperature=1.0, batch_size=2, response_length=2, seed=0)
+    receiver = Receiver(engine.destinations())
+    receiver.check([described for described, _ in parts])
+    receiver.begin()
+    for described, data in parts:
+        receiver.apply(described, data)
+    return version_digest(receiver.taken())
+
+
 def _merge(actor: Path, target: Path) -> None:
     """verl's own tool: from the ranks' files to a Hugging Face folder, in bf16."""
     from verl.model_merger.base_model_merger import ModelMergerConfig
@@ -254,7 +361,9 @@ def _merge(actor: Path, target: Path) -> None:
     FSDPModelMerger(config).merge_and_save()
 
 
-def _engine(model: str, strategy: str, fsdp_size: int, **of_model: Any) -> Any:
+def _engine(
+    model: str, strategy: str, fsdp_size: int, dtype: str = "fp32", attention: str = "sdpa", **of_model: Any
+) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
@@ -266,13 +375,13 @@ def _engine(model: str, strategy: str, fsdp_size: int, **of_model: Any) -> Any:
             path=model,
             use_remove_padding=False,
             enable_gradient_checkpointing=False,
-            override_config={"attn_implementation": "sdpa"},
+            override_config={"attn_implementation": attention},
             **of_model,
         ),
         engine_config=FSDPEngineConfig(
             strategy=strategy,
             fsdp_size=fsdp_size,
-            model_dtype="fp32",
+            model_dtype=dtype,
             mixed_precision={"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             use_torch_compile=False,
             wrap_policy={"min_num_params": 0},
@@ -326,11 +435,19 @@ def refused(backend: Any, strategy: str, ranks: int) -> str | None:
 
 def _digest(backend: Any, ranks: int) -> str:
     """Version digest from what all ranks stage; checks on the way that together they hold each tensor once."""
+    from trinity_sync.weights.digests import digest_rows
+    from trinity_sync.weights.shards import check_cover
+
+    parts = staged(backend, ranks)
+    check_cover([layout.shards for layout, _ in parts])
+    return digest_rows(parts).version_digest()
+
+
+def staged(backend: Any, ranks: int) -> list[tuple[Any, bytes]]:
+    """Layout and bytes of what each rank stages, of the ranks that hold something. Collective."""
     import torch.distributed as dist
 
-    from trinity_sync.weights.digests import digest_rows
     from trinity_sync.weights.layout import PartLayout
-    from trinity_sync.weights.shards import check_cover
     from trinity_sync.weights.staging import stage
 
     layout = PartLayout.build(f"rank-{dist.get_rank()}", backend.shards(), 1 << 16)
@@ -339,9 +456,7 @@ def _digest(backend: Any, ranks: int) -> str:
     gathered: list[Any] = [None] * ranks
     dist.all_gather_object(gathered, (layout.to_json(), bytes(segment)))
     parts = [(PartLayout.from_json(described), data) for described, data in gathered]
-    held = [(described, data) for described, data in parts if described.entries]
-    check_cover([described.shards for described, _ in held])
-    return digest_rows(held).version_digest()
+    return [(described, data) for described, data in parts if described.entries]
 
 
 def _distributed(
@@ -483,7 +598,7 @@ class Lazy:
 
 
 def _hash(state: Mapping[str, Any]) -> str:
-    """Of all tensors in the model and optimizer files, in order."""
+    """Of all tensors in the model and optimizer files, in the order of their names."""
     import torch
 
     found = hashlib.sha256()
@@ -495,8 +610,9 @@ def _hash(state: Mapping[str, Any]) -> str:
                 local.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if local.numel() else b""
             )
         elif isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
+            # torch gives back what it has loaded in the order of a set of names, another one in each process
+            for name in sorted(value, key=str):
+                visit(value[name])
         elif isinstance(value, list | tuple):
             for item in value:
                 visit(item)

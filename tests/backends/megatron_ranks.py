@@ -27,7 +27,16 @@ VOCABULARY = 37  # no multiple of anything: the engines pad it
 def make_models(folder: Path) -> None:
     """Small models of the supported families, and a tokenizer beside each."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import (
+        LlamaConfig,
+        LlamaForCausalLM,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     from trinity_sync.models.factory import character_tokenizer
 
@@ -47,11 +56,14 @@ def make_models(folder: Path) -> None:
         ("qwen3-tied", Qwen3Config, Qwen3ForCausalLM, True),
         ("qwen2", Qwen2Config, Qwen2ForCausalLM, False),
         ("llama-tied", LlamaConfig, LlamaForCausalLM, True),
+        ("experts", Qwen3MoeConfig, Qwen3MoeForCausalLM, False),
     ):
         torch.manual_seed(3)
         fields = {**sizes, "tie_word_embeddings": tied}
         if name == "qwen2":
             del fields["head_dim"]
+        if name == "experts":
+            fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
         made = model(config(**fields))
         for parameter in made.parameters():  # transformers begins norms with ones and biases with zeros
             if parameter.dim() == 1:
@@ -63,7 +75,7 @@ def make_models(folder: Path) -> None:
 def run(
     rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
 ) -> None:
-    """One process. A case has `world` ranks (the first ones), `tp`, `pp`, `model`, and what it does: `do`."""
+    """One process. A case has `world` ranks (the first ones), `tp`, `pp`, `ep`, `model`, and what it does: `do`."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -161,6 +173,7 @@ def build(case: Mapping[str, Any], models: Path) -> Any:
         engine_config=McoreEngineConfig(
             tensor_model_parallel_size=case["tp"],
             pipeline_model_parallel_size=case["pp"],
+            expert_model_parallel_size=case.get("ep", 1),
             vanilla_mbridge=True,
             use_remove_padding=False,
             dist_ckpt_optim_fully_reshardable=case.get("format", "fully_reshardable") == "fully_reshardable",
@@ -338,7 +351,7 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
 
     backend.load(folder / case["load"])
     facts = {"loaded": digest(backend, case["world"]), "lr": engine.optimizer.param_groups[0]["lr"]}
-    again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case['world']}"
+    again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case.get('ep', 1)}-{case['world']}"
     backend.begin_save(again, meetings().begin("the state"))[1]()
     dist.barrier()
     spans = sorted(span[:2] for chunk in engine.module for span in chunk.buffers[0].param_index_map.values())
@@ -451,7 +464,7 @@ def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, 
     from unittest import mock
 
     import torch
-    from transformers import GPT2Config, LlamaConfig, Qwen3Config
+    from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
     from trinity_sync.backends.megatron import bridges
     from trinity_sync.errors import ConfigError
@@ -463,6 +476,9 @@ def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, 
         (bridges.check_architecture, LlamaConfig(attention_bias=True)),
         (bridges.check_architecture, Qwen3Config(hidden_act="gelu")),
         (bridges.rotary_arguments, LlamaConfig(rope_parameters=scaled)),
+        (lambda config: bridges.check_experts(config, 3), Qwen3MoeConfig(num_experts=4)),
+        (lambda config: bridges.check_experts(config, 2), LlamaConfig()),
+        (bridges.check_architecture, Qwen3MoeConfig(mlp_only_layers=[0])),
     ):
         try:
             check(config)

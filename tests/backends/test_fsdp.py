@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.backends.engines import Ranks
+from tests.backends.engines import KEPT, Ranks
 from trinity_sync.checkpoint.difference import compare
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.reading import open_weights
@@ -28,6 +28,8 @@ TWO = {
 EXPERTS = {
     "experts-fsdp2": {"strategy": "fsdp2", "model": "experts", "fsdp_size": -1},
     "experts-fsdp": {"strategy": "fsdp", "model": "experts", "fsdp_size": -1},
+    "deepseek-fsdp2": {"strategy": "fsdp2", "model": "deepseek", "fsdp_size": -1},
+    "deepseek-fsdp": {"strategy": "fsdp", "model": "deepseek", "fsdp_size": -1},
 }
 ONE = {"one-fsdp2": TWO["fsdp2-untied"], "one-fsdp": TWO["fsdp-tied"]}
 FOUR = {
@@ -75,11 +77,25 @@ def test_the_ranks_publish_what_save_pretrained_would_write(facts: Facts, case: 
     assert {rank["refused"] for rank in facts[case]} == {None}
 
 
-@pytest.mark.parametrize("case", EXPERTS)
-def test_a_model_of_which_nobody_maps_the_experts_is_refused(facts: Facts, case: str) -> None:
-    (told,) = {rank["refused"] for rank in facts[case]}
-    assert f"backend={EXPERTS[case]['strategy']} cannot publish this model" in told
-    assert "of 39 tensors 18 missing: model.layers.0.mlp.experts.0.down_proj.weight, " in told
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=pytest.mark.all if name == "deepseek-fsdp" else ()) for name in EXPERTS]
+)
+def test_experts_travel_as_save_pretrained_writes_them(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["refused"] is None
+        assert rank["initial"] == rank["file"]
+        assert rank["after_step"] == facts[case][0]["exported"] != rank["initial"]
+        assert rank["explorer"] == rank["initial"]
+        assert rank["same_sources"] or rank["kept"]  # a buffer is copied
+
+
+@pytest.mark.parametrize("case", ["deepseek-fsdp2", pytest.param("deepseek-fsdp", marks=pytest.mark.all)])
+def test_router_biases_stay_in_fp32_and_are_not_trained_rounded(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["kept"] == [f"model.layers.1.mlp.gate.{KEPT}"]
+        assert rank["file"] != rank["file_in_bf16"]
+        assert rank["rounded"].startswith("backend.master_dtype is bf16, in which the trainer would round what is kept")
+        assert f"model.layers.1.mlp.gate.{KEPT}; set backend.master_dtype=fp32" in rank["rounded"]
 
 
 @every_case

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from trinity_sync.backends.base import Format
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.fsdp_state import FsdpState
-from trinity_sync.weights.tensors import Saved, from_torch
+from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.tensors import from_torch
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_a_buffer_is_published_as_it_was_before_the_next_forward_pass(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = engine.module.state_dict()
-    saved = {name: Saved(from_torch(tensor.dtype), tuple(tensor.shape), True) for name, tensor in held.items()}
+    saved = {name: Saved.as_held(from_torch(tensor.dtype), tensor.shape, name) for name, tensor in held.items()}
     monkeypatch.setattr("trinity_sync.backends.fsdp.saved_by", lambda *_: saved)
     backend = FsdpBackend(engine, "F32")
     sources = backend.sources()

@@ -24,10 +24,12 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2-to-tp2": {"world": 2, "tp": 2, "pp": 1, "model": "llama-tied", "do": ["load"], "load": "c"},
     "late": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"], "overlap_param_gather": True},
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
+    "ep2": {"world": 2, "tp": 1, "pp": 1, "ep": 2, "model": "experts", "do": ["version", "save"], "save": "h"},
     "bad": {"world": 2, "tp": 2, "pp": 1, "model": "qwen2", "do": ["failing", "refusals"]},
     "tp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3", "do": ["load"], "load": "a"},
     "poisoned": {"world": 1, "tp": 1, "pp": 1, "model": "qwen2", "do": ["poisoned"]},
     "pp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3-tied", "do": ["version", "load"], "load": "b"},
+    "ep2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "experts", "do": ["load"], "load": "h"},
 }
 # On two ranks, for four to load.
 FOR_FOUR: dict[str, dict[str, Any]] = {
@@ -52,6 +54,24 @@ FOUR: dict[str, dict[str, Any]] = {
         "format": "dp_reshardable",
     },
 }
+# A model with experts, on four ranks and fewer.
+EXPERTS: dict[str, dict[str, Any]] = {
+    name: {"model": "experts", "tp": 1, "pp": 1, "ep": 1, **case}
+    for name, case in {
+        "tp2ep2": {"world": 4, "tp": 2, "ep": 2, "do": ["version", "save"], "save": "a"},
+        "pp2ep2": {"world": 4, "pp": 2, "ep": 2, "do": ["version", "save"], "save": "b"},
+        "dp2ep2": {"world": 4, "ep": 2, "do": ["version", "save"], "save": "c"},
+        "dp2ep2-to-ep4": {"world": 4, "ep": 4, "do": ["load"], "load": "c"},
+        "tp2ep2-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "a"},
+        "pp2ep2-to-tp2": {"world": 2, "tp": 2, "do": ["load"], "load": "b"},
+        "tp2": {"world": 2, "tp": 2, "do": ["version", "save"], "save": "d"},
+        "tp2-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "d"},
+        "dp2": {"world": 2, "do": ["version", "save"], "save": "e"},
+        "dp2-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "e"},
+        "ep2-same": {"world": 2, "ep": 2, "do": ["version", "save"], "save": "f", "format": "dp_reshardable"},
+        "tp2ep2-to-one": {"world": 1, "do": ["version", "load"], "load": "a"},
+    }.items()
+}
 
 
 def _facts(folder: Path, ranks: int, cases: dict[str, dict[str, Any]]) -> Facts:
@@ -73,13 +93,20 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     return _facts(folder, 2, FOR_FOUR) | _facts(folder, 4, FOUR)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    """Facts of the layouts of a model with experts."""
+    return _facts(tmp_path_factory.mktemp("experts"), 4, EXPERTS)
+
+
 def _doing(what: str) -> list[Any]:
-    """(fixture, case) of the cases that do it; those on four ranks are long."""
+    """(fixture, case) of the cases that do it; those that start four ranks are long."""
     return [
         *(pytest.param("two", name, id=name) for name, case in TWO.items() if what in case["do"]),
         *(
-            pytest.param("four", name, id=f"four-{name}", marks=pytest.mark.all)
-            for name, case in (FOR_FOUR | FOUR).items()
+            pytest.param(start, name, id=f"{start}-{name}", marks=pytest.mark.all)
+            for start, cases in (("four", FOR_FOUR | FOUR), ("experts", EXPERTS))
+            for name, case in cases.items()
             if what in case["do"]
         ),
     ]
@@ -239,12 +266,15 @@ def test_nothing_that_is_pickled_in_a_checkpoint_runs(two: Facts) -> None:
 
 
 def test_models_that_would_be_built_wrongly_are_refused(two: Facts) -> None:
-    family, bias, activation, rotary = two["bad"][0]["said"]
+    family, bias, activation, rotary, uneven, dense, mixed = two["bad"][0]["said"]
     assert "llama, qwen2, qwen3" in family
     assert "gpt2" in family
     assert "attention_bias" in bias
     assert "hidden_act=gelu" in activation
     assert "yarn" in rotary
+    assert uneven == "backend.ep is 3; it must divide the model's num_experts (4)"
+    assert dense == "backend.ep is 2; it must divide the model's num_experts (0)"
+    assert "mlp_only_layers" in mixed
     assert two["bad"][0]["llama3"] == {"rotary_base": 5e5, "rope_scaling": True, "rope_scaling_factor": 8.0}
 
 

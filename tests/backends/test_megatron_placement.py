@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.backends.megatron.placement import Geometry, pieces
+from trinity_sync.backends.megatron.placement import Geometry, among_all_experts, pieces
 from trinity_sync.weights.shards import check_cover
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
@@ -76,6 +76,35 @@ def test_layers_that_are_cut_by_columns(name: str) -> None:
     assert np.array_equal(_put_together(parts)["out"], whole.numpy())
 
 
+@given(tp=st.sampled_from([1, 2, 4]), ep=st.sampled_from([1, 2, 4]), each=st.integers(1, 3), grouped=st.booleans())
+def test_experts_of_several_ranks(tp: int, ep: int, each: int, grouped: bool) -> None:
+    """Where they are modules of their own, and where they are parameters of one."""
+    draw = torch.Generator().manual_seed(each)
+    gate, up = (torch.rand(ep * each, 8, 5, generator=draw) for _ in range(2))
+    down, router = torch.rand(ep * each, 5, 8, generator=draw), torch.rand(ep * each, 5, generator=draw)
+    parts = []
+    for rank, expert_rank in np.ndindex(tp, ep):
+        at, held = _at(rank, tp), []
+        for index in range(each):
+            number = expert_rank * each + index
+            wide = torch.cat([gate[number].chunk(tp)[rank], up[number].chunk(tp)[rank]])
+            narrow = down[number].chunk(tp, dim=1)[rank].contiguous()
+            for layer, local, names in (("linear_fc1", wide, ["gate", "up"]), ("linear_fc2", narrow, ["down"])):
+                end = f"{layer}.weight{index}" if grouped else f"local_experts.{index}.{layer}.weight"
+                name = among_all_experts(f"decoder.layers.0.mlp.experts.{end}", expert_rank * each)
+                assert name == f"decoder.layers.0.mlp.experts.{layer}.weight{number}"
+                held += _held(name, [f"{of}-{number}" for of in names], local, at)
+        if expert_rank == 0:  # one of the replicas
+            held += _held("decoder.layers.0.mlp.router.weight", ["router"], router, at)
+        parts.append(held)
+    found = _put_together(parts)
+    assert len(found) == 3 * ep * each + 1
+    assert np.array_equal(found["router"], router.numpy())
+    for name, wholes in (("gate", gate), ("up", up), ("down", down)):
+        for number, whole in enumerate(wholes):
+            assert np.array_equal(found[f"{name}-{number}"], whole.numpy())
+
+
 @given(ranks=st.sampled_from([1, 2, 4, 8]), vocabulary=st.integers(1, 40))
 def test_the_padding_of_the_vocabulary_is_nobodys(ranks: int, vocabulary: int) -> None:
     whole = torch.rand(vocabulary, 3)
@@ -98,5 +127,5 @@ def test_the_first_rank_contributes_what_all_hold(name: str) -> None:
 
 
 def test_a_parameter_of_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"experts\.linear_fc1\.weight0"):
-        pieces("decoder.layers.0.mlp.experts.linear_fc1.weight0", ["x"], (4, 4), "F32", _at(0, 1))
+    with pytest.raises(NotImplementedError, match=r"mlp\.router\.expert_bias"):
+        pieces("decoder.layers.0.mlp.router.expert_bias", ["x"], (4, 4), "F32", _at(0, 1))

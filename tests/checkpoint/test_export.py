@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.checkpoint import written
@@ -21,6 +21,7 @@ from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights.tensors import saved_tensors, state_digest
+from trinity_sync.weights.wire import Wire
 
 
 def committed(root: Path, kind: str = "tied", step: int = 3, **manifest: Any) -> Path:
@@ -116,7 +117,33 @@ def test_without_any_config_one_has_to_be_named(tmp_path: Path) -> None:
     assert left(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors"]
 
 
+def test_draft_heads_come_along_from_the_models_folder_and_are_in_no_digest(tmp_path: Path) -> None:
+    drafts = {"model.layers.9.eh_proj.weight": torch.arange(6.0).reshape(2, 3)}
+    (tmp_path / "model").mkdir()
+    save_file(drafts, tmp_path / "model" / "model.safetensors")
+    plain = export_checkpoint(committed(tmp_path / "plain"), tmp_path / "theirs")
+    left_out = {"path": str(tmp_path / "model"), "names": [*drafts, "model.layers.9.gone.weight"]}
+    done = export_checkpoint(committed(tmp_path / "run", left_out=left_out), tmp_path / "out")
+    assert (done.left_out, done.missing) == (tuple(drafts), ("model.layers.9.gone.weight",))
+    assert (done.digest, done.checked) == (plain.digest, plain.checked)
+    found, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
+    assert found.keys() == theirs.keys() | drafts.keys()
+    assert torch.equal(found["model.layers.9.eh_proj.weight"], drafts["model.layers.9.eh_proj.weight"])
+
+
 # the digest
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_what_the_manifest_says_was_kept_in_fp32_is_exported_so(tmp_path: Path, dtype: str) -> None:
+    tensors = saved_tensors(written.small_model("tied"))
+    kept = next(name for name in tensors if name.endswith("norm.weight"))
+    wire = Wire("BF16", frozenset({kept}))
+    step = committed(tmp_path, digest=state_digest(saved_tensors(written.small_model("tied")), wire), wire=wire)
+    done = export_checkpoint(step, tmp_path / "out", dtype=dtype)
+    assert done.checked == state_digest(saved_tensors(written.small_model("tied")), wire)
+    assert load_file(tmp_path / "out" / "model.safetensors")[kept].dtype == torch.float32
+    assert (done.digest == done.checked) == (dtype == "bf16")
 
 
 @pytest.mark.parametrize("wire", ["BF16", "F32", "F16"])

@@ -77,7 +77,7 @@ def test_a_save_from_begin_to_commit(actor: Any, root: Path) -> None:
     assert 0 <= result.pop("written_s") <= result.pop("total_s")
     assert result == {
         **{"step": 20, "attempt": 0, "kind": FULL, "digest": "ab", "bytes": 16},
-        **{"path": str(step_dir(root, 20)), "beside": False, "pruned": []},
+        **{"path": str(step_dir(root, 20)), "beside": False, "pruned": [], "base": None},
     }
     manifest = read_manifest(step_dir(root, 20))
     assert (manifest.backend, manifest.world_size, manifest.metrics) == ("fsdp", 2, {"reward/mean": 0.5})

@@ -208,7 +208,6 @@ class Evil:
         (saved_over({"a": torch.ones(6, 4), "b": torch.ones(5)}), "hold the same elements of a"),
         (saved_over({"a": torch.ones(6, 4), "b": 5}), "something else than tensors, such as 'b'"),
         (saved_over([torch.ones(2)]), "holds no state dict, but a list"),
-        (saved_over({"a.lora_A.weight": torch.ones(6, 4), "b": torch.ones(5)}), "LoRA adapters"),
         (saved_over({"a": Evil()}), "Unsupported global"),
     ],
 )

@@ -173,7 +173,7 @@ def test_a_folder_that_another_run_is_about_to_begin_in_is_left_alone(
     [
         ("trainer.stepz=3", r"trainer.stepz is no setting; trainer has steps, .* \(did you mean steps\?\)"),
         ("bckend=fsdp", r"bckend is no setting; the configuration has .* \(did you mean backend\?\)"),
-        ("backend=deepspeed", "backend=deepspeed is no option; backend has fsdp, fsdp2, megatron"),
+        ("backend=deepspeed", "backend=deepspeed is no option; backend has bytes, fsdp, fsdp2, megatron"),
         ("experiment=qick", r"experiment=qick is no option; experiment has .*quick.* \(did you mean quick\?\)"),
         ("retention=[keep_lst]", r"retention=keep_lst is no option; .* \(did you mean keep_last\?\)"),
         ("trainer.steps=many", "trainer.steps is many; must be a whole number"),
@@ -875,7 +875,7 @@ def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launche
     assert (again.cfg, again.run_dir, bool(again.resume)) == (last.cfg, last.run_dir, True)
 
 
-JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8, "learning_rate": 12}
+JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8, "learning_rate": 12, "shapes": 6}
 """Of the experiments that are sweeps."""
 
 

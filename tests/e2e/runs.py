@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,14 @@ class Started:
         finally:
             timer.cancel()
         raise AssertionError(f"the run ended without printing {text!r}:\n{''.join(self._seen)}")
+
+    def wait_for_file(self, path: str, limit_s: float = LIMIT_S) -> None:
+        """Block until the run has written this file, a path in its folder."""
+        ends = time.monotonic() + limit_s
+        while not (self.folder / path).exists():
+            assert self.process.poll() is None, f"the run ended without writing {path}"
+            assert time.monotonic() < ends, f"the run did not write {path} in {limit_s} s"
+            time.sleep(0.005)
 
     def finish(self, limit_s: float = LIMIT_S) -> Run:
         rest, _ = self.process.communicate(timeout=limit_s)

@@ -263,20 +263,6 @@ def test_a_run_folder_in_use_is_refused(folder: Path) -> None:
     assert first.code == 130
 
 
-@pytest.mark.all
-@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
-def test_a_model_of_which_weights_would_be_left_out_is_refused(folder: Path, tmp_path: Path, backend: str) -> None:
-    experts = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-    architecture = [f"+model.architecture.{key}={value}" for key, value in experts.items()]
-    run = launch(folder, f"backend={backend}", "model.architecture.model_type=qwen3_moe", *architecture)
-    assert run.code == 2, run.output
-    told = run.output.rpartition("error: ")[2]
-    assert f"backend={backend} cannot publish this model" in told
-    assert "18 missing: model.layers.0.mlp.experts.0.down_proj.weight" in told
-    assert not run.events("publish")
-    assert run.record["status"] == "failed"
-
-
 def test_supervised_training_learns_from_pairs_without_explorers(folder: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i:02d}=", "response": f"{i:02d}"}) + "\n" for i in range(64)))

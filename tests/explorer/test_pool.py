@@ -7,7 +7,7 @@ whole in tests/e2e. Deaths are real.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.explorer.stand_in import NEWEST, StandIn
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import MemberDied, results
 from trinity_sync.actors.explorer import ExplorerClient, Generated
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.pool import ExplorerPool
@@ -70,11 +70,17 @@ class Pools:
         self.generated: list[Generated] = []
         self.made: list[ExplorerPool] = []
 
-    def make(self, *, replicas: int, max_restarts: int, free: bool = False) -> ExplorerPool:
-        fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "sync": {}, "verify": "full"}
-        spec = ExplorerSpec(
-            member=Member.new(""), wire_dtype="BF16", timeout_s=LIMIT, log_dir=str(self._folder), **fixed
-        )
+    def make(
+        self,
+        *,
+        replicas: int,
+        max_restarts: int,
+        free: bool = False,
+        base: str | None = None,
+        engine: Mapping[str, Any] | None = None,
+    ) -> ExplorerPool:
+        fixed: dict[str, Any] = {"engine": dict(engine or {}), "task": {}, "seed": 0, "sync": {}, "verify": "full"}
+        spec = ExplorerSpec(member=Member.new(""), timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
             spec,
             replicas=replicas,
@@ -88,7 +94,7 @@ class Pools:
         )
         self.made.append(pool)
         pool.start()
-        (pool.introduce if free else pool.attach)({"node": AgentClient("agent", "node")})
+        (pool.introduce if free else pool.attach)({"node": AgentClient("agent", "node")}, base)
         return pool
 
     def tell_to_die(self, name: str, *methods: str) -> None:
@@ -118,6 +124,16 @@ def pools(all_pools: Pools) -> Pools:
 def pool(all_pools: Pools) -> ExplorerPool:
     """Two explorers that are restarted as often as they die."""
     return all_pools.make(replicas=2, max_restarts=100)
+
+
+def test_explorers_have_the_base_that_the_trainer_has(all_pools: Pools) -> None:
+    engine = {"model_path": "models/seven", "base": "cd"}
+    all_pools.make(replicas=1, max_restarts=0, base="cd", engine=engine)
+    with pytest.raises(ConfigError, match=r"models/seven: explorer-0 has .* the digest cd, the trainer's has ab"):
+        all_pools.make(replicas=1, max_restarts=0, base="ab", engine=engine)
+    for pool in (all_pools.made.pop(), all_pools.made.pop()):  # the pools of the other tests need the processors
+        for client in pool.clients.values():
+            ray.kill(client.handle)
 
 
 def test_all_prompts_are_answered_once_by_the_version_that_was_loaded_and_in_order(pool: ExplorerPool) -> None:
@@ -279,6 +295,6 @@ def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools
 def test_an_explorer_that_holds_no_version_refuses_to_generate() -> None:
     """The real one, before its first load."""
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "sync": {}, "verify": "full"}
-    spec = ExplorerSpec(member=Member.new("explorer-0"), wire_dtype="BF16", timeout_s=LIMIT, log_dir=None, **fixed)
+    spec = ExplorerSpec(member=Member.new("explorer-0"), timeout_s=LIMIT, log_dir=None, **fixed)
     with pytest.raises(RunError, match=r"^explorer-0 holds no version, so it cannot generate for step 3$"):
         Explorer(spec, None).generate(3, PROMPTS, 1)  # type: ignore[arg-type]

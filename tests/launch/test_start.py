@@ -19,7 +19,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
 from trinity_sync.checkpoint import catalog, commits, rollback
-from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint.layout import Base, Manifest
 from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import write_tracker
@@ -37,14 +37,19 @@ def config(*overrides: str) -> Any:
     return compose(["trainer.steps=100", *overrides])
 
 
-def saved(root: Path, step: int, *, backend: str = "fsdp2", ranks: int = 2, dcp: bool = False) -> Path:
+def saved(
+    root: Path, step: int, *, backend: str = "fsdp2", ranks: int = 2, dcp: bool = False, lora_rank: int = 0
+) -> Path:
     """A committed full checkpoint."""
     files = {"actor/dcp/.metadata": "x"} if dcp else {"actor/model_world_size_2_rank_0.pt": "x"}
+    if lora_rank:
+        files["actor/adapter_config.json"] = json.dumps({"r": lora_rank, "target_modules": ["q_proj", "v_proj"]})
     folder = commits.prepare_staging(root, step, 0)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    draft = Manifest(step=step, attempt=0, kind="full", backend=backend, world_size=ranks)
+    base = Base("ab", "models/seven") if lora_rank else None
+    draft = Manifest(step=step, attempt=0, kind="full", backend=backend, world_size=ranks, base=base)
     commits.commit_folder(root, draft)
     return root / f"global_step_{step}"
 
@@ -66,6 +71,38 @@ def test_a_resume_takes_the_newest_that_verifies_and_says_what_it_passed_over(
     (bad / "actor" / "model_world_size_2_rank_0.pt").write_text("y")
     assert Start.find(config(), tmp_path, resume=Resume()) == Start(10, True, tmp_path, good)
     assert "step 20 is passed over" in capsys.readouterr().err
+
+
+LORA = ("backend.ranks=2", "model.lora.rank=4")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    ("lora_rank", "overrides", "said"),
+    [
+        (4, LORA, None),
+        (4, (*LORA, "model.lora.targets=[v_proj,q_proj]"), None),
+        (4, ("backend.ranks=2",), "is of a LoRA adapter on models/seven, this run trains the whole model"),
+        (0, LORA, r"is a checkpoint of a whole model, this run trains a LoRA adapter \(model.lora\)"),
+        (8, LORA, "holds an adapter of rank 8, this run asks for model.lora.rank=4"),
+        (4, (*LORA, "model.lora.targets=[q_proj]"), "for q_proj, v_proj, this run asks for .*targets=q_proj"),
+    ],
+)
+def test_a_run_goes_on_with_what_it_trains(
+    tmp_path: Path, in_place: bool, lora_rank: int, overrides: tuple[str, ...], said: str | None
+) -> None:
+    folder = saved(tmp_path / "one", 10, lora_rank=lora_rank)
+    given = () if in_place else (f"checkpoint.resume_from={folder}",)
+
+    def find() -> Start:
+        root = folder.parent if in_place else tmp_path / "another"
+        return Start.find(config(*overrides, *given), root, resume=Resume() if in_place else None)
+
+    if said is None:
+        assert (find().step, find().weights_only) == (10, False)
+        return
+    with pytest.raises(ConfigError, match=said):
+        find()
 
 
 def test_a_resume_without_a_checkpoint_begins_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,4 +168,4 @@ def make_loader(
     """An explorer's half in this process; over shared memory unless told otherwise."""
     layouts = LayoutCache(side.agents, LIMIT)
     transport = transport or MemoryTransport(side.agents, layouts, LIMIT)
-    return WeightLoader(member or Member.new(name), destinations, side.synchronizer, transport, layouts, verify, WIRE)
+    return WeightLoader(member or Member.new(name), destinations, side.synchronizer, transport, layouts, verify)

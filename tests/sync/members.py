@@ -66,7 +66,7 @@ class Receiver:
     ) -> None:
         layouts = LayoutCache(agents, LIMIT)
         self._transport = Misbehaving(member.name, layouts)
-        self._loader = WeightLoader(member, tensors, synchronizer, self._transport, layouts, "full", "BF16")
+        self._loader = WeightLoader(member, tensors, synchronizer, self._transport, layouts, "full")
 
     def pid(self) -> int:
         return os.getpid()

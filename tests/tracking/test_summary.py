@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.tracking import synthetic
 from trinity_sync.tracking.closing import lay_out, render_summary
-from trinity_sync.tracking.summary import kept_checkpoints, mismatches, spread, summarise, wall_seconds
+from trinity_sync.tracking.summary import copies_taken, kept_checkpoints, mismatches, spread, summarise, wall_seconds
 
 EXAMPLES = {"publish": synthetic.publish, "load": synthetic.load, "commit": synthetic.commit}
 
@@ -182,3 +182,22 @@ def test_a_folder_below_the_working_directory_is_shown_relative_to_it(
 def test_no_text_puts_control_characters_into_the_layout(text: str, width: int) -> None:
     lines = lay_out([("name", text), ("folder", text)], width)
     assert all(piece.isprintable() for line in lines for piece in line)
+
+
+def test_copies_are_of_the_speed_beside_the_version_and_of_the_median_load() -> None:
+    metrics = [{"step": step, "memcpy_gb_s": speed} for step, speed in ((1, 2.0), (2, 4.0))]
+    events = [
+        {"event": kind, "version": version, "total_s": seconds, "bytes_full": 1e9}
+        for kind, version, seconds in (
+            ("publish", 0, 9.0),
+            ("load", 0, 9.0),
+            ("publish", 1, 0.5),
+            *(("load", 1, seconds) for seconds in (1.0, 7.0, 0.5)),
+            ("publish", 2, 0.25),
+            ("load", 2, 0.25),
+        )
+    ]
+    assert copies_taken(metrics, events) == pytest.approx([3.0, 2.0])
+    shapes = summarise([{**line, "model/share": 0.5} for line in metrics], events, "completed", 1.0)["shapes"]
+    assert shapes is not None
+    assert shapes["copies"] == pytest.approx(2.5)

@@ -200,7 +200,7 @@ def test_what_is_taken_digests_to_what_is_there_even_where_a_part_never_came() -
     receiver = Receiver(destinations)
     receiver.begin()
     receiver.apply(layout(row_slice("w", "U8", (3, 2), 1, 2)), b"\x09\x09")
-    assert version_digest(receiver.taken("BF16")) == receiver.digest("BF16")
+    assert version_digest(receiver.taken()) == receiver.digest(None)
 
 
 def test_the_segment_can_be_released_after_a_load() -> None:

@@ -37,6 +37,7 @@ class LoadReport:
         paused_s: seconds in which it held no version and refused to generate.
         peak_rss: peak resident bytes of its process.
         began: when it was asked, in Unix seconds by the clock of who asked; None where nobody says.
+        base: digest of the base that the version, an adapter, is held upon; None: the version is whole.
     """
 
     explorer: str
@@ -47,6 +48,7 @@ class LoadReport:
     paused_s: float
     peak_rss: int
     began: float | None = None
+    base: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +79,11 @@ class Produced:
 
 
 class Whereabouts(TypedDict):
-    """Which process an explorer is: its pid, and Ray's id of its node."""
+    """Which process an explorer is: its pid, Ray's id of its node, and `RolloutEngine.base_digest` of its engine."""
 
     pid: int
     node: str
+    base: str | None
 
 
 class ExplorerClient(Client):

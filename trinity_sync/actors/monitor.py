@@ -31,7 +31,7 @@ class Committed(TypedDict):
 
     `written_s` (until all parts were in) and `total_s` count from when the save was first heard of; `path` is that
     of the folder, None without a checkpoint folder; `beside`: these weights lie beside the step's folder, whose place
-    was taken; `pruned`: after it.
+    was taken; `pruned`: after it; `base`: digest of the base of an adapter, None where weights are whole.
     """
 
     step: int
@@ -44,6 +44,7 @@ class Committed(TypedDict):
     path: str | None
     beside: bool
     pruned: list[PrunedStep]
+    base: str | None
 
 
 class Facts(TypedDict):

@@ -33,6 +33,8 @@ class RankInfo:
         saved: rank 0: name -> (dtype, shape) of each tensor that a version has to hold; see `check_whole`.
         node: Ray's id of the rank's node.
         pid: its process id, shown where the process dies.
+        base: rank 0 of a run that trains an adapter: version digest of the adapter's base, hex.
+        left_out: tensors of the model's folder that the engine has no use for.
     """
 
     rank: int
@@ -41,6 +43,8 @@ class RankInfo:
     node: str
     pid: int
     saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
+    base: str | None = None
+    left_out: tuple[str, ...] = ()
 
 
 class RankClient(Client):

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
+from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
-from trinity_sync.weights.tensors import Saved
 
 Deadline = Literal["optimizer_step", "offload", "now"]
 
@@ -32,6 +32,20 @@ Format = Literal["verl", "dcp"]
 
 DISTRIBUTED = "dcp"
 """Folder of the ``dcp`` format below the checkpoint's ``actor``; see `Backend.write_distributed`."""
+
+
+class HeldBase(NamedTuple):
+    """What an adapter is trained on, as a rank holds it.
+
+    Attributes:
+        saved: the tensors of all of it, as `Backend.saved` of a run without an adapter has them.
+        shards: what this rank holds of it; replicas hold nothing.
+        sources: the elements of each shard, live, by name.
+    """
+
+    saved: Mapping[str, Saved]
+    shards: Sequence[Shard]
+    sources: Mapping[str, torch.Tensor]
 
 
 class Backend(Protocol):

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
-    from verl.workers.config import McoreEngineConfig
+    from verl.workers.config import FSDPEngineConfig, McoreEngineConfig
 
 
 class ModelConfig(Protocol):
     """What verl notes of the model that an engine trains."""
 
     hf_config: PretrainedConfig
+    local_path: str
     generation_config: GenerationConfig | None
     trust_remote_code: bool
 
@@ -55,6 +56,7 @@ class FsdpEngine(Engine, Protocol):
     """verl's `FSDPEngine`."""
 
     module: torch.nn.Module
+    engine_config: FSDPEngineConfig
     optimizer: torch.optim.Optimizer
     lr_scheduler: LRScheduler
     checkpoint_config: object

@@ -1,10 +1,8 @@
 """verl's FSDP engine, both generations (`backend=fsdp` and `backend=fsdp2`), as Hugging Face shards and verl's own
 checkpoint files.
 
-FSDP2 keeps each parameter as a DTensor cut along dimension 0, so a rank's shard is a slice of rows. FSDP1 flattens
-the parameters of a layer into one vector and cuts that, so a rank's shard of a tensor is a range of its flattened
-elements. With hybrid sharding (`backend.fsdp_size` below the number of ranks) every group of ranks holds the same;
-the first group contributes.
+What of a version a rank contributes is found by `fsdp_parts`. With hybrid sharding (`backend.fsdp_size` below the
+number of ranks) every group of ranks holds the same; the first group contributes.
 """
 
 from __future__ import annotations
@@ -12,39 +10,33 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-)
-from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle, HandleShardingStrategy
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPConfig
 from verl.utils.fsdp_utils import fsdp_version
+from verl.utils.torch_dtypes import PrecisionType
 
 from trinity_sync.backends import dcp_files
-from trinity_sync.backends.base import Deadline, Format
+from trinity_sync.backends.base import Deadline, Format, HeldBase
 from trinity_sync.backends.engines import FsdpEngine
-from trinity_sync.backends.fsdp_state import FsdpState
+from trinity_sync.backends.fsdp_parts import FsdpParts
+from trinity_sync.backends.fsdp_state import FsdpState, peft_config, write_adapter_config
+from trinity_sync.backends.held import HeldSources
+from trinity_sync.backends.lora import adapter_by
+from trinity_sync.backends.lora_merged import MergedSources
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.shards import Shard, flat_range, row_slice, whole
-from trinity_sync.weights.tensors import Saved, from_torch, to_torch, wire_name
+from trinity_sync.weights.lora import base_name
+from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.shards import Shard, listed
+from trinity_sync.weights.wire import FP32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_SHARD_ZERO2)
-
-_Piece: TypeAlias = tuple[Shard, Callable[[], torch.Tensor]]
-"""A shard, and what gives its elements as they are now."""
 
 
 class FsdpBackend:
@@ -53,11 +45,15 @@ class FsdpBackend:
     Args:
         engine: verl's engine, initialised.
         wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
+        keep_fp32: which of them travel in fp32 nevertheless, see `saved_by`.
+        merged: of an engine that trains an adapter, publish the sum of base and adapter, in place of the adapter alone.
+            Collective then.
     """
 
-    def __init__(self, engine: FsdpEngine, wire_dtype: str) -> None:
+    def __init__(
+        self, engine: FsdpEngine, wire_dtype: str, keep_fp32: Sequence[str] | None = None, *, merged: bool = False
+    ) -> None:
         self._engine = engine
-        self._wire_dtype = wire_dtype
         self._rank = dist.get_rank()
         self._world_size = dist.get_world_size()
         # Optimizer and parameters change at the optimizer's step; FSDP unshards into other storage in between.
@@ -65,118 +61,38 @@ class FsdpBackend:
         offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
         self.deadline: Deadline = "now" if offloads else "optimizer_step"
         self._state = FsdpState(engine)
-        self._saved = saved_by(engine.model_config, wire_dtype)
-        self._pieces = self._find_pieces()
+        self._whole = self._saved = saved_by(engine.model_config, wire_dtype, keep_fp32)
+        _check_views(self._whole, engine.module)
+        _check_kept(self._whole, wire_dtype, engine)
+        adapter = peft_config(engine.module)
+        if adapter is not None and not merged:
+            self._saved = adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
+        self._sources: HeldSources | MergedSources
+        if adapter is not None and merged:
+            parts = adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
+            held = HeldSources(FsdpParts(engine.module, parts).find(), keep=False)
+            self._sources = MergedSources(self._base(keep=not offloads), self._whole, held, parts, adapter)
+        else:
+            self._sources = HeldSources(FsdpParts(engine.module, self._saved).find(), keep=not offloads)
 
     # -- versions
 
     def shards(self) -> Sequence[Shard]:
-        return [shard for shard, _ in self._pieces]
+        return self._sources.shards()
 
     def saved(self) -> Mapping[str, Saved]:
         return self._saved
 
     def sources(self) -> Mapping[str, torch.Tensor]:
-        return {shard.name: source() for shard, source in self._pieces}
+        return self._sources.now()
 
-    def _find_pieces(self) -> list[_Piece]:
-        # What is saved in another form than the model holds it, nobody maps here.
-        unchanged = {name for name, saved in self._saved.items() if saved.unchanged}
-        names = {name for name in unchanged if 0 not in self._saved[name].shape}
-        pieces = self._flat_pieces(names) if fsdp_version(self._engine.module) == 1 else self._dtensor_pieces(names)
-        buffers = self._buffers()
-        for name in sorted(names & buffers.keys()):
-            if self._rank == 0:
-                shape, dtype = tuple(buffers[name].shape), self._wire(buffers[name].dtype)
-                # A copy: what is staged beside the next forward pass must not be what that pass changes.
-                pieces.append((whole(name, dtype, shape), partial(self._buffer, name)))
-        for name in sorted(unchanged - names) if self._rank == 0 else ():  # no rank has a shard of it
-            dtype, shape, _ = self._saved[name]
-            empty = torch.empty(shape, dtype=to_torch(dtype))
-            pieces.append((whole(name, dtype, shape), empty.detach))
-        return pieces
+    def base(self) -> HeldBase:
+        """Return what the adapter is trained on, of an engine that trains one. Collective where the engine offloads."""
+        held = self._base(keep=False)
+        return HeldBase(self._whole, held.shards(), held.now())
 
-    def _buffer(self, name: str) -> torch.Tensor:
-        return self._buffers()[name].clone()
-
-    def _buffers(self) -> dict[str, torch.Tensor]:
-        return {clean_tensor_name(name): buffer for name, buffer in self._engine.module.named_buffers()}
-
-    def _wire(self, dtype: torch.dtype) -> str:
-        return wire_name(from_torch(dtype), self._wire_dtype)
-
-    def _dtensor_pieces(self, names: set[str]) -> list[_Piece]:
-        pieces: list[_Piece] = []
-        for name, parameter in self._engine.module.named_parameters():
-            if name not in names:
-                continue
-            shape = tuple(parameter.shape)
-            dtype = self._wire(parameter.dtype)
-            if not isinstance(parameter, DTensor):
-                if self._rank == 0:
-                    pieces.append((whole(name, dtype, shape), parameter.detach))
-                continue
-            coordinate = parameter.device_mesh.get_coordinate()
-            assert coordinate is not None, "every rank is part of the engine's mesh"
-            replicated = [
-                index for index, placement in enumerate(parameter.placements) if isinstance(placement, Replicate)
-            ]
-            if any(coordinate[index] for index in replicated):
-                continue
-            local, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            if not all(size == whole_size for size, whole_size in zip(local[1:], shape[1:], strict=True)):
-                raise ConfigError(f"backend: {name} is cut along another dimension than the first, which is not known")
-            if 0 in local:
-                continue
-            shard = (
-                row_slice(name, dtype, shape, offset[0], offset[0] + local[0]) if shape else whole(name, dtype, shape)
-            )
-            pieces.append((shard, partial(_local_rows, parameter)))
-        return pieces
-
-    def _flat_pieces(self, names: set[str]) -> list[_Piece]:
-        pieces: list[_Piece] = []
-        root = self._engine.module
-        for prefix, module in root.named_modules():
-            if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
-                continue
-            handle = module._handle
-            if handle._sharding_strategy in _HYBRID and dist.get_rank(module._inter_node_pg):
-                continue
-            if handle._sharding_strategy is HandleShardingStrategy.NO_SHARD and self._rank:
-                continue
-            flat = handle.flat_param
-            infos = zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True)
-            for fqn, shape, info in infos:
-                own = clean_tensor_name(f"{prefix}.{fqn}" if prefix else fqn)
-                name = own if own in names else self._shared_name(flat, prefix, fqn, names)
-                if name is None or not info.in_shard:
-                    continue
-                dtype = self._wire(flat.dtype)
-                assert info.intra_param_start_idx is not None
-                assert info.intra_param_end_idx is not None
-                shard = flat_range(name, dtype, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1)
-                begin, count = info.offset_in_shard, info.numel_in_shard
-                assert begin is not None
-                assert count is not None
-                pieces.append((shard, partial(_local_range, handle, begin, count)))
-        return pieces
-
-    @staticmethod
-    def _shared_name(flat: FlatParameter, prefix: str, fqn: str, names: set[str]) -> str | None:
-        """FSDP1 names a tied tensor by its first owner; the name that is saved may be the other one. None: it is not
-        saved under any name of the model's own.
-        """
-        for info in flat._shared_param_infos:
-            prime = f"{info.prim_module_name}.{info.prim_param_name}" if info.prim_module_name else info.prim_param_name
-            other = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
-            if prime == fqn:
-                name = clean_tensor_name(f"{prefix}.{other}" if prefix else other)
-                if name in names:
-                    return name
-        return None
+    def _base(self, *, keep: bool) -> HeldSources:
+        return HeldSources(FsdpParts(self._engine.module, self._whole, base_name).find(), keep=keep)
 
     # -- full checkpoints
 
@@ -206,19 +122,32 @@ class FsdpBackend:
             processing.save_pretrained(hugging_face)
         config = folder / "fsdp_config.json"
         config.write_text(json.dumps(asdict(FSDPConfig(FSDP_version=version, world_size=self._world_size)), indent=4))
-        return [config, *sorted(path for path in hugging_face.rglob("*") if path.is_file())]
+        files = [config, *sorted(path for path in hugging_face.rglob("*") if path.is_file())]
+        adapter = peft_config(module)
+        return files if adapter is None else [*files, *write_adapter_config(adapter, folder)]
 
     def load(self, folder: Path) -> None:
         self._state.load(folder)
 
 
-def _local_rows(parameter: DTensor) -> torch.Tensor:
-    return parameter.to_local().detach()
+def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:
+    made = sorted(name for name, tensor in saved.items() if tensor.held is None)
+    if made:
+        raise ConfigError(
+            f"backend={'fsdp' if fsdp_version(module) == 1 else 'fsdp2'} cannot publish this model: transformers saves "
+            f"{len(made)} of its {len(saved)} tensors in another form than the model holds them, made of several or "
+            f"copied: {listed(made, 4)}; choose another model or backend"
+        )
 
 
-def _local_range(handle: FlatParamHandle, begin: int, count: int) -> torch.Tensor:
-    """Return elements of the master copy of what this rank holds of a flat parameter, whatever the forward pass has
-    unsharded.
-    """
-    held: torch.Tensor = getattr(handle.flat_param, "_local_shard", handle.flat_param)
-    return held.detach()[begin : begin + count]
+def _check_kept(saved: Mapping[str, Saved], wire_dtype: str, engine: FsdpEngine) -> None:
+    """verl casts all of a model to the dtype of its master weights, also what its class keeps in fp32."""
+    kept = sorted(name for name, tensor in saved.items() if tensor.dtype == FP32 != wire_dtype)
+    if not kept:
+        return
+    dtype = engine.engine_config.model_dtype or "fp32"
+    if PrecisionType.to_dtype(dtype) != torch.float32:
+        raise ConfigError(
+            f"backend.master_dtype is {dtype}, in which the trainer would round what is kept in fp32: "
+            f"{listed(kept, 4)}; set backend.master_dtype=fp32, or do without it by sync.keep_fp32=[]"
+        )

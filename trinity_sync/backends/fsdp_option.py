@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -35,6 +35,7 @@ class FsdpOption(FsdpConfig, BackendOption):
         "model_dtype": "backend.master_dtype",
         "mixed_precision": "backend.param_dtype and backend.reduce_dtype",
     }
+    trains_adapters: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "fsdp2"})
 
     def engine_fields(self, cfg: Config) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class FsdpOption(FsdpConfig, BackendOption):
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
 
-    def view(self, engine: Any, wire_dtype: str) -> Any:
+    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         from trinity_sync.backends.fsdp import FsdpBackend
 
-        return FsdpBackend(engine, wire_dtype)
+        return FsdpBackend(engine, wire_dtype, keep_fp32, merged=merged)

@@ -4,13 +4,17 @@
 optimizer through torch.distributed.checkpoint under the parameters' names, which any number of ranks, and FSDP as well
 as FSDP2, can load; LR scheduler and RNG per rank beside it.
 
+Of a model with a LoRA adapter both hold the adapter alone, as verl does with ``save_lora_only``, and the optimizer's
+states of it: the base is the model that the run began with, and is not written again.
+
 Files are loaded without running what is pickled in them, see `safe_loading`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,8 @@ from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import RunError
+from trinity_sync.weights.lora import is_adapter
+from trinity_sync.weights.shards import listed
 
 _OPTIONS = StateDictOptions()
 
@@ -52,6 +58,7 @@ class FsdpState:
     def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._of_adapter = peft_config(engine.module) is not None
 
     def files(self, form: Format) -> dict[str, object]:
         """File name -> live value, with `DISTRIBUTED` in place of a file for what `dcp_files.write` takes.
@@ -67,7 +74,7 @@ class FsdpState:
                 state = self._distributed()
                 self._detach_buffers(state["model"])
                 return {DISTRIBUTED: state, names["extra_state"]: extra}
-            model = self._engine.module.state_dict()
+            model = self._trained(self._engine.module.state_dict())
             self._detach_buffers(model)
             return {
                 names["model"]: model,
@@ -85,7 +92,11 @@ class FsdpState:
             if (folder / DISTRIBUTED).is_dir():
                 self._load_distributed(folder / DISTRIBUTED)
             else:
-                self._engine.module.load_state_dict(_load(folder / self._file("model")))
+                path = folder / self._file("model")
+                saved, live = _load(path), self._engine.module.state_dict()
+                self._check_names(path, saved, self._trained(live))
+                # What the model has beside the adapter goes back as it is, so that nothing is passed over in silence.
+                self._engine.module.load_state_dict({**live, **saved})
                 self._engine.optimizer.load_state_dict(_load(folder / self._file("optim")))
         self._load_extra(folder)
         dist.barrier()
@@ -99,19 +110,51 @@ class FsdpState:
             if type(value) is torch.Tensor and value.untyped_storage()._cdata in live:
                 model[name] = value.clone()
 
+    def _trained(self, model: dict[str, Any]) -> dict[str, Any]:
+        """Leave out what an adapter is trained on."""
+        return {name: value for name, value in model.items() if is_adapter(name)} if self._of_adapter else model
+
+    def _check_names(self, path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        """Check that what is saved is what the model wants, all of it.
+
+        Args:
+            path: for errors.
+            saved: tensors by name, or what has their `size`.
+            wanted: those of this model's state that are saved.
+        """
+        what = "the adapter" if self._of_adapter else "the model"
+        missing, unknown = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+        if missing or unknown:
+            found = [f"no {listed(missing)}"] if missing else []
+            found += [f"{listed(unknown)}, which {what} has not"] if unknown else []
+            kind = _kind(saved)
+            raise RunError(f"{path} holds {kind}, and is not of {what} that is trained: it has {', and '.join(found)}")
+        for name, value in wanted.items():
+            ours, theirs = _shape(value), _shape(saved[name])
+            if ours != theirs:
+                raise RunError(f"{path} holds {name} as {theirs}, {what} that is trained has it as {ours}")
+
     # -- torch.distributed.checkpoint
 
     def _distributed(self) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(self._engine.module, options=_OPTIONS),
+            "model": self._trained(get_model_state_dict(self._engine.module, options=_OPTIONS)),
             "optim": get_optimizer_state_dict(self._engine.module, self._engine.optimizer, options=_OPTIONS),
         }
 
     def _load_distributed(self, folder: Path) -> None:
         state = self._distributed()
+        reader = dcp.FileSystemReader(folder)
         with nothing_runs(folder):
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-        set_model_state_dict(self._engine.module, state["model"], options=_OPTIONS)
+            stored = reader.read_metadata().state_dict_metadata
+            prefix = "model."
+            saved = {name.removeprefix(prefix): entry for name, entry in stored.items() if name.startswith(prefix)}
+            self._check_names(folder, saved, state["model"])
+            dcp.load(state, storage_reader=reader)
+        model = state["model"]
+        if self._of_adapter:
+            model = {**get_model_state_dict(self._engine.module, options=_OPTIONS), **model}
+        set_model_state_dict(self._engine.module, model, options=_OPTIONS)
         set_optimizer_state_dict(self._engine.module, self._engine.optimizer, state["optim"], options=_OPTIONS)
 
     # -- LR scheduler and RNG
@@ -151,6 +194,38 @@ class FsdpState:
                 offload_fsdp_model_to_cpu(engine.module)
             if optimizer and torch.cuda.is_available():
                 offload_fsdp_optimizer(engine.optimizer)
+
+
+def peft_config(module: torch.nn.Module) -> Any | None:
+    """Return peft's config of the adapter that an engine's model trains; None: it trains the model itself."""
+    configs = getattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config", None)
+    return None if configs is None else configs["default"]
+
+
+def write_adapter_config(config: Any, folder: Path) -> list[Path]:
+    """Write what peft and verl need to know of an adapter beside its files; the files' paths.
+
+    Args:
+        config: peft's.
+        folder: the checkpoint's ``actor``.
+    """
+    config.save_pretrained(folder)
+    note = folder / "lora_train_meta.json"
+    task = getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM"
+    note.write_text(json.dumps({"r": config.r, "lora_alpha": config.lora_alpha, "task_type": str(task)}, indent=4))
+    return [folder / "adapter_config.json", note]
+
+
+def _kind(names: Mapping[str, Any]) -> str:
+    adapters = sum(map(is_adapter, names))
+    return (
+        "a LoRA adapter" if adapters == len(names) else "a whole model" if not adapters else "a model with an adapter"
+    )
+
+
+def _shape(value: Any) -> list[int]:
+    size = getattr(value, "size", ())
+    return list(size() if callable(size) else size)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ engine is imported in the methods that a trainer's rank calls.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,6 +25,8 @@ class BackendOption(ABC):
         engine_keys: fields of verl's engine config that other keys set, and those keys.
         reads: labels (`backend.strategy`) of the backends whose full checkpoints this one can load, as far as
             `check_resume` allows it. Of others it takes the weights.
+        trains_adapters: whether it trains a LoRA adapter in place of the weights (`model.lora`).
+        worker: class of the ranks, made of a `trinity_sync.trainer.spec.WorkerSpec`; as text, since it lies above.
         writes_own_files: its checkpoints are more than one object per file, so it writes them itself.
     """
 
@@ -35,13 +37,15 @@ class BackendOption(ABC):
     engine_keys: ClassVar[Mapping[str, str]] = {}
     reads: ClassVar[frozenset[str]] = frozenset()
     writes_own_files: ClassVar[bool] = False
+    trains_adapters: ClassVar[bool] = False
+    worker: ClassVar[str] = "trinity_sync.trainer.worker.TrinityWorker"
 
     # -- in the driver
 
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
         """Its own, and those of every engine."""
-        return (*cls.checks, partial(check_overrides, cls))
+        return (*cls.checks, partial(check_overrides, cls), partial(check_adapters, cls))
 
     @classmethod
     def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
@@ -85,6 +89,27 @@ class BackendOption(ABC):
 
     # -- in a rank of the trainer
 
+    def make_model(
+        self, engine: Mapping[str, Any], architecture: Mapping[str, object], seed: int, folder: Path
+    ) -> None:
+        """Write the model that a run begins with which names none; on rank 0, before the engine is built.
+
+        Args:
+            engine: what `engine_fields` gave.
+            architecture: `model.architecture`.
+            seed: of the run.
+            folder: to be made.
+
+        Raises:
+            ConfigError: it cannot be made.
+        """
+        from transformers.utils import logging
+
+        from trinity_sync.models.factory import make_model
+
+        logging.disable_progress_bar()
+        make_model(architecture, seed, folder)
+
     def prepare(self) -> None:  # noqa: B027 - most engines need nothing
         """Before verl builds the engine."""
 
@@ -93,12 +118,14 @@ class BackendOption(ABC):
         """verl's configs of the engine and of its optimizer."""
 
     @abstractmethod
-    def view(self, engine: Any, wire_dtype: str) -> Any:
+    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         """The rank's view of the engine, once that is initialised: a `trinity_sync.backends.base.Backend`, of which one
         that `writes_own_files` has the saving of `SelfWritingBackend` instead.
 
         Args:
             wire_dtype: in which floating parameters travel, as safetensors names it.
+            keep_fp32: which of them travel in fp32 nevertheless, see `saved_by`.
+            merged: of an engine that `trains_adapters` and trains one: versions are the sum of it and its base.
         """
 
 
@@ -116,6 +143,19 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
     for name, key in option.overridden(get):
         if key is not None:
             yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
+
+
+def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:
+    """That the engine trains adapters where one is asked for."""
+    if option.trains_adapters:
+        return
+    for key, none in (("model.lora.rank", 0), ("model.lora.path", None)):
+        if get(key) != none:
+            yield Problem(
+                key,
+                f"is {get(key)}, but backend={get('backend.strategy')} trains no LoRA adapter; use backend=fsdp2 or "
+                "backend=fsdp, or leave it out",
+            )
 
 
 def shared_fields(cfg: Config) -> dict[str, Any]:

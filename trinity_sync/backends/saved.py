@@ -7,27 +7,95 @@ missed.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from trinity_sync.backends.engines import ModelConfig
-from trinity_sync.weights.tensors import Saved, saved_list, wire_name
+from trinity_sync.errors import ConfigError
+from trinity_sync.models.model_folder import left_out
+from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.tensors import saved_list
+from trinity_sync.weights.wire import Wire, kept_names
+from trinity_sync.weights.wire_cast import kept_by_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
-def saved_by(model_config: ModelConfig, wire_dtype: str) -> dict[str, Saved]:
-    """Return the tensors that `save_pretrained` would write, by name.
+def saved_by(model_config: ModelConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
+    """Return the tensors that `save_pretrained` would write, by name, in the dtypes in which they travel.
 
     Args:
         model_config: the model config of verl's engine.
         wire_dtype: the dtype in which floating tensors travel, as safetensors names it.
+        keep_fp32: which of them travel in fp32 nevertheless, by names or parts of names (`found_in`); None: those that
+            the model's class keeps in fp32 when it is loaded in the wire dtype.
+
+    Raises:
+        ConfigError: an entry of `keep_fp32` means no tensor.
+    """
+    return on_the_wire(meta_model(model_config), wire_dtype, keep_fp32)
+
+
+def left_out_by(model_config: ModelConfig) -> tuple[str, ...]:
+    """Return names of the tensors of the model's folder that the engine leaves out; see `left_out`.
+
+    Args:
+        model_config: the model config of verl's engine, which need not be initialised.
+
+    Raises:
+        ConfigError: the folder lacks some of the model's tensors, or has some that belong to nothing.
+    """
+    model = meta_model(model_config)
+    return left_out(Path(model_config.local_path), model, saved_list(model))
+
+
+def meta_model(model_config: ModelConfig) -> PreTrainedModel:
+    """Make the engine's model without storage.
+
+    Args:
+        model_config: the model config of verl's engine.
     """
     from verl.utils.model import get_hf_auto_model_class
 
     config = copy.deepcopy(model_config.hf_config)
     with torch.device("meta"):
         # it computes nothing, so it does without the kernels that the engine's config may name
-        model = get_hf_auto_model_class(hf_config=config).from_config(
+        model: PreTrainedModel = get_hf_auto_model_class(hf_config=config).from_config(
             config, trust_remote_code=model_config.trust_remote_code, attn_implementation="eager"
         )
+    return model
+
+
+def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, Saved]:
+    """Return what `save_pretrained` of a model would write, in the dtypes in which it travels; as `saved_by`."""
     saved = saved_list(model)
-    return {name: tensor._replace(dtype=wire_name(tensor.dtype, wire_dtype)) for name, tensor in saved.items()}
+    patterns = kept_by_class(model, wire_dtype) if keep_fp32 is None else keep_fp32
+    wire = Wire(wire_dtype, kept_names(patterns, saved, strict=keep_fp32 is not None))
+    return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
+
+
+def check_causal(model_config: ModelConfig) -> None:
+    """Check that verl makes the model with its output layer: it goes by the architecture's name.
+
+    Args:
+        model_config: the model config of verl's engine, which need not be initialised.
+
+    Raises:
+        ConfigError: it would make something else.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from verl.utils.model import get_hf_auto_model_class
+
+    config = model_config.hf_config
+    named = config.architectures or ()
+    if not named:
+        raise ConfigError("model.path: its config.json has no `architectures`, by which verl chooses the model's class")
+    if get_hf_auto_model_class(hf_config=config) not in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        raise ConfigError(
+            f"model.path: verl makes {named[0]} without its output layer, so it cannot be trained; choose a model "
+            "whose architecture is one ...ForCausalLM"
+        )

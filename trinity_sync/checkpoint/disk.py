@@ -16,6 +16,7 @@ from trinity_sync.checkpoint import catalog, commits, recovery, trash
 from trinity_sync.checkpoint.deletion_notes import read_deletion, unlink_notes
 from trinity_sync.checkpoint.layout import (
     STAGING,
+    Base,
     Manifest,
     NoManifestError,
     journal_path,
@@ -42,6 +43,7 @@ from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind
 from trinity_sync.protocol.retention import Policy
 from trinity_sync.protocol.step import JournalEntry
+from trinity_sync.weights.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +91,7 @@ class CheckpointDisk:
     def commit(self, commit: Commit) -> Manifest:
         """Make a step visible; see `commits.commit_folder`."""
         meta = commit.meta
+        wire = meta.get("wire")
         draft = Manifest(
             step=commit.step,
             attempt=commit.attempt,
@@ -98,8 +101,11 @@ class CheckpointDisk:
             created=self.clock(),
             digest=commit.digest,
             config_digest=meta.get("config_digest"),
+            wire=Wire.from_json(wire) if wire else None,
             metrics=dict(meta.get("metrics") or {}),
             files=tuple(FileEntry(*file) for file in commit.files),
+            left_out=meta.get("left_out"),
+            base=Base.from_json(base) if (base := meta.get("base")) is not None else None,
         )
         if self.root is None:
             return draft
@@ -130,6 +136,7 @@ class CheckpointDisk:
             "path": str(step_dir(place, manifest.step)) if place is not None else None,
             "beside": beside,
             "pruned": [{"step": p.step, "reason": p.reason, "freed_bytes": p.freed_bytes} for p in pruned],
+            "base": manifest.base.digest if manifest.base is not None else None,
         }
 
     def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:

@@ -1,5 +1,7 @@
 """A checkpoint as a Hugging Face folder: config, tokenizer and safetensors. Behind ``trinity-sync ckpt export``.
 
+Of a LoRA run: the adapter as a folder of peft's, or merged into its base.
+
 The folder is written under another name beside its place, and renamed when it is whole and its digest is right; a
 failure leaves nothing.
 """
@@ -11,25 +13,32 @@ import secrets
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-from trinity_sync.checkpoint.hf_files import nbytes, plan_files, write_file, write_index
+from trinity_sync.checkpoint.hf_files import by_width, nbytes, plan_files, write_file, write_index
 from trinity_sync.checkpoint.layout import step_of
-from trinity_sync.checkpoint.places import check_free
+from trinity_sync.checkpoint.places import ADAPTER_CONFIG, check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
-from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX
+from trinity_sync.checkpoint.reading.adapter import read_adapter_config
+from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX, Stored, is_hugging_face, open_hugging_face
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.dtypes import is_floating
-from trinity_sync.weights.tensors import digest_entry, to_torch, wire_name
+from trinity_sync.weights.tensors import digest_entry, to_torch
+from trinity_sync.weights.wire import Wire
 
 DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "as-saved": None}
 """What `dtype` may be, and its safetensors name."""
 
+Form = Literal["adapter", "merged"]
+"""What a LoRA adapter is exported as."""
+
+_ADAPTER = "adapter_model.safetensors"
 _WIRE_DTYPES = ("BF16", "F32", "F16")
 """Dtypes that the digest in a manifest may be of, the usual one first."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
@@ -47,6 +56,9 @@ class Exported:
         tensors, bytes: how many, and their size.
         files: names of the files of weights.
         digest: version digest of what was written, in the dtypes written.
+        left_out: of these files, tensors of the model's folder that are not trained, such as draft heads, as they are
+            there; in `tensors` and `bytes`, in no digest.
+        missing: such tensors that the folder does not hold any more, and which are not in the export.
         checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none.
     """
 
@@ -59,6 +71,8 @@ class Exported:
     files: tuple[str, ...]
     digest: str
     checked: str | None
+    left_out: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
 
 
 def export_checkpoint(
@@ -68,11 +82,14 @@ def export_checkpoint(
     dtype: str = "bf16",
     max_shard_bytes: int = 5 * 10**9,
     config: Path | None = None,
+    form: Form | None = None,
+    base: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Exported:
     """Write the weights of a checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
-    Memory stays near one tensor. Where the checkpoint's manifest has a digest, the weights must have it.
+    Memory stays near one tensor. Where the checkpoint's manifest has a digest, the weights must have it. A LoRA adapter
+    is written as a folder that ``PeftModel.from_pretrained`` loads, or merged into its base.
 
     Args:
         folder: a step folder, its ``actor`` folder, or a Hugging Face folder (see `open_weights`).
@@ -80,13 +97,16 @@ def export_checkpoint(
         dtype: what floating tensors are cast to: ``bf16``, ``fp16``, ``fp32`` or ``as-saved``.
         max_shard_bytes: the largest size of a file; tensors are divided among files of at most so many bytes.
         config: folder with the model's config and tokenizer, where the checkpoint has none.
+        form: of a LoRA adapter, what to write: ``adapter`` (as None) or ``merged``.
+        base: folder of the adapter's base in Hugging Face format; None: the one that the run began with.
         progress: called with (bytes written, bytes in all) after each tensor.
 
     Raises:
-        ConfigError: `output` is taken, `dtype` is unknown, or there is no config of the model.
-        WeightsError: the checkpoint cannot be read.
-        RunError: the weights do not have the digest that the manifest says, a link beside them leads out of the
-            checkpoint, or the disk refused.
+        ConfigError: `output` is taken, `dtype` is unknown, there is no config of the model or no base of the adapter,
+            or `form` and `base` are given for what is no adapter.
+        WeightsError: the checkpoint cannot be read, or adapter and base do not fit.
+        RunError: the weights or the base do not have the digest that the manifest says, a link beside them leads out of
+            the checkpoint, or the disk refused.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
@@ -95,26 +115,40 @@ def export_checkpoint(
     if config is not None and not (config / CONFIG).is_file():
         raise ConfigError(f"{config} has no {CONFIG}; name a folder with a model's config and tokenizer")
     check_free(output)
-    weights = open_weights(folder, config)
-    if weights.config is None:
+    opened = weights = open_weights(folder, config)
+    if not weights.adapter and (form is not None or base is not None):
+        raise ConfigError(f"{folder} holds whole weights and no LoRA adapter: leave --adapter, --merged and --base out")
+    if form == "merged":
+        weights = weights.merged_into(_base(weights, base))
+        if config is not None:
+            weights = replace(weights, config=config)
+    elif base is not None:
+        raise ConfigError(f"--base={base} is for --merged: an adapter is exported without its base")
+    if weights.config is None and not weights.adapter:
         raise ConfigError(
             f"no {CONFIG} of the model was found in or beside {folder}; name the folder of the model that was trained"
         )
-    infos = {
-        name: TensorInfo(wire_name(weights.info(name).dtype, DTYPES[dtype]), weights.info(name).shape)
-        for name in weights
-    }
-    files = plan_files(infos, max_shard_bytes)
+    if weights.adapter and weights.adapter_config is None:
+        raise ConfigError(f"no {ADAPTER_CONFIG} was found in or beside {folder}, without which peft cannot load it")
+    target = Wire(DTYPES[dtype], _wire(weights).keep_fp32 if DTYPES[dtype] else frozenset())
+    infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
+    beside, missing = ({}, ()) if weights.adapter else _left_out(opened)
+    infos |= {name: source.info for name, source in beside.items()}
+    # peft reads one file
+    files = {_ADAPTER: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
     output = output.absolute()
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        if config is None:
-            _check_links(weights.config, folder.absolute())
-        _copy_companions(weights.config, temporary, _main_dtype(infos))
-        digest, wire_digest = _write_weights(weights, infos, files, temporary, progress)
-        checked = _check_digest(weights, wire_digest)
+        if weights.adapter:
+            _write_adapter_config(weights, temporary)
+        elif weights.config is not None:
+            if config is None:
+                _check_links(weights.config, weights.config if weights is not opened else folder.absolute())
+            _copy_companions(weights.config, temporary, _main_dtype(infos))
+        digest, wire_digest = _write_weights(weights, beside, infos, files, temporary, progress)
+        checked = _check_digest(weights, wire_digest) if weights is opened else None
         sync_folder(temporary)
         temporary.rename(output)  # takes the place of an empty folder, and of nothing else
         sync_folder(output.parent)
@@ -132,26 +166,85 @@ def export_checkpoint(
         files=tuple(files),
         digest=digest,
         checked=checked,
+        left_out=tuple(beside),
+        missing=missing,
     )
+
+
+def _left_out(weights: Weights) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """Tensors that the model's folder had and the model has not, and the names of those that are not there any more.
+
+    Raises:
+        WeightsError: a file of the folder is damaged.
+    """
+    told = weights.manifest.left_out if weights.manifest is not None else None
+    if told is None:
+        return {}, ()
+    folder = Path(told["path"])
+    there = open_hugging_face(folder) if folder.is_dir() and is_hugging_face(folder) else {}
+    found = {name: there[name] for name in told["names"] if name in there and name not in weights}
+    return found, tuple(name for name in told["names"] if name not in there)
+
+
+def _base(adapter: Weights, given: Path | None) -> Weights:
+    """Open the base of an adapter, which the adapter's manifest tells apart from any other.
+
+    Raises:
+        ConfigError: it is not there.
+        RunError: the adapter or the base is not what was committed, and what is in its place.
+    """
+    _check_digest(adapter, adapter.digest(_WIRE_DTYPES[0]))
+    known = adapter.manifest.base if adapter.manifest is not None else None
+    place = given or (Path(known.path) if known is not None else None)
+    if place is None or not place.is_dir():
+        what = "nothing tells which it is" if place is None else f"{place} is no folder"
+        digest = "" if known is None else f" with the digest {known.digest}"
+        raise ConfigError(
+            f"{adapter.folder} is to be merged into its base{digest}, but {what}; name it with --base DIR"
+        )
+    opened = open_weights(place)
+    if known is not None:
+        found = opened.digest(_WIRE_DTYPES[0])
+        if found != known.digest and all(opened.digest(other) != known.digest for other in _WIRE_DTYPES[1:]):
+            raise RunError(
+                f"{adapter.folder} was trained on a base with the digest {known.digest}, but {place} has {found}; "
+                "nothing was exported: name the base that it was trained on with --base DIR"
+            )
+    return opened
+
+
+def _write_adapter_config(weights: Weights, folder: Path) -> None:
+    """Write the adapter's config, which names its base."""
+    assert weights.adapter_config is not None, "was checked"
+    body = read_adapter_config(weights.adapter_config)
+    if weights.manifest is not None and weights.manifest.base is not None:
+        body["base_model_name_or_path"] = weights.manifest.base.path
+    body["inference_mode"] = True
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_weights(
     weights: Weights,
+    beside: Mapping[str, Stored],
     infos: Mapping[str, TensorInfo],
     files: Mapping[str, Sequence[str]],
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[str, str]:
-    """Write all files; return the digests of the weights as written and in the usual wire dtype."""
+    """Write all files; return the digests of the weights as written and as on the wire, without what is `beside`."""
+    wire = _wire(weights)
     written, in_wire = [], []
     done, total = 0, sum(map(nbytes, infos.values()))
 
     def read(name: str) -> torch.Tensor:
         nonlocal done
+        if name in beside:
+            done += nbytes(infos[name])
+            return beside[name].read()
         tensor = weights.read(name)
         written.append(digest_entry(name, tensor, infos[name].dtype if is_floating(infos[name].dtype) else None))
-        same = not is_floating(infos[name].dtype) or infos[name].dtype == _WIRE_DTYPES[0]
-        in_wire.append(written[-1] if same else digest_entry(name, tensor, _WIRE_DTYPES[0]))
+        same = infos[name].dtype == wire.of(name, infos[name].dtype)
+        in_wire.append(written[-1] if same else digest_entry(name, tensor, wire))
         done += nbytes(infos[name])
         if progress is not None:
             progress(done, total)
@@ -164,19 +257,26 @@ def _write_weights(
     return version_digest(written), version_digest(in_wire)
 
 
+def _wire(weights: Weights) -> Wire:
+    """The dtypes of the version digest: those that the manifest says, else the usual ones."""
+    told = weights.manifest.wire if weights.manifest is not None else None
+    return told or Wire(_WIRE_DTYPES[0])
+
+
 def _check_digest(weights: Weights, wire_digest: str) -> str | None:
-    """Check that the weights have the manifest's digest, in one of the wire dtypes; return it, None where there is
-    none.
+    """Check that the weights have the manifest's digest, in the dtypes that it says or else in one of the wire dtypes;
+    return it, None where there is none.
     """
     expected = weights.manifest.digest if weights.manifest is not None else None
     if expected is None or expected == wire_digest:
         return expected
-    # Another wire dtype is rare, so it costs a second pass over the weights.
-    if any(weights.digest(other) == expected for other in _WIRE_DTYPES[1:]):
+    told = weights.manifest is not None and weights.manifest.wire is not None
+    # Manifests of old do not say in which dtype; another one than the usual costs a second pass over the weights.
+    if not told and any(weights.digest(other) == expected for other in _WIRE_DTYPES[1:]):
         return expected
     raise RunError(
-        f"the weights in {weights.folder} have the digest {wire_digest} in {_WIRE_DTYPES[0]}, but its manifest says "
-        f"{expected}: they are not what was committed, and nothing was exported; `trinity-sync ckpt verify` tells "
+        f"the weights in {weights.folder} have the digest {wire_digest} in {_wire(weights).dtype}, but its manifest "
+        f"says {expected}: they are not what was committed, and nothing was exported; `trinity-sync ckpt verify` tells "
         "which file was changed"
     )
 

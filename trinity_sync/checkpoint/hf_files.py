@@ -40,10 +40,12 @@ def plan_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, lis
     split = split_state_dict_into_shards_factory(
         dict(infos), get_storage_size=nbytes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_bytes
     )
-    return {
-        file: sorted(names, key=lambda name: -dtypes.itemsize(infos[name].dtype))
-        for file, names in split.filename_to_tensors.items()
-    }
+    return {file: by_width({name: infos[name] for name in names}) for file, names in split.filename_to_tensors.items()}
+
+
+def by_width(infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the names of a file's tensors in the order of their bytes: those of wider elements come first."""
+    return sorted(infos, key=lambda name: -dtypes.itemsize(infos[name].dtype))
 
 
 def write_file(folder: Path, file: str, infos: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> None:

@@ -32,8 +32,10 @@ import xxhash
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.file_digest import digest_file
+from trinity_sync.protocol.decisions import LeftOut
 from trinity_sync.protocol.files import MANIFEST, FileEntry
 from trinity_sync.protocol.parts import KINDS, Kind, covers
+from trinity_sync.weights.wire import Wire
 
 FORMAT = 1
 TRAINER_STATE = "trainer_state.json"
@@ -102,6 +104,39 @@ def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
     return FileEntry(path, *digest_file(folder / path, durable=durable))
 
 
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model that an adapter belongs to, which its checkpoint does not hold.
+
+    Args:
+        digest: version digest of its weights in wire dtype, hex.
+        path: `model.path` of the run, as given.
+        what: what is trained on it: ``lora``.
+    """
+
+    digest: str
+    path: str
+    what: str = "lora"
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Base:
+        """Make it from what a manifest holds.
+
+        Raises:
+            ValueError, KeyError: it is not as it may be.
+        """
+        odd = [name for name in ("digest", "path", "what") if not isinstance(body[name], str)]
+        if odd:
+            raise ValueError(f"its base's {odd[0]} is {body[odd[0]]!r}")
+        if body["what"] != "lora":
+            raise ValueError(f"what is on its base is {body['what']!r}")
+        return cls(body["digest"], body["path"], body["what"])
+
+    def to_json(self) -> dict[str, str]:
+        """Return the object in the manifest."""
+        return {"digest": self.digest, "path": self.path, "what": self.what}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """What ``manifest.json`` says. A folder without a valid one is not a checkpoint.
@@ -110,6 +145,9 @@ class Manifest:
         created: Unix seconds of the commit.
         digest: version digest of the weights, hex; None where it was not computed.
         metrics: numbers of the step, for retention; a value that is not finite is written as null.
+        base: of an adapter, to which `digest` then belongs; None: the weights are whole.
+        wire: the dtypes of which `digest` is; None where it is not known.
+        left_out: tensors of the model's folder that an export takes from there; None: there are none.
     """
 
     step: int
@@ -122,6 +160,9 @@ class Manifest:
     config_digest: str | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     files: tuple[FileEntry, ...] = ()
+    base: Base | None = None
+    wire: Wire | None = None
+    left_out: LeftOut | None = None
 
     @property
     def bytes(self) -> int:
@@ -147,7 +188,7 @@ class Manifest:
         metrics = {
             name: None if value is None or not math.isfinite(value) else value for name, value in self.metrics.items()
         }
-        body = {
+        body: dict[str, Any] = {
             "format": FORMAT,
             "step": self.step,
             "attempt": self.attempt,
@@ -162,6 +203,12 @@ class Manifest:
                 {"path": entry.path, "bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for entry in sorted(self.files)
             ],
         }
+        if self.base is not None:
+            body["base"] = self.base.to_json()
+        if self.wire is not None:
+            body["wire"] = self.wire.to_json()
+        if self.left_out is not None:
+            body["left_out"] = dict(self.left_out)
         return body | {"self": canonical_digest(body)}
 
     def to_text(self) -> str:
@@ -198,7 +245,14 @@ class Manifest:
             config_digest=body["config_digest"],
             metrics=dict(body["metrics"]),
             files=tuple(FileEntry(entry["path"], int(entry["bytes"]), entry["xxh3_128"]) for entry in body["files"]),
+            base=Base.from_json(body["base"]) if "base" in body else None,
+            wire=Wire.from_json(body["wire"]) if "wire" in body else None,
+            left_out=_left_out(body["left_out"]) if "left_out" in body else None,
         )
+
+
+def _left_out(body: Mapping[str, Any]) -> LeftOut:
+    return {"path": str(body["path"]), "names": [str(name) for name in body["names"]]}
 
 
 def canonical_digest(value: object) -> str:

@@ -214,7 +214,7 @@ class CheckpointMonitor(Writers):
 
         Args:
             parts: names; ``"digest"`` among them makes the commit wait for the version digest.
-            meta: fields of the manifest: `backend`, `world_size`, `config_digest`, `metrics`.
+            meta: fields of the manifest: `backend`, `world_size`, `config_digest`, `metrics`, `wire`.
             weights_parts: those that are weights; for a ``state_dict`` commit all are.
             durable: overrides `MonitorConfig.fsync` for the commit as this kind.
 

@@ -8,6 +8,7 @@ from trinity_sync.checkpoint.layout import STEP_PREFIX, VERSIONS, step_of
 from trinity_sync.errors import ConfigError
 
 _CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def weights_folder(folder: Path) -> Path:
@@ -22,17 +23,36 @@ def find_config(folder: Path) -> Path | None:
     run made and started from.
     """
     place = weights_folder(folder).absolute()
+    candidates = [place / "huggingface", place / "model" / "huggingface", place]
+    run, others = _others(place)
+    if run is not None:
+        candidates += [other / below for other in others for below in ("huggingface", "model/huggingface")]
+        candidates.append(run / "model")
+    return next((path for path in candidates if (path / _CONFIG).is_file()), None)
+
+
+def find_adapter_config(folder: Path) -> Path | None:
+    """Find the ``adapter_config.json`` of a LoRA adapter: its own, or that of the nearest other step."""
+    place = weights_folder(folder).absolute()
+    candidates = [place, *_others(place)[1]]
+    return next((path / ADAPTER_CONFIG for path in candidates if (path / ADAPTER_CONFIG).is_file()), None)
+
+
+def _others(place: Path) -> tuple[Path | None, list[Path]]:
+    """Return the folder of the run that has a step, and ``actor`` of its other steps, the nearest first.
+
+    Args:
+        place: the step's folder of weights. None, and none: it is in no step.
+    """
     step = place.parent if place.name == "actor" else place
     number = step_of(step.name)
-    candidates = [place / "huggingface", place / "model" / "huggingface", place]
-    if number is not None:
-        beside = step.parent.parent
-        root = beside.parent if beside.name == VERSIONS else step.parent
-        others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
-        nearest = sorted(others, key=lambda of: (abs(of - number), of))
-        candidates += [others[of] / "actor" / below for of in nearest for below in ("huggingface", "model/huggingface")]
-        candidates.append(root.parent / "model")
-    return next((path for path in candidates if (path / _CONFIG).is_file()), None)
+    if number is None:
+        return None, []
+    beside = step.parent.parent
+    root = beside.parent if beside.name == VERSIONS else step.parent
+    others = {of: path for path in root.glob(f"{STEP_PREFIX}*") if (of := step_of(path.name)) is not None}
+    nearest = sorted(others, key=lambda of: (abs(of - number), of))
+    return root.parent, [others[of] / "actor" for of in nearest]
 
 
 def check_free(output: Path) -> None:

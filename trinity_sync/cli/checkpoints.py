@@ -83,7 +83,7 @@ def _list(options: argparse.Namespace) -> int:
                 row["kind"] or "-",
                 units.size(row["bytes"]) if row["kind"] else "-",
                 units.moment(row["created"]),
-                row["digest"] or "-",
+                (row["digest"] or "-") + (f" on {row['base']['digest']}" if row["base"] else ""),
                 ", ".join([name for name in ("pinned", "leased") if row[name]] + row["problems"]),
             )
             for row in rows
@@ -103,6 +103,9 @@ def _inspect(options: argparse.Namespace) -> int:
         return print_json(manifest | {name: row[name] for name in ("path", "bytes", "pinned", "leased")})
     for name in ("path", "step", "attempt", "kind", "backend", "world_size", "digest", "config_digest"):
         print(f"{name:14}{row['path'] if name == 'path' else _shown(manifest[name])}")
+    if info.manifest.base is not None:
+        base = info.manifest.base
+        print(f"{'base':14}{base.digest}, {base.path}: the digest above is of a LoRA adapter on it")
     print(f"{'written':14}{units.moment(row['created'])}")
     print(f"{'held':14}{', '.join(name for name in ('pinned', 'leased') if row[name]) or '-'}")
     for name, value in manifest["metrics"].items():
@@ -356,6 +359,7 @@ def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int
         "bytes": info.bytes,
         "created": manifest.created if manifest else None,
         "digest": manifest.digest if manifest else None,
+        "base": manifest.base.to_json() if manifest and manifest.base else None,
         "metrics": dict(manifest.metrics) if manifest else {},
         "path": str(info.path),
         "pinned": manifest is not None and key in pins,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from trinity_sync.checkpoint.catalog import scan
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import check_free
 from trinity_sync.cli.checkpoints import PATH_HELP, find, newest, of_step, print_json, print_table
+from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import units
 from trinity_sync.tracking.progress import progress_bar
 
@@ -32,7 +34,8 @@ _RENEW_S = 60.0
 _EXPORT = """\
 Write the weights of a checkpoint as a Hugging Face folder: config, generation config, tokenizer and safetensors,
 sharded with an index where they are large. PATH may also be a checkpoint that verl or Trinity wrote. Where the
-checkpoint's manifest has a digest, the weights must have it: exit code 1 where they do not, and nothing is written."""
+checkpoint's manifest has a digest, the weights must have it: exit code 1 where they do not, and nothing is written. A
+LoRA run's checkpoint holds the adapter: it is written as a folder of peft's, or merged into its base (--merged)."""
 
 _DIFF = """\
 Compare the weights of two checkpoints bit by bit. A and B: a step folder, a run (its newest checkpoint) or a Hugging
@@ -57,6 +60,12 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     export.add_argument(
         "--config", type=Path, metavar="DIR", help="folder with config and tokenizer, where the checkpoint has none"
+    )
+    form = export.add_mutually_exclusive_group()
+    form.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapter, as peft loads it (default)")
+    form.add_argument("--merged", action="store_true", help="of a LoRA run: the adapter merged into its base")
+    export.add_argument(
+        "--base", type=Path, metavar="DIR", help="with --merged: the base, where it is not in the run's model.path"
     )
     export.add_argument("--json", action="store_true", help="print one JSON document")
     export.set_defaults(command=_export)
@@ -96,6 +105,8 @@ def _export(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             max_shard_bytes=options.max_shard_size,
             config=options.config,
+            form="merged" if options.merged else "adapter" if options.adapter else None,
+            base=options.base,
             progress=report,
         )
     if options.json:
@@ -111,6 +122,8 @@ def _export(options: argparse.Namespace) -> int:
                 "dtypes": list(done.dtypes),
                 "digest": done.digest,
                 "manifest_digest": done.checked,
+                "left_out": list(done.left_out),
+                "missing": list(done.missing),
             }
         )
     amount = (
@@ -118,6 +131,14 @@ def _export(options: argparse.Namespace) -> int:
     )
     print(f"{done.source} ({done.format})\n-> {done.output}: {amount}, {', '.join(done.dtypes)}")
     print(f"digest {done.digest}{_checked(done.digest, done.checked)}")
+    if done.left_out:
+        print(f"with {units.plural(len(done.left_out), 'tensor')} of the model's folder that were not trained")
+    if done.missing:
+        print(
+            f"note: {units.plural(len(done.missing), 'tensor')} that the model's folder had, such as draft heads, are "
+            f"not there any more and so not in the export: {', '.join(done.missing[:2])}",
+            file=sys.stderr,
+        )
     return 0
 
 
@@ -145,6 +166,12 @@ def _diff(options: argparse.Namespace) -> int:
             progress(done, total)
 
         a, b = map(open_weights, folders)
+        if a.adapter != b.adapter:
+            adapter, whole = folders if a.adapter else folders[::-1]
+            raise ConfigError(
+                f"{adapter} holds a LoRA adapter and {whole} whole weights, which have nothing in common; merge the "
+                "adapter first: trinity-sync ckpt export PATH --merged --output DIR"
+            )
         compared = compare(a, b, dtype=DTYPES[options.dtype], progress=report)
     differing = [found for found in compared if found.differs]
     if options.json:

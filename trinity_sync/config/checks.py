@@ -22,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load, load_class, missing
+from trinity_sync.config.lora import check_lora
+from trinity_sync.config.model_type import folder_problems, is_known, suggestion
 from trinity_sync.config.options import LABELS, OF_ENGINES, TARGET, own_labels, own_targets
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
@@ -50,8 +52,8 @@ def check(cfg: DictConfig) -> None:
     """Check a composed configuration: missing values, ranges, and what must hold between fields.
 
     Looks at the values, at the paths they name, and at the source of classes of the user's own, which are not imported.
-    Reads no other file but the model's `config.json`, for the backends that cut a model by its heads and layers. Starts
-    nothing.
+    Reads no other files but the model's `config.json` and the `adapter_config.json` of an adapter, and which families
+    transformers has. Starts nothing.
 
     Raises:
         ConfigError: naming every problem with its key, what is wrong and what would be right.
@@ -116,6 +118,8 @@ def _checks_of_classes(cfg: DictConfig) -> list[Check]:
     targets = {group: _target(OmegaConf.select(cfg, group)) or "" for group in _CHECKING}
     classes = {group: load(group, name) for group, name in targets.items() if name in own_labels(group).values()}
     checks = [check for of in classes.values() for check in of.all_checks()]
+    if "algorithm" in classes and classes["algorithm"].explores:
+        checks.append(_check_explorer_dtype)
     return [*checks, partial(_check_batch, classes)] if len(classes) == len(_CHECKING) else checks
 
 
@@ -245,6 +249,17 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
         )
 
 
+def _check_explorer_dtype(get: Get) -> Iterator[Problem]:
+    """That explorers need not round what they are sent."""
+    wire, held = get("sync.wire_dtype"), get("explorer.dtype")
+    if held not in (wire, "fp32"):
+        yield Problem(
+            "explorer.dtype",
+            f"is {held}, to which explorers would have to round weights that travel in {wire}; set explorer.dtype to "
+            f"{wire} or fp32, or sync.wire_dtype={held}",
+        )
+
+
 def _check_batch(classes: Mapping[str, Any], get: Get) -> Iterator[Problem]:
     """That a step's sequences can be divided among the ranks."""
     sharing = classes["backend"].sharing_ranks(get)
@@ -320,7 +335,27 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
         yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
 
 
+def _check_workload(get: Get) -> Iterator[Problem]:
+    """That a run trains, or moves bytes, with all its parts."""
+    moves, shapes, layers = get("workload.kind") == "bytes", get("model.shapes"), get("model.layers")
+    for group in ("backend", "algorithm", "explorer"):
+        chosen = get(f"{group}.{LABELS[group]}")
+        if moves != (chosen == "bytes"):
+            text = "but workload=bytes has its own; leave it out" if moves else "a part of workload=bytes; choose that"
+            yield Problem(group, f"is {chosen}, {text}")
+    if moves and shapes is None:
+        yield Problem("model.shapes", "has no value; workload=bytes needs one, such as model.shapes=qwen3-0.6b")
+    if not moves and shapes is not None:
+        yield Problem("model.shapes", f"is {shapes}, which is not trained; choose workload=bytes, or a model.path")
+    if layers is not None and shapes is None:
+        yield Problem("model.layers", f"is {layers}, which cuts model.shapes; give that, or leave it out")
+    if moves and get("model.path") is not None:
+        yield Problem("model.path", f"is {get('model.path')}, but workload=bytes reads no weights; give model.shapes")
+
+
 def _check_model(get: Get) -> Iterator[Problem]:
+    if get("workload.kind") == "bytes" or get("model.shapes") is not None:
+        return
     path, architecture = get("model.path"), get("model.architecture")
     if path is None:
         yield from _architecture_problems(architecture)
@@ -329,6 +364,8 @@ def _check_model(get: Get) -> Iterator[Problem]:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             yield Problem("model.path", f"is {path}, a folder without config.json; name one in Hugging Face format")
+        else:
+            yield from folder_problems(folder, trust_remote_code=bool(get("model.trust_remote_code")))
     elif folder.exists():
         yield Problem(
             "model.path", f"is {path}, a file; name a folder in Hugging Face format, or a hub id such as org/name"
@@ -344,9 +381,15 @@ def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]
     if architecture is None:
         yield Problem("model.path", "is null and so is model.architecture; give one of them")
         return
-    if not architecture.get("model_type"):
+    family = architecture.get("model_type")
+    if not family:
         yield Problem(
             "model.architecture.model_type", "has no value; name a model family of transformers, such as qwen3"
+        )
+    elif not is_known(str(family)):
+        yield Problem(
+            "model.architecture.model_type",
+            f"is {family}, which transformers does not know{suggestion(str(family))}; use one such as qwen3",
         )
     for name, value in ((str(name), value) for name, value in architecture.items()):
         if isinstance(value, int) and not isinstance(value, bool) and not name.endswith("_token_id") and value < 1:
@@ -379,6 +422,8 @@ _CHECKS: tuple[Check, ...] = (
     *(partial(_check_saving, key) for key in _SAVING),
     _check_mirror,
     *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir")),
+    _check_workload,
     _check_model,
+    check_lora,
     _check_task,
 )

@@ -14,7 +14,7 @@ from trinity_sync.config.composition import parse, quote
 
 _RESUME_FROM = "checkpoint.resume_from"
 """Counts in the digest as it is given, so that it is put together where it is read."""
-_PATHS = ("checkpoint.dir", "checkpoint.mirror", "model.path", "task.path")
+_PATHS = ("checkpoint.dir", "checkpoint.mirror", "model.path", "model.lora.path", "task.path")
 
 
 def anchored(cfg: DictConfig, folder: Path) -> DictConfig:

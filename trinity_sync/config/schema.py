@@ -64,6 +64,7 @@ class MegatronConfig(BackendConfig):
 
     tp: int = _number(at_least=1)
     pp: int = _number(at_least=1)
+    ep: int = _number(at_least=1)
     sequence_parallel: bool = MISSING
     dtype: str = _choice(*DTYPES)
     optimizer_format: str = _choice("fully_reshardable", "dp_reshardable")
@@ -78,8 +79,10 @@ class SyncConfig:
     mode: str = MISSING
     interval: int = _number(at_least=1)
     max_staleness: int = _number(at_least=0)
+    what: str = _choice("auto", "full", "adapter", "merged")
     encoding: str = _choice("full")
     wire_dtype: str = _choice(*DTYPES)
+    keep_fp32: list[str] | None = MISSING
     bucket_mb: int = _number(at_least=1)
     slots: int = _number(at_least=2)
     verify: str = _choice("full", "bucket", "off")
@@ -122,13 +125,42 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
+class LoraConfig:
+    """A low-rank adapter that is trained in place of the weights."""
+
+    rank: int = _number(at_least=0)
+    alpha: int | None = _number(at_least=1)
+    targets: Any = MISSING
+    path: str | None = MISSING
+
+
+@dataclass(kw_only=True)
 class ModelConfig:
     """The policy: a model in Hugging Face format, or the fields of a config that one is made from."""
 
     path: str | None = MISSING
     architecture: dict[str, Any] | None = MISSING
+    shapes: str | None = MISSING
+    layers: int | None = _number(at_least=1)
     trust_remote_code: bool = MISSING
     attn_implementation: str = _choice("sdpa", "eager", "flash_attention_2")
+    lora: LoraConfig = MISSING
+
+
+@dataclass(kw_only=True)
+class WorkloadConfig:
+    """What a run is for: `train`, or `bytes` with keys of its own."""
+
+    kind: str = _choice("train", "bytes")
+
+
+@dataclass(kw_only=True)
+class BytesConfig(WorkloadConfig):
+    """Weights that change without training."""
+
+    changed: float = _number(at_least=0, at_most=1)
+    master_dtype: str = _choice("bf16", "fp32")
+    optimizer: bool = MISSING
 
 
 @dataclass(kw_only=True)
@@ -304,6 +336,7 @@ class Config:
     name: str = MISSING
     seed: int = _number(at_least=0, at_most=2**32 - 1)
     live: str = _choice("auto", "panel", "line", "off")
+    workload: WorkloadConfig = MISSING
     backend: BackendConfig = MISSING
     sync: SyncConfig = MISSING
     retention: RetentionConfig = MISSING
@@ -330,6 +363,9 @@ def _policy_schema(policy: type[Policy]) -> type:
 
 SCHEMA: dict[str, type] = {
     "root": Config,
+    "workload": WorkloadConfig,
+    "bytes": BytesConfig,
+    "engine": BackendConfig,
     "fsdp": FsdpConfig,
     "megatron": MegatronConfig,
     "sync": SyncConfig,
@@ -337,6 +373,7 @@ SCHEMA: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "model": ModelConfig,
     "trainer": TrainerConfig,
+    "algorithm": AlgorithmConfig,
     "grpo": GrpoConfig,
     "sft": SftConfig,
     "copy_digits": CopyDigitsConfig,

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced, Whereabouts
 from trinity_sync.actors.synchronizer import SynchronizerClient
-from trinity_sync.config import TARGET, build, build_task, load
+from trinity_sync.config import TARGET, build, build_task, dtype_name, load
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.spec import ExplorerSpec
@@ -89,9 +90,9 @@ class Explorer:
             mode.transport(side),
             layouts,
             spec.verify,
-            spec.wire_dtype,
         )
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+        self._base = self._engine.base_digest(dtype_name(spec.sync["wire_dtype"]))
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "base": self._base}
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Take a committed version, the newest for None.
@@ -111,7 +112,7 @@ class Explorer:
             units.seconds(report.paused_s),
             f", digest {report.digest}" if report.digest else "",
         )
-        return report
+        return replace(report, base=self._base)
 
     def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
         """Make samples for the prompts, scored, labelled with the version that produced them.

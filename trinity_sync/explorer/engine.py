@@ -27,6 +27,14 @@ class RolloutEngine(ABC):
         once.
         """
 
+    def base_digest(self, wire_dtype: str) -> str | None:
+        """Return the version digest of what is below the adapter that `destinations` are; None: they are a whole model.
+
+        Args:
+            wire_dtype: dtype of its floating tensors, as safetensors names it, but for those kept in fp32.
+        """
+        return None
+
     @abstractmethod
     def after_load(self) -> None:
         """To be called when new weights are in: what was computed with those before must not be used any more."""

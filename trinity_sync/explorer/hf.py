@@ -1,7 +1,8 @@
 """Generates and scores samples with transformers. The engine inside the explorer actor; knows nothing of Ray.
 
-The model starts empty: its weights come by sync, as every later version does. Nothing computed with the weights
-outlives a call of `generate`, so a load leaves nothing stale behind.
+The model starts empty: its weights come by sync, as every later version does. With an adapter that alone does, and
+what it is added to is read from the model's folder. Nothing computed with the weights outlives a call of `generate`, so
+a load leaves nothing stale behind.
 """
 
 from __future__ import annotations
@@ -26,13 +27,19 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.initialization import no_init_weights
 
+from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
+from trinity_sync.models.attention import check_attention
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task, score
-from trinity_sync.weights.tensors import saved_tensors
+from trinity_sync.weights.lora import held_adapter, saved_name
+from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import from_torch, saved_tensors, state_digest
+from trinity_sync.weights.wire import Wire, found_in, kept_names
+from trinity_sync.weights.wire_cast import cast_model, hold_fp32, kept_by_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -55,7 +62,8 @@ class HFEngine(RolloutEngine):
     last bits (matrix kernels and padding depend on the batch), and so, rarely, a token.
 
     Args:
-        model_path: folder in Hugging Face format, or hub id. Config and tokenizer are read, weights are not.
+        model_path: folder in Hugging Face format, or hub id. Config and tokenizer are read, weights only below an
+            adapter.
         dtype: dtype in which the weights are held: ``bf16``, ``fp32`` or ``fp16``.
         temperature, top_k, top_p: see `SeededSampler`.
         batch_size: sequences that are generated at a time, at most.
@@ -64,10 +72,15 @@ class HFEngine(RolloutEngine):
         seed: the run's seed.
         attn_implementation: the attention, as transformers names it.
         trust_remote_code: whether code that comes with the model may run.
+        keep_fp32: parts of names of the tensors that are held in fp32 nevertheless; None: those that the model's class
+            keeps so.
+        adapter: the LoRA adapter that loads bring, without weights; the model's own are then read from the folder.
+            None: loads bring the whole model.
         device: the device to generate on; None is the current GPU, or the CPU where there is none.
 
     Raises:
-        ConfigError: there is no causal language model at the path, or it has no end-of-sequence token.
+        ConfigError: there is no causal language model at the path, it has no end-of-sequence token, or transformers
+            does not have this attention for it.
     """
 
     def __init__(
@@ -84,6 +97,8 @@ class HFEngine(RolloutEngine):
         seed: int,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
+        keep_fp32: Sequence[str] | None = None,
+        adapter: Adapter | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -92,10 +107,19 @@ class HFEngine(RolloutEngine):
         self._response_length = response_length
         self._prompt_length = prompt_length
         self._seed = seed
+        self._adapter = adapter
+        self._keep_fp32 = keep_fp32
+        self._base: dict[str, torch.Tensor] = {}
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-            self.model = _empty_model(config, DTYPES[dtype], attn_implementation, trust_remote_code, self._device)
+            check_attention(config, attn_implementation)
+            make = _empty_model if adapter is None else partial(_base, model_path, keep_fp32)
+            self.model = make(config, DTYPES[dtype], attn_implementation, trust_remote_code, self._device)
+            _keep_fp32(self.model, DTYPES[dtype], keep_fp32)
+            if adapter is not None:
+                self._base = saved_tensors(self.model)
+                _add(adapter, self.model)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
@@ -110,8 +134,25 @@ class HFEngine(RolloutEngine):
         )
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        """Return the live tensors that a load overwrites, under `save_pretrained`'s names; tied ones once."""
-        return saved_tensors(self.model)
+        """Return the live tensors that a load overwrites, under `save_pretrained`'s names; tied ones once. With an
+        adapter its own, under peft's.
+
+        Raises:
+            ConfigError: some are saved in another form than the model holds, so a load cannot write them.
+        """
+        if self._adapter is None:
+            try:
+                return saved_tensors(self.model)
+            except RunError as error:
+                raise ConfigError(f"model: versions of it cannot be written in place: {error}") from error
+        return {saved_name(name): tensor for name, tensor in held_adapter(self.model).items()}
+
+    def base_digest(self, wire_dtype: str) -> str | None:
+        """Return the version digest of the base as it was read from the folder; None without an adapter."""
+        if self._adapter is None:
+            return None
+        patterns = kept_by_class(self.model, wire_dtype) if self._keep_fp32 is None else self._keep_fp32
+        return state_digest(self._base, Wire(wire_dtype, kept_names(patterns, self._base)))
 
     def after_load(self) -> None:
         """Take note that new weights are in. Nothing has to be dropped: no keys and values outlive a call."""
@@ -282,6 +323,69 @@ def _empty_model(
     # a part of the initialisation that was left out
     model.tie_weights()
     return model.eval().requires_grad_(False)
+
+
+def _base(
+    path: str,
+    keep_fp32: Sequence[str] | None,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Read the model that an adapter is added to."""
+    # What is kept whole must not have been rounded before.
+    read_in = dtype if keep_fp32 is None else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(
+        path,
+        config=config,
+        dtype=read_in,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+    ).to(device)
+    if keep_fp32 is not None:
+        cast_model(model, dtype, keep_fp32)
+    return model.eval().requires_grad_(False)
+
+
+def _add(adapter: Adapter, model: PreTrainedModel) -> None:
+    """Put an adapter without weights into a model, in the dtypes of what it is added to."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+        bias="none",
+        inference_mode=True,
+    )
+    get_peft_model(model, config, autocast_adapter_dtype=False)
+    model.eval().requires_grad_(False)
+
+
+def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype, patterns: Sequence[str] | None) -> None:
+    """Hold in fp32 what is to be kept.
+
+    Raises:
+        ConfigError: a linear layer or an embedding is among it, which compute in the dtype of all the others.
+    """
+    if dtype is torch.float32:
+        return
+    if patterns is not None:
+        plain = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+            and any(found_in(pattern, f"{name}.weight") for pattern in patterns)
+        ]
+        if plain:
+            raise ConfigError(
+                f"sync.keep_fp32 keeps {listed(plain)} in fp32, with which a model of explorer.dtype="
+                f"{str(dtype).removeprefix('torch.')} cannot compute; set explorer.dtype=fp32, or leave them out"
+            )
+    hold_fp32(model, kept_by_class(model, from_torch(dtype)) if patterns is None else patterns)
 
 
 def _can_share_prefill(model: PreTrainedModel) -> bool:

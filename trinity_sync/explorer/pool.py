@@ -19,7 +19,7 @@ from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer import ExplorerClient, Generated, LoadReport, Produced
 from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import SynchronizerClient
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.logs import story
@@ -71,6 +71,7 @@ class ExplorerPool:
         self._on_fault = on_fault
         self._on_generated = on_generated
         self._agents: dict[str, AgentClient] = {}
+        self._base: str | None = None
         self._held: Version | None = None
         self._members: dict[str, Member] = {}
         names = [f"explorer-{index}" for index in range(replicas)]
@@ -89,17 +90,28 @@ class ExplorerPool:
         """Have all build their engines, once the model's folder is there. Does not wait; `attach` does."""
         self._starting = {name: client.start() for name, client in self.clients.items()}
 
-    def introduce(self, agents: dict[str, AgentClient]) -> None:
-        """Say which node agents there are; `join` connects explorers to them one by one."""
+    def introduce(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
+        """Say which node agents there are; `join` connects explorers to them one by one.
+
+        Args:
+            agents: by Ray node id.
+            base: digest of the base of the trainer's adapter, which each explorer has to have; None: versions are
+                whole.
+        """
         self._agents = agents
+        self._base = base
 
     def join(self, name: str) -> None:
         """Connect one explorer to the node agents; waits until it is up. Any thread."""
         self._connect({name: self._starting.pop(name)})
 
-    def attach(self, agents: dict[str, AgentClient]) -> None:
-        """Connect all to the node agents; waits until every explorer is up."""
-        self.introduce(agents)
+    def attach(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
+        """Connect all to the node agents; waits until every explorer is up. Arguments as of `introduce`.
+
+        Raises:
+            ConfigError: an explorer has another base.
+        """
+        self.introduce(agents, base)
         starting, self._starting = self._starting, {}
         self._connect(starting)
 
@@ -108,6 +120,12 @@ class ExplorerPool:
         places = results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
             story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
+            if place["base"] != self._base:
+                raise ConfigError(
+                    f"model.path={self._spec.engine['model_path']}: {name} has an adapter's base with the digest "
+                    f"{place['base']}, the trainer's has {self._base}; all nodes have to see the same folder, "
+                    "and nobody may write to it while the run goes on"
+                )
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:
         """Have all explorers load a version through the sync mode's `deliver`.

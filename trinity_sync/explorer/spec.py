@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_sync.config import dtype_name
+from trinity_sync.config.lora import adapter_of, travels
 from trinity_sync.config.schema import Config
 from trinity_sync.protocol.members import Member
 
@@ -24,7 +24,6 @@ class ExplorerSpec:
         seed: of the run.
         sync: the `sync` node of the config, to be instantiated here for the explorer's half of the mode.
         verify: `sync.verify`.
-        wire_dtype: dtype of floating parameters on the wire, as safetensors names it.
         timeout_s: `sync.timeout_s`.
         log_dir: where this process logs.
     """
@@ -35,7 +34,6 @@ class ExplorerSpec:
     seed: int
     sync: dict[str, Any]
     verify: str
-    wire_dtype: str
     timeout_s: float
     log_dir: str | None
 
@@ -61,6 +59,12 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         "attn_implementation": cfg.model.attn_implementation,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
+    if cfg.sync.keep_fp32 is not None:  # engines of users need not know it
+        engine["keep_fp32"] = list(cfg.sync.keep_fp32)
+    if travels(cfg) == "adapter":
+        adapter = adapter_of(cfg.model.lora)
+        assert adapter is not None, "an adapter travels where one is trained"
+        engine["adapter"] = adapter
     return ExplorerSpec(
         member=Member.new(""),
         engine=engine,
@@ -68,7 +72,6 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         seed=cfg.seed,
         sync=vars(cfg.sync),
         verify=cfg.sync.verify,
-        wire_dtype=dtype_name(cfg.sync.wire_dtype),
         timeout_s=cfg.sync.timeout_s,
         log_dir=log_dir,
     )

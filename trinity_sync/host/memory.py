@@ -1,4 +1,6 @@
-"""Peak memory of a process, for summary.json. Every actor reports its own; the driver collects them by role."""
+"""Peak memory of a process, for summary.json: every actor reports its own, the driver collects them by role. And what
+is free.
+"""
 
 from __future__ import annotations
 
@@ -24,3 +26,22 @@ def peak_memory() -> int:
         return peak_rss() - (sizes["Rss"] - sizes["Pss"])
     except (OSError, ValueError, KeyError):
         return peak_rss()
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this machine, or the container around this process, has left; None: it does not tell."""
+    free: list[int] = []
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        pages = dict(line.split() for line in Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        if limit != "max":
+            free.append(int(limit) - used + int(pages.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        pass
+    return min(free, default=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,16 +19,20 @@ from typing import TYPE_CHECKING, Protocol
 from omegaconf import DictConfig
 
 from trinity_sync.checkpoint import rollback
+from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.lock import writer_of
+from trinity_sync.checkpoint.lora_resume import check_base
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
 from trinity_sync.config import retention_policies, typed
+from trinity_sync.config.lora import travels
 from trinity_sync.errors import ConfigError
 from trinity_sync.host import interrupts
 from trinity_sync.host.logs import story
 from trinity_sync.launch.agents import close_agents, start_agents
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.start import Start
+from trinity_sync.protocol.files import MANIFEST
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.trainer.algorithms.base import algorithm_of
@@ -136,6 +141,7 @@ class Actors:
         from trinity_sync.checkpoint.option import coordinator_option
         from trinity_sync.sync import Synchronizer, SynchronizerConfig
         from trinity_sync.trainer.spec import check_whole
+        from trinity_sync.weights.shards import listed
 
         cfg, start = self._cfg, self._start
         self._phase("starting the coordinators")
@@ -162,6 +168,13 @@ class Actors:
             story.info("trainer rank %d is up: pid %d on node %s", info.rank, info.pid, info.node)
         interrupts.check()
         check_whole(self.infos, cfg.backend.strategy)
+        self._check_base()
+        if left_out := next((info.left_out for info in self.infos), ()):
+            print(
+                f"note: {len(left_out)} tensors of {self.model_path} are no part of the model, such as draft heads: "
+                f"{listed(left_out, 2)}; they are not trained and in no version or checkpoint, but go into exports",
+                file=sys.stderr,
+            )
         self._check_shared_folder()
         self.agents = start_agents(
             cfg,
@@ -178,8 +191,18 @@ class Actors:
             story.info("%s is up", agent.who)
         if self.pool is not None:
             # in a free run each explorer joins when it is up, and keeps nobody waiting
-            (self.pool.introduce if self.free else self.pool.attach)(self.agents)
+            (self.pool.introduce if self.free else self.pool.attach)(self.agents, self.published_base)
         self._restore()
+
+    @property
+    def base(self) -> str | None:
+        """Digest of the base of the adapter that is trained; None: the model itself is trained."""
+        return next((info.base for info in self.infos if info.base is not None), None)
+
+    @property
+    def published_base(self) -> str | None:
+        """Digest of the base of the adapters that are published; None: versions are whole."""
+        return self.base if travels(self._typed) == "adapter" else None
 
     def peak_memory(self) -> dict[str, int]:
         """Return peak resident bytes per role, of several the largest. What does not answer is left out."""
@@ -282,6 +305,12 @@ class Actors:
             shutil.rmtree(taken, ignore_errors=True)
             given = Path(cfg.model.path) if cfg.model.path else made
             export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
+
+    def _check_base(self) -> None:
+        """See whether the adapter that the run goes on with was trained on this base."""
+        folder = self._start.folder
+        if self.base is not None and folder is not None and (folder / MANIFEST).exists():
+            check_base(folder, read_manifest(folder), self.base)
 
     def _check_shared_folder(self) -> None:
         """See whether who writes checkpoints sees that this run has locked their folder."""

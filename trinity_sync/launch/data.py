@@ -13,6 +13,7 @@ from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
 if TYPE_CHECKING:
+    from trinity_sync.explorer.bytes_data import NoData
     from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import RolloutData
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 def lockstep_data(
     cfg: DictConfig, model_path: str, pool: ExplorerPool | None, publisher: Publisher
-) -> PairsData | RolloutData:
+) -> NoData | PairsData | RolloutData:
     """Make the data of a run whose explorers, where it has any, go step by step with the trainer.
 
     Args:
@@ -31,6 +32,10 @@ def lockstep_data(
         pool: the explorers; None: the task has pairs.
         publisher: the driver's half of the sync mode, which brings them each version.
     """
+    if cfg.workload.kind == "bytes" and pool is not None:
+        from trinity_sync.explorer.bytes_data import NoData
+
+        return NoData(pool, publisher)
     task = build_task(cfg.task, cfg.seed)
     if pool is None:
         from trinity_sync.trainer.sft import PairsData

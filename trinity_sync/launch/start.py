@@ -12,11 +12,13 @@ from omegaconf import DictConfig
 
 from trinity_sync.backends.option import backend_option
 from trinity_sync.checkpoint import catalog, recovery, resume_point, rollback, verification, verl_folders
-from trinity_sync.checkpoint.layout import NewerFormatError, read_manifest, step_of
+from trinity_sync.checkpoint.layout import Manifest, NewerFormatError, read_manifest, step_of
+from trinity_sync.checkpoint.lora_resume import check_adapter, check_kind
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.config import plain, typed
+from trinity_sync.config.lora import TARGETS, adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute
 from trinity_sync.launch.resume import Resume
@@ -118,6 +120,7 @@ class Start:
             return start
         _check_steps(cfg, found.step, f"the run with checkpoints in {checkpoints}")
         assert found.manifest is not None, "a checkpoint that verifies has a manifest"
+        _check_lora(cfg, found.path, found.manifest)
         whole = _check_engine(cfg, found.path, found.manifest.backend, found.manifest.world_size)
         return cls(found.step, True, checkpoints, found.path, weights_only=not whole)
 
@@ -259,6 +262,7 @@ def _check_given(cfg: DictConfig, folder: Path) -> tuple[int, bool]:
         manifest = read_manifest(folder)
         if manifest.kind != "full":
             raise ConfigError(f"{key}={folder} holds weights only; a run can go on with a full checkpoint")
+        _check_lora(cfg, folder, manifest)
         backend, world_size = manifest.backend, manifest.world_size
     _check_steps(cfg, step, f"{key}={folder}")
     return step, _check_engine(cfg, folder, backend, world_size)
@@ -270,6 +274,19 @@ def _check_steps(cfg: DictConfig, step: int, what: str) -> None:
             f"{what} has reached step {step} of trainer.steps={cfg.trainer.steps}: "
             f"to go on, give more, such as trainer.steps={step * 2}"
         )
+
+
+def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
+    """Check that the run trains what the checkpoint is of: its adapter, or the whole model. Which base the adapter is
+    for is checked when the ranks have it.
+    """
+    if typed(cfg).workload.kind == "bytes":
+        return  # its adapters have neither a base nor a config of peft's
+    adapter = adapter_of(typed(cfg).model.lora)
+    check_kind(folder, manifest, lora=adapter is not None)
+    if adapter is not None:
+        # What peft takes "all-linear" for shows when the model is there.
+        check_adapter(folder, adapter.rank, None if adapter.targets == TARGETS else adapter.targets)
 
 
 def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:

@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.weights.wire_cast import cast_model, kept_by_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,7 +34,8 @@ _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
 
 
 def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Path:
-    """Write a model of random weights (bf16 safetensors) and its tokenizer in Hugging Face format.
+    """Write a model of random weights and its tokenizer in Hugging Face format. Weights are in bf16, but for those that
+    its class keeps in fp32.
 
     The same arguments give the same bytes. The process's random state is left as it was. The folder appears as a whole
     or not at all.
@@ -140,4 +142,5 @@ def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
             raise ConfigError(
                 f"model.architecture: transformers cannot build this {config.model_type} model: {reason}"
             ) from error
-    return model.to(torch.bfloat16)
+    cast_model(model, torch.bfloat16, kept_by_class(model, "BF16"))
+    return model

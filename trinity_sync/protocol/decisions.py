@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypedDict
 
 from trinity_sync.protocol.parts import FileTuple, Kind
+
+
+class LeftOut(TypedDict):
+    """Tensors of the model's folder that are no part of the model, such as draft heads.
+
+    Args:
+        path: the folder.
+        names: of the tensors.
+    """
+
+    path: str
+    names: Sequence[str]
 
 
 class CommitMeta(TypedDict, total=False):
@@ -17,12 +29,18 @@ class CommitMeta(TypedDict, total=False):
         world_size: how many ranks it has.
         config_digest: the digest of the run's configuration.
         metrics: name to value, as of the step.
+        base: of an adapter: digest and path of the model it belongs to, and what it is; None: the weights are whole.
+        wire: the dtypes of the version digest, as `Wire.to_json` gives them.
+        left_out: what an export takes from the model's folder; None: nothing.
     """
 
     backend: str
     world_size: int
     config_digest: str | None
     metrics: Mapping[str, float | None] | None
+    base: Mapping[str, str] | None
+    wire: Mapping[str, object] | None
+    left_out: LeftOut | None
 
 
 @dataclass(frozen=True, slots=True)

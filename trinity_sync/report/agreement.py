@@ -13,7 +13,7 @@ from trinity_sync.tracking import units
 # What numbers do not depend on: how versions travel, what is kept, where the run lives and how it is shown.
 _NO_MATTER = ("name", "live", "hydra", "tracker", "cluster", "retention")
 _MATTERS_OF = {
-    "sync": ("interval", "max_staleness", "encoding", "wire_dtype"),
+    "sync": ("interval", "max_staleness", "what", "encoding", "wire_dtype", "keep_fp32"),
     "checkpoint": ("resume_from",),
 }
 
@@ -71,7 +71,7 @@ def agreement(runs: Sequence[Run]) -> Agreement:
     """Compare the digests of the jobs that ought to be equal, at each step that both published or committed.
 
     These are reproducible and have the same settings, seed, packages, threads and hardware; but how versions travel
-    (`sync`, except for what changes samples: interval, staleness, encoding, wire dtype), what is kept and how it is
+    (`sync`, except for what changes samples: interval, staleness, encoding, dtypes), what is kept and how it is
     saved may differ.
     """
     sets: dict[str, list[Run]] = {}

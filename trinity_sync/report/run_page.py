@@ -103,6 +103,11 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
             units.size(sync["bytes_moved"], "none"),
             f"of {units.size(sync['bytes_full'])}{_saving(sync)}" if sync["bytes_full"] is not None else None,
         ),
+        *(
+            [("Share of the model", f"{100 * shapes['share']:.3g} %", f"{shapes['gb_s'] or 0:.3g} GB/s")]
+            if (shapes := summary["shapes"]) is not None
+            else []
+        ),
         ("Checkpoints kept", str(len(saved["kept"])), f"{saved['commits']} saved, {saved['pruned']} pruned"),
         ("Blocked by save", *_spread(saved["blocked_s"])),
         ("Digests", "all match" if not wrong else f"{wrong} wrong", "trainer, explorers, checkpoints")

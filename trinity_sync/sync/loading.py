@@ -41,7 +41,6 @@ class WeightLoader:
         transport: the sync mode's explorer half.
         layouts: layouts that were seen before.
         verify: ``full``, ``bucket`` or ``off``.
-        wire_dtype: dtype of floating parameters on the wire, as safetensors names it.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class WeightLoader:
         transport: Transport,
         layouts: LayoutCache,
         verify: str,
-        wire_dtype: str,
     ) -> None:
         self._member = member
         self._name = member.name
@@ -62,7 +60,6 @@ class WeightLoader:
         self._layouts = layouts
         self._checked: frozenset[str] = frozenset()
         self._verify = verify
-        self._wire_dtype = wire_dtype
         self.held: Version | None = None
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
@@ -142,7 +139,7 @@ class WeightLoader:
         Raises:
             ChecksumError: it is not the one that was published.
         """
-        taken = self._receiver.taken(self._wire_dtype)
+        taken = self._receiver.taken()
         digest = version_digest(taken)
         if lease.digest is not None and digest != lease.digest:
             raise ChecksumError(

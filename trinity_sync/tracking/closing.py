@@ -12,7 +12,14 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
 
 from trinity_sync.tracking import units
-from trinity_sync.tracking.summary import REWARD_STEPS, CheckpointFigures, SampleFigures, Summary, SyncFigures
+from trinity_sync.tracking.summary import (
+    REWARD_STEPS,
+    CheckpointFigures,
+    SampleFigures,
+    ShapesFigures,
+    Summary,
+    SyncFigures,
+)
 
 _WHOLE = ("folder", "report", "next")
 
@@ -71,6 +78,8 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
         first, last = units.number(summary["reward_first"]), units.number(summary["reward_last"])
         lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
     lines.append(("versions", _versions_text(sync)))
+    if summary["shapes"] is not None:
+        lines.append(("bytes", _shapes_text(summary["shapes"], sync)))
     if summary["samples"]["dropped"] is not None:
         lines.append(("samples", _samples_text(summary["samples"])))
     if sync["mismatched"]:
@@ -130,3 +139,12 @@ def _checkpoints_text(checkpoint: CheckpointFigures) -> str:
     more = len(checkpoint["kept"]) - 5
     word = "step" if len(checkpoint["kept"]) == 1 else "steps"
     return f"{word} {steps}{f' and {more} earlier' if more > 0 else ''} kept ({checkpoint['commits']} saved{pruned})"
+
+
+def _shapes_text(shapes: ShapesFigures, sync: SyncFigures) -> str:
+    text = f"{units.size(sync['bytes_full'])} a version, {100 * shapes['share']:.3g} % of the whole model"
+    if shapes["gb_s"] is not None:
+        text += f"; publish and load {shapes['gb_s']:.3g} GB/s"
+    if shapes["copies"] is not None:
+        text += f", {shapes['copies']:.1f} copies of the bytes"
+    return text

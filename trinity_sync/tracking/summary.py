@@ -78,6 +78,21 @@ class SampleFigures(TypedDict):
     staleness_max: float | None
 
 
+class ShapesFigures(TypedDict):
+    """What a version costs where only bytes are moved (`workload=bytes`).
+
+    Attributes:
+        share: of the bytes of the whole model that the run had.
+        gb_s: bytes of a version by the time of its publish and its load, medians, GB a second.
+        copies: the same time, in copies of these bytes by one thread, as fast as it copied beside each version; the
+            median.
+    """
+
+    share: float
+    gb_s: float | None
+    copies: float | None
+
+
 class Summary(TypedDict):
     """The content of summary.json; what nothing was measured for is None.
 
@@ -88,6 +103,7 @@ class Summary(TypedDict):
         digests: step as text -> digest.
         peak_memory: bytes by role.
         faults: how many.
+        shapes: of a run that only moves bytes.
     """
 
     status: str
@@ -101,6 +117,7 @@ class Summary(TypedDict):
     samples: SampleFigures
     peak_memory: dict[str, int]
     faults: int
+    shapes: ShapesFigures | None
 
 
 def summarise(
@@ -130,11 +147,12 @@ def summarise(
         "reward_first": _mean(rewards[:REWARD_STEPS]),
         "reward_last": _mean(rewards[-REWARD_STEPS:]),
         "digests": version_digests(events),
-        "sync": _sync(events),
+        "sync": (sync := _sync(events)),
         "checkpoint": checkpoint_figures(events, checkpoints),
         "samples": _samples(metrics),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
+        "shapes": _shapes(metrics, events, sync),
     }
 
 
@@ -305,6 +323,38 @@ def checkpoint_figures(events: Sequence[Record], checkpoints: Path | None) -> Ch
         "total_s": _spread_of(commits, "total_s"),
         "bytes": _mean(_measured(event.get("bytes") for event in commits)),
     }
+
+
+def _shapes(metrics: Sequence[Record], events: Sequence[Record], sync: SyncFigures) -> ShapesFigures | None:
+    shares = _measured(line.get("model/share") for line in metrics)
+    if not shares:
+        return None
+    nbytes, publish, load = sync["bytes_full"], sync["publish"]["total_s"]["median"], sync["load"]["total_s"]["median"]
+    if nbytes is None or publish is None or load is None or publish + load <= 0:
+        return {"share": shares[-1], "gb_s": None, "copies": None}
+    speed = nbytes / (publish + load) / 1e9
+    return {"share": shares[-1], "gb_s": speed, "copies": spread(copies_taken(metrics, events))["median"]}
+
+
+def copies_taken(metrics: Iterable[Record], events: Iterable[Record]) -> list[float]:
+    """List the time of each version's publish and load, in copies of its bytes by one thread, as fast as the metrics of
+    its step say (``memcpy_gb_s``). Of several loads the median counts.
+    """
+    speeds = {jsonl.metrics_step(line): units.finite(line.get("memcpy_gb_s")) for line in metrics}
+    publishes: dict[int | None, Record] = {}
+    loads: dict[int | None, list[object]] = {}
+    for event in events:
+        if event.get("event") == "publish":
+            publishes[jsonl.event_step(event)] = event
+        elif event.get("event") == "load":
+            loads.setdefault(jsonl.event_step(event), []).append(event.get("total_s"))
+    found = []
+    for step, event in publishes.items():
+        nbytes, publish = units.finite(event.get("bytes_full")), units.finite(event.get("total_s"))
+        load, speed = spread(loads.get(step, []))["median"], speeds.get(step)
+        if nbytes and publish is not None and load is not None and speed:
+            found.append((publish + load) * speed * 1e9 / nbytes)
+    return found
 
 
 def _samples(metrics: Sequence[Record]) -> SampleFigures:

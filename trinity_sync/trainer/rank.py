@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.actors.rank import RankClient, RankInfo
+from trinity_sync.config import load
 from trinity_sync.host.logs import own_log
 
 if TYPE_CHECKING:
@@ -46,20 +47,15 @@ def rank_actor(worker: type | None) -> type:
 
         def import_engine(self) -> None:
             """Import what the engine needs. Called at once, while the model may still be in the making."""
-            _worker_class(worker)
+            _worker_class(worker, self._spec)
 
         def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
             """Write the initial model of the run; see `make_model` of the factory."""
-            from transformers.utils import logging
-
-            from trinity_sync.models.factory import make_model
-
-            logging.disable_progress_bar()
-            make_model(architecture, seed, Path(folder))
+            self._spec.backend.make_model(self._spec.engine, architecture, seed, Path(folder))
 
         def initialise(self) -> RankInfo:
             """Make the worker and its engine. Collective."""
-            self._worker = _worker_class(worker)(self._spec)
+            self._worker = _worker_class(worker, self._spec)(self._spec)
             info: RankInfo = self._worker.initialise()
             return info
 
@@ -69,12 +65,11 @@ def rank_actor(worker: type | None) -> type:
     return TrainerRank
 
 
-def _worker_class(worker: type | None) -> type:
+def _worker_class(worker: type | None, spec: WorkerSpec) -> type:
     if worker is not None:
         return worker
-    from trinity_sync.trainer.worker import TrinityWorker
-
-    return TrinityWorker
+    found: type = load("the ranks' class", spec.backend.worker)
+    return found
 
 
 def _passed_on(name: str) -> Callable[..., object]:

@@ -28,6 +28,7 @@ from trinity_sync.protocol.parts import Kind
 from trinity_sync.protocol.versions import Version
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.published import PublishedState
+from trinity_sync.trainer.steps import upon
 
 # The part of a weights-only save that brings the version digest. A full save of the same step has a "driver" part.
 _DIGEST = "weights-digest"
@@ -64,9 +65,11 @@ class SaveSettings:
     Attributes:
         attempt: the run's attempt.
         seed: the run's seed.
-        meta: manifest fields: backend, world_size, config_digest.
+        meta: manifest fields: backend, world_size, config_digest, wire; of an adapter base.
         ranks: names of the ranks' parts.
         timeout_s: limit from the announcement to the commit, seconds (`checkpoint.timeout_s`).
+        of_versions: what is saved is what is published. Else a version's digest says nothing of it, and manifests of
+            full checkpoints have none.
     """
 
     attempt: int
@@ -74,6 +77,7 @@ class SaveSettings:
     meta: Mapping[str, object]
     ranks: list[str]
     timeout_s: float
+    of_versions: bool = True
 
 
 class FullSaves:
@@ -169,7 +173,7 @@ class FullSaves:
             files = [file_entry(folder, name) for name in texts]
         except OSError as error:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
-        self._untold = (step, files, digest)
+        self._untold = (step, files, digest if settings.of_versions else None)
 
     def _tell(self, timeout_s: float | None = None) -> None:
         """Tell the monitor of the driver's part, which lets the step be committed: when the step is on record, so that
@@ -342,6 +346,7 @@ def record_commit(log: SaveLog, result: Committed, blocked_s: float, began: floa
             written_s=result["written_s"],
             total_s=result["total_s"],
             began=began,
+            **upon(result["base"]),
         )
     for pruned in result["pruned"]:
         log.event("prune", step=pruned["step"], reason=pruned["reason"], freed_bytes=pruned["freed_bytes"])

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from trinity_sync.backends.option import BackendOption, backend_option
 from trinity_sync.config import dtype_name
-from trinity_sync.config.schema import Config
+from trinity_sync.config.lora import adapter_of, travels
+from trinity_sync.config.schema import Config, LoraConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.shards import CoverageError, check_complete
+from trinity_sync.weights.wire import Wire
 
 if TYPE_CHECKING:
     from trinity_sync.actors.rank import RankInfo
@@ -30,6 +32,8 @@ class WorkerSpec:
         model_path: folder in Hugging Face format, or a hub id.
         attn_implementation: as transformers names it.
         trust_remote_code: run code that comes with the model.
+        lora: fields of verl's model config that say which adapter is trained; empty: none.
+        what: a version consists of: ``full``, ``adapter`` or ``merged`` (`sync.what`).
         gradient_checkpointing: recompute activations in the backward pass.
         algorithm: what is trained for.
         mini_batches, epochs: optimizer steps per training step, passes over the samples.
@@ -38,6 +42,7 @@ class WorkerSpec:
         seed: of the run.
         sync: the sync mode: its class and its keys.
         wire_dtype: dtype of floating parameters in versions, as safetensors names it.
+        keep_fp32: those that are in fp32 nevertheless (`sync.keep_fp32`); None: those that the model's class keeps.
         bucket_bytes: unit of transfer and checking.
         checkpoint_format: ``verl`` or ``dcp`` (`checkpoint.format`).
         lazy_snapshot: copy training states during the next forward and backward (`checkpoint.snapshot`).
@@ -51,6 +56,8 @@ class WorkerSpec:
     model_path: str
     attn_implementation: str
     trust_remote_code: bool
+    lora: dict[str, Any] = field(default_factory=dict)
+    what: str = "full"
     gradient_checkpointing: bool
     algorithm: Algorithm
     mini_batches: int
@@ -60,6 +67,7 @@ class WorkerSpec:
     seed: int
     sync: dict[str, Any]
     wire_dtype: str
+    keep_fp32: Sequence[str] | None = None
     bucket_bytes: int
     checkpoint_format: Literal["verl", "dcp"]
     lazy_snapshot: bool
@@ -89,6 +97,17 @@ def check_whole(infos: Sequence[RankInfo], backend: str) -> None:
         ) from error
 
 
+def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> Wire:
+    """In which dtypes the ranks publish: what manifests are told.
+
+    Args:
+        infos: of all ranks.
+        wire_dtype: `sync.wire_dtype`.
+    """
+    saved = next(info.saved for info in infos if info.saved is not None)
+    return Wire.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
+
+
 def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
     """The spec of a rank from a checked config.
 
@@ -105,6 +124,8 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
         model_path=model_path,
         attn_implementation=cfg.model.attn_implementation,
         trust_remote_code=cfg.model.trust_remote_code,
+        lora=_lora_fields(cfg.model.lora),
+        what=travels(cfg),
         gradient_checkpointing=trainer.gradient_checkpointing,
         algorithm=algorithm_of(cfg.algorithm),
         mini_batches=trainer.mini_batches,
@@ -114,9 +135,22 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
         seed=cfg.seed,
         sync=vars(cfg.sync),
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
+        keep_fp32=cfg.sync.keep_fp32,
         bucket_bytes=cfg.sync.bucket_mb * 2**20,
         checkpoint_format="dcp" if cfg.checkpoint.format == "dcp" else "verl",
         lazy_snapshot=cfg.checkpoint.snapshot == "lazy",
         timeout_s=cfg.backend.timeout_s,
         log_dir=log_dir,
     )
+
+
+def _lora_fields(lora: LoraConfig) -> dict[str, Any]:
+    adapter = adapter_of(lora)
+    if adapter is None:
+        return {}
+    return {
+        "lora_rank": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "target_modules": adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+        "lora_adapter_path": adapter.path,
+    }

@@ -49,6 +49,7 @@ class LoopSettings:
         max_staleness: largest staleness that a sample may have.
         save_interval: steps between full checkpoints, 0 for the last only.
         sync_timeout_s, step_timeout_s: limits in seconds.
+        base: digest of the base of the adapters that are published; None: versions are whole.
     """
 
     steps: int
@@ -60,6 +61,7 @@ class LoopSettings:
     save_interval: int
     sync_timeout_s: float
     step_timeout_s: float
+    base: str | None = None
 
     def publishes(self, step: int) -> bool:
         """Tell whether a step's weights are to become a version."""
@@ -134,7 +136,7 @@ class Steps:
             lambda rank: rank.train_step(step, shared, advantages), self._settings.step_timeout_s
         )
         metrics = next(filter(None, results))  # with pipeline stages only ranks of the last one have some
-        if not np.isfinite(metrics["loss"]):
+        if not np.isfinite(metrics.get("loss", 0.0)):
             raise RunError(f"the loss of step {step} is {metrics['loss']}; the newest checkpoint is unharmed")
         return metrics
 
@@ -215,6 +217,7 @@ class Steps:
             digest_s=sealed.digest_s,
             sealed_s=staged.sealed_s,
             total_s=time.perf_counter() - staged.started,
+            **upon(self._settings.base),
         )
 
 
@@ -229,7 +232,13 @@ def record_load(log: Log, report: LoadReport) -> None:
         paused_s=report.paused_s,
         bytes=report.bytes_moved,
         began=report.began,
+        **upon(report.base),
     )
+
+
+def upon(base: str | None) -> dict[str, str]:
+    """Return what the event of an adapter has beside that of whole weights: the digest of its base."""
+    return {} if base is None else {"base": base}
 
 
 def record_generated(log: Log, generated: Generated) -> None:

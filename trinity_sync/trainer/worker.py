@@ -10,52 +10,33 @@ from __future__ import annotations
 import trinity_sync.backends.lean_verl  # noqa: F401
 
 # isort: split
-import mmap
-import os
 import random
 import time
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
-from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast
-from trinity_sync.actors.calls import this_process
 from trinity_sync.actors.rank import RankInfo
-from trinity_sync.actors.synchronizer import SynchronizerClient
-from trinity_sync.backends.meetings import Meetings
-from trinity_sync.checkpoint import CheckpointCoordinator
-from trinity_sync.checkpoint.lock import writer_of
-from trinity_sync.config import build
+from trinity_sync.backends.lora import check_adapter
+from trinity_sync.backends.saved import check_causal, left_out_by
 from trinity_sync.host.logs import story
-from trinity_sync.host.memory import peak_memory
-from trinity_sync.protocol.staged import part_name
-from trinity_sync.protocol.versions import Version
+from trinity_sync.models.attention import check_attention
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.sync.base import SyncMode
 from trinity_sync.tracking import units
-from trinity_sync.trainer.agent_saver import AgentSaver
-from trinity_sync.trainer.backend_saver import BackendSaver
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.rendezvous import join_group
-from trinity_sync.trainer.saver import Saver
 from trinity_sync.trainer.spec import WorkerSpec
-from trinity_sync.trainer.stager import WeightStager
-from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.slots import map_segment
-from trinity_sync.weights.staging import pin_segment
 
 
-class TrinityWorker(TrainingWorker):
+class TrinityWorker(Member, TrainingWorker):
     """A rank of the trainer group.
 
     Args:
@@ -70,81 +51,28 @@ class TrinityWorker(TrainingWorker):
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
         super().__init__(_worker_config(spec))
-        self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
-        self._segments: dict[int, mmap.mmap] = {}
-        self._saver: Saver
-        self._stager: WeightStager
 
     def initialise(self) -> RankInfo:
-        """Build model, optimizer and scheduler. Collective."""
+        """Build model, optimizer and scheduler. Collective.
+
+        Raises:
+            ConfigError: transformers does not have `model.attn_implementation` for this model.
+        """
+        check_attention(self.engine.model_config.hf_config, self._spec.attn_implementation)
+        check_causal(self.engine.model_config)
+        left_out = left_out_by(self.engine.model_config)  # on each rank, so that all of them refuse
+        if self._spec.lora:
+            check_adapter(self.model_config, self._spec.lora)
+        torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks
         self.reset()
         self.set_loss_fn(self._spec.algorithm.loss(self._spec.backend.strategy))
         seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
-        self._backend: Any = self._spec.backend.view(self.engine, self._spec.wire_dtype)
-        shards = self._backend.shards()
-        self._part = part_name(self.rank)
-        self._layout = PartLayout.build(self._part, shards, self._spec.bucket_bytes)
-        story.info("up: %s, holds %s of the weights", self._spec.backend.strategy, units.size(self._layout.nbytes))
-        return RankInfo(
-            rank=self.rank,
-            part=self._part,
-            layout=self._layout if shards else None,
-            node=ray.get_runtime_context().get_node_id(),
-            pid=os.getpid(),
-            saved={name: saved[:2] for name, saved in self._backend.saved().items()} if self.rank == 0 else None,
-        )
-
-    def attach(
-        self,
-        agent: AgentClient,
-        paths: dict[int, str],
-        synchronizer: SynchronizerClient,
-        make_coordinator: Callable[..., CheckpointCoordinator],
-        timeout_s: float,
-    ) -> None:
-        """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
-
-        Args:
-            agent: of this node.
-            paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
-            synchronizer: the run's synchronizer.
-            make_coordinator: makes the coordinator through which this rank saves, of `node_id` and `job_id`.
-            timeout_s: limit of the waits for a background save, seconds.
-        """
-        # While this process lives, so does the call: in a free run no other may be under way when it dies.
-        self._lifeline = synchronizer.lifeline()
-        synchronizer.watch(this_process(f"trainer rank {self.rank}"), [self._lifeline.reference])
-        self._segments = {
-            slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
-        }
-        for segment in self._segments.values():
-            pin_segment(segment)
-        self._stager = WeightStager(
-            self._backend,
-            self._layout,
-            self._segments,
-            agent,
-            self._part,
-            timeout_s=timeout_s,
-        )
-        coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self.rank}")
-        meetings = Meetings.of_default_group(timeout_s)
-        if self._spec.backend.writes_own_files:
-            self._saver = BackendSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
-            return
-        self._saver = AgentSaver(
-            self._backend,
-            agent,
-            coordinator,
-            meetings,
-            self._part,
-            writes_metadata=self.rank == 0,
-            form=self._spec.checkpoint_format,
-            lazy=self._spec.lazy_snapshot,
-        )
+        merged = self._spec.what == "merged"
+        view = self._spec.backend.view(self.engine, self._spec.wire_dtype, self._spec.keep_fp32, merged=merged)
+        return replace(self.hold(self._spec, view, self.rank), left_out=left_out)
 
     # -- training
 
@@ -184,65 +112,12 @@ class TrinityWorker(TrainingWorker):
         story.info("trained step %d in %s", step, units.seconds(time.perf_counter() - started))
         return _plain(tu.get(output, "metrics")) if output is not None else {}
 
-    # -- versions
-
-    def stage(self, version: Version, slot: int, lazily: bool = False) -> float:
-        """Copy this rank's shards into the slot and tell the agent; see `WeightStager.stage`. Collective where the
-        engine offloads.
-
-        Returns:
-            Seconds in which the trainer was blocked so far.
-        """
-        blocked = self._stager.stage(version, slot, lazily=lazily)
-        how = "began to stage" if lazily else "staged"
-        story.info("%s version %s into slot %d: stood still %s", how, version, slot, units.seconds(blocked))
-        return blocked
-
-    def send(self, broadcast: Broadcast) -> int:
-        """Send this rank's staged part to the explorers of a broadcast; bytes sent."""
-        return self._sync.send(broadcast, self._part, self._layout, self._segments[broadcast.slot])
-
-    # -- checkpoints
-
-    def save(self, step: int, folder: str) -> float:
-        """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective. What it fails of
-        fails the step at the monitor, and is not raised.
-
-        Returns:
-            Seconds in which the trainer was blocked so far.
-        """
-        blocked = self._saver.save(step, Path(folder))
-        story.info("began to save step %d: stood still %s", step, units.seconds(blocked))
-        return blocked
-
-    def save_blocked(self, step: int) -> float:
-        """Seconds in which the trainer was blocked for the save of `step`, with what the optimizer's step waited."""
-        return self._saver.blocked_s(step)
-
-    def load(self, folder: str) -> None:
-        """Restore the training state from a full checkpoint's folder. Collective."""
-        started = time.perf_counter()
-        self._backend.load(Path(folder) / "actor")
-        story.info("restored %s in %s", folder, units.seconds(time.perf_counter() - started))
-
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells that no optimizer's step came first
             for _ in range(step):
                 self.engine.lr_scheduler_step()
-
-    def writer_of(self, folder: str) -> str | None:
-        """See `trinity_sync.checkpoint.lock.writer_of`: the driver is told whether this rank sees the folder."""
-        return writer_of(Path(folder))
-
-    def finish_saves(self) -> None:
-        """Wait until this rank's saves are in other hands, which hurry; raises what one of them raised."""
-        self._saver.finish()
-
-    def memory(self) -> dict[str, int]:
-        """Peak resident bytes of this process."""
-        return {"peak_rss": peak_memory(), "pid": os.getpid()}
 
 
 def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
@@ -255,6 +130,7 @@ def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
             trust_remote_code=spec.trust_remote_code,
             enable_gradient_checkpointing=spec.gradient_checkpointing,
             override_config={"attn_implementation": spec.attn_implementation},
+            **spec.lora,
         ),
         engine_config=engine,
         optimizer_config=optimizer,

@@ -22,10 +22,11 @@ from trinity_sync.weights.tensors import (
     byte_tensor,
     castable,
     from_torch,
+    rounds,
     row_digests,
     state_digest,
-    wire_name,
 )
+from trinity_sync.weights.wire import Wire
 
 
 class MismatchError(RunError):
@@ -46,7 +47,7 @@ class Receiver:
         receiver.begin()
         for layout, segment, digests in version:
             receiver.apply(layout, segment, digests)     # or bucket by bucket: receiver.take(layout, 0, data, digest)
-        assert version_digest(receiver.taken("BF16")) == published
+        assert version_digest(receiver.taken()) == published
 
     Args:
         destinations: by Hugging Face name, each with the tensor's global shape; any device, any floating dtype for
@@ -71,13 +72,15 @@ class Receiver:
         # By part, so that a layout that replaces another one of the same part does not leave its plan behind.
         self._plans: dict[tuple[str, Cut], LoadPlan] = {}
         self._book: RowBook | None = None
-        self._wire: tuple[str | None, list[tuple[str, str, tuple[int, ...], int]]] | None = None
+        # In which dtypes the destinations are published, as far as layouts were seen.
+        self._published: dict[str, str] = {}
 
     def check(self, layouts: Iterable[PartLayout]) -> None:
         """Check that the layouts of all parts of a version together fill every destination exactly once.
 
         Raises:
-            MismatchError: lists tensors that are missing, unexpected, or differ in shape or in kind of dtype.
+            MismatchError: lists tensors that are missing or unexpected, differ in shape or in kind of dtype, or would
+                be rounded.
             CoverageError: parts overlap or leave something out.
         """
         parts = [layout.shards for layout in layouts]
@@ -154,54 +157,50 @@ class Receiver:
         if rows is not None and self._book is not None:
             self._book.add(rows.name, rows.first, _digests_of(rows))
 
-    def taken(self, wire_dtype: str | None) -> list[tuple[str, str, tuple[int, ...], bytes]]:
-        """(name, dtype, shape, 16-byte digest) of every tensor that the destinations hold, floating ones in the wire
-        dtype: what `version_digest` makes a version's digest of. Every row was digested after it was written, since
-        `begin`.
+    def taken(self) -> list[tuple[str, str, tuple[int, ...], bytes]]:
+        """(name, dtype, shape, 16-byte digest) of every tensor that the destinations hold, in the dtype in which it
+        was published: what `version_digest` makes a version's digest of. Every row was digested after it was written,
+        since `begin`.
         """
         book = self._book or RowBook()
         found = []
-        for name, dtype, shape, rows in self._described(wire_dtype):
-            for first, stop in book.missing(name, rows):
+        for name, tensor in self._destinations.items():
+            dtype = self._published.get(name) or from_torch(tensor.dtype)
+            for first, stop in book.missing(name, len(self._matrices[name])):
                 book.add(name, first, row_digests(self._matrices[name][first:stop], dtype))
-            found.append((name, dtype, shape, xxh3_128_digest(book.digests(name))))
+            found.append((name, dtype, tuple(tensor.shape), xxh3_128_digest(book.digests(name))))
         return found
 
-    def digest(self, wire_dtype: str | None) -> str:
-        """The version digest (hex) of what the destinations hold now, floating tensors in the wire dtype."""
-        return state_digest(self._destinations, wire_dtype)
-
-    def _described(self, wire_dtype: str | None) -> list[tuple[str, str, tuple[int, ...], int]]:
-        """(name, dtype on the wire, shape, rows) of every destination."""
-        if self._wire is None or self._wire[0] != wire_dtype:
-            self._wire = (
-                wire_dtype,
-                [
-                    (
-                        name,
-                        wire_name(from_torch(tensor.dtype), wire_dtype),
-                        tuple(tensor.shape),
-                        len(self._matrices[name]),
-                    )
-                    for name, tensor in self._destinations.items()
-                ],
-            )
-        return self._wire[1]
+    def digest(self, wire: Wire | str | None) -> str:
+        """The version digest (hex) of what the destinations hold now, in the dtypes of the wire."""
+        return state_digest(self._destinations, wire)
 
     def _check_fit(self, published: Mapping[str, Shard], missing: Sequence[str]) -> None:
         unexpected = sorted(published.keys() - self._destinations.keys())
         shapes: list[str] = []
         kinds: list[str] = []
+        rounded: list[str] = []
         for name in sorted(published.keys() & self._destinations.keys()):
             shard, here = published[name], self._destinations[name]
             if shard.shape != tuple(here.shape):
                 shapes.append(f"{name}: {shape_text(shard.shape)} published, {shape_text(here.shape)} here")
             elif not castable(shard.dtype, from_torch(here.dtype)):
                 kinds.append(f"{name}: {shard.dtype} published, {from_torch(here.dtype)} here")
-        found = {"missing": missing, "unexpected": unexpected, "of another shape": shapes, "of another dtype": kinds}
+            elif rounds(shard.dtype, from_torch(here.dtype)):
+                rounded.append(f"{name}: {shard.dtype} published, {from_torch(here.dtype)} here")
+        found = {
+            "missing": missing,
+            "unexpected": unexpected,
+            "of another shape": shapes,
+            "of another dtype": kinds,
+            "that would be rounded; hold them in fp32 (explorer.dtype), or see sync.wire_dtype and sync.keep_fp32": (
+                rounded
+            ),
+        }
         problems = [f"{len(names)} {what} ({listed(names)})" for what, names in found.items() if names]
         if problems:
             raise MismatchError(f"the published tensors do not fit this model: {'; '.join(problems)}")
+        self._published |= {name: shard.dtype for name, shard in published.items()}
 
     def _plan(self, layout: PartLayout, cut: Cut) -> LoadPlan:
         plan = self._plans.get((layout.part, cut))

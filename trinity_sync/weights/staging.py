@@ -20,6 +20,8 @@ from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, to_t
 
 _CHUNK_BYTES = 32 << 20
 """In wire dtype, per cast on a device: bounds the extra device memory to about two of these."""
+_TOGETHER_BYTES = 256 << 20
+"""Sources on a CPU that are copied in one call, at most, but for the last one."""
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegisterPortable (all contexts), cudaHostRegisterReadOnly
 
 
@@ -50,6 +52,7 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
         target[start:stop] = 0
     places: list[torch.Tensor] = []
     here: list[torch.Tensor] = []
+    pending = 0
     streams: dict[torch.device, torch.cuda.Stream] = {}
     try:
         with torch.no_grad():
@@ -60,6 +63,10 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
                 else:
                     places.append(place.view(source.shape))
                     here.append(source)
+                    pending += source.nbytes
+                    if pending >= _TOGETHER_BYTES:  # of sources that are computed, not all are held at a time
+                        torch._foreach_copy_(places, here)
+                        places, here, pending = [], [], 0
             if here:  # in one call: models of many small tensors would spend their time between the calls
                 torch._foreach_copy_(places, here)
     finally:  # also after an error: the caller may give the slot away

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from xxhash import xxh3_128, xxh3_128_digest
@@ -18,8 +18,10 @@ from xxhash import xxh3_128, xxh3_128_digest
 from trinity_sync.errors import RunError
 from trinity_sync.weights import dtypes
 from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.saved_views import Saved, is_rectangular, row_major
 from trinity_sync.weights.shards import listed, matrix_view
 from trinity_sync.weights.tensor_rows import rows_digest
+from trinity_sync.weights.wire import Wire, as_wire
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,14 +77,17 @@ def wire_name(dtype_name: str, wire: str | None) -> str:
     Raises:
         ValueError: an unknown dtype, or a wire dtype that is not floating.
     """
-    if wire is not None and not dtypes.is_floating(wire):
-        raise ValueError(f"wire dtype {wire} is not a floating one, such as BF16")
-    return wire if wire is not None and dtypes.is_floating(dtype_name) else dtype_name
+    return Wire(wire).of("", dtype_name)
 
 
 def castable(source: str, target: str) -> bool:
     """Whether values may go from one dtype to the other: between floating ones, else only without a cast."""
     return source == target or (dtypes.is_floating(source) and dtypes.is_floating(target))
+
+
+def rounds(source: str, target: str) -> bool:
+    """Whether a cast loses digits: floating ones to another dtype that is not wider."""
+    return source != target and castable(source, target) and dtypes.itemsize(target) <= dtypes.itemsize(source)
 
 
 def byte_tensor(view: memoryview) -> torch.Tensor:
@@ -110,33 +115,18 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             the saved form is not a view of the model's.
     """
     live = _kept(model)
-    saved = _saved_form(model, live)
-    storages = {_storage(tensor) for tensor in live.values()}
-    copies = sorted(name for name, tensor in saved.items() if _storage(tensor) not in storages)
+    saved = saved_list(model)
+    copies = sorted(name for name, tensor in saved.items() if tensor.held is None)
     if copies:
         raise RunError(
             f"the saved form of {type(model).__name__} is not made of views of its weights, so they cannot be read or "
             f"written in place: {listed(copies)}"
         )
-    return {name: tensor.detach() for name, tensor in saved.items()}
-
-
-class Saved(NamedTuple):
-    """A tensor that ``save_pretrained`` would write.
-
-    Attributes:
-        dtype: safetensors name.
-        shape: as it is written.
-        unchanged: the model has a tensor of that name, which is written as it is.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    unchanged: bool
+    return {name: _view(live, tensor) for name, tensor in saved.items()}
 
 
 def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
-    """What ``save_pretrained`` would write, by name, whether or not it can be had as views of the model's tensors.
+    """What ``save_pretrained`` would write, by name, and which of the model's tensors each is a view of, if any.
 
     Args:
         model: as for `saved_tensors`; no tensor is read, so it is best on the meta device.
@@ -145,11 +135,29 @@ def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
         RunError: tensors overlap without being declared as tied.
     """
     live = _kept(model)
-    places = {name: _place(tensor) for name, tensor in live.items()}
-    return {
-        name: Saved(from_torch(tensor.dtype), tuple(tensor.shape), places.get(name) == _place(tensor))
-        for name, tensor in _saved_form(model, live).items()
-    }
+    # in place of the model's own: each alone in its storage, and contiguous
+    held = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
+    names = {_storage(tensor): name for name, tensor in held.items()}
+    return {name: _saved(tensor, names) for name, tensor in _saved_form(model, held).items()}
+
+
+def _saved(tensor: torch.Tensor, held: Mapping[int, str]) -> Saved:
+    """Args: a tensor of the saved form; the names of the model's by their storage."""
+    dtype, shape = from_torch(tensor.dtype), tuple(tensor.shape)
+    strides = zip(shape, tensor.stride(), row_major(shape), strict=True)
+    stride = tuple(plain if size == 1 else own for size, own, plain in strides)
+    view = Saved(dtype, shape, held.get(_storage(tensor)), stride, int(tensor.storage_offset()))
+    return view if view.held is not None and is_rectangular(view) else Saved(dtype, shape, None)
+
+
+def _view(live: Mapping[str, torch.Tensor], saved: Saved) -> torch.Tensor:
+    assert saved.held is not None, "the caller has looked"
+    held = live[saved.held]
+    if tuple(held.shape) == saved.shape and saved.stride == row_major(saved.shape):
+        return held
+    if not held.is_contiguous():
+        raise RunError(f"{saved.held} is not contiguous, so what is saved of it cannot be read or written in place")
+    return held.as_strided(saved.shape, saved.stride, held.storage_offset() + saved.offset)
 
 
 def _kept(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -206,11 +214,6 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # unlike data_ptr, it also tells storages on the meta device apart
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, ...]:
-    """What tells views apart: the storage and the elements of it."""
-    return _storage(tensor), int(tensor.storage_offset()), *tensor.shape, *tensor.stride()
-
-
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """(first, last + 1) byte in the storage."""
     start = int(tensor.storage_offset())
@@ -228,25 +231,25 @@ def _saved_form(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[
     return saved
 
 
-def state_digest(named: Mapping[str, torch.Tensor], wire_dtype: str | None) -> str:
-    """The version digest (hex) of whole tensors, floating ones cast to the wire dtype a few MiB at a time.
+def state_digest(named: Mapping[str, torch.Tensor], wire: Wire | str | None) -> str:
+    """The version digest (hex) of whole tensors, in the dtypes of the wire, which are cast a few MiB at a time.
 
     Args:
         named: tensors on any device, by Hugging Face name.
-        wire_dtype: safetensors name, or None to digest all in their own dtypes.
+        wire: the dtypes, or the one dtype of all floating tensors, or None to digest all in their own.
 
     Raises:
         ValueError: a dtype that does not travel.
     """
-    return version_digest(digest_entry(name, tensor, wire_dtype) for name, tensor in named.items())
+    return version_digest(digest_entry(name, tensor, wire) for name, tensor in named.items())
 
 
-def digest_entry(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> tuple[str, str, tuple[int, ...], bytes]:
+def digest_entry(name: str, tensor: torch.Tensor, wire: Wire | str | None) -> tuple[str, str, tuple[int, ...], bytes]:
     """(name, dtype, shape, 16-byte digest) of one whole tensor: what `version_digest` takes of each.
 
     For weights that are not all in memory at a time; arguments and errors as of `state_digest`.
     """
-    dtype = wire_name(from_torch(tensor.dtype), wire_dtype)
+    dtype = as_wire(wire).of(name, from_torch(tensor.dtype))
     return name, dtype, tuple(tensor.shape), xxh3_128_digest(row_digests(tensor.detach(), dtype))
 
 

@@ -22,8 +22,10 @@ from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
+from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
-from trinity_sync.weights.tensors import Saved, from_torch, wire_name
+from trinity_sync.weights.tensors import from_torch
+from trinity_sync.weights.wire import Wire
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -46,12 +48,21 @@ class MegatronBackend:
     Args:
         engine: verl's engine, initialised.
         wire_dtype: dtype in which floating parameters travel, as safetensors names it (``"BF16"``).
+        keep_fp32: which of them travel in fp32 nevertheless, see `saved_by`.
         restore_rng: a load in the layout of the save restores the random generators too.
     """
 
-    def __init__(self, engine: MegatronEngine, wire_dtype: str, *, restore_rng: bool = True) -> None:
+    def __init__(
+        self,
+        engine: MegatronEngine,
+        wire_dtype: str,
+        keep_fp32: Sequence[str] | None = None,
+        *,
+        restore_rng: bool = True,
+    ) -> None:
         self._engine = engine
-        self._wire_dtype = wire_dtype
+        self._saved = saved_by(engine.model_config, wire_dtype, keep_fp32)
+        self._wire = Wire.seen(wire_dtype, {name: saved.dtype for name, saved in self._saved.items()})
         self._places = _places(engine.module)
         self._pieces = self._find_pieces()
         self._checkpoints = Checkpoints(engine)
@@ -71,7 +82,7 @@ class MegatronBackend:
         return [piece.shard for _, piece in self._pieces]
 
     def saved(self) -> Mapping[str, Saved]:
-        return saved_by(self._engine.model_config, self._wire_dtype)
+        return self._saved
 
     def sources(self) -> Mapping[str, torch.Tensor]:
         """Collective with `overlap_param_gather`: what the optimizer wrote last is gathered here, not by the next
@@ -140,7 +151,10 @@ class MegatronBackend:
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         )
-        mine = _Turns(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+        shared = _Turns(parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size())
+        experts = _Turns(
+            parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
+        )
         found: list[tuple[torch.nn.Parameter, Piece]] = []
         for chunk in self._engine.module:
             model = unwrap_model(chunk)
@@ -149,13 +163,14 @@ class MegatronBackend:
                 if local == _TIED and config.tie_word_embeddings:
                     continue  # the copy of the embedding on the last stage
                 name = names[local]
-                dtype = wire_name(from_torch(parameter.dtype), self._wire_dtype)
                 try:
                     hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
+                    dtype = self._wire.of(hf_names[0], from_torch(parameter.dtype))
                     held = pieces(name, hf_names, parameter.shape, dtype, at)
                 except NotImplementedError as error:
                     raise ConfigError(f"backend=megatron cannot publish {name} of this model: {error}") from error
-                if mine.take(parameter.numel()):
+                replicas = shared if getattr(parameter, "allreduce", True) else experts
+                if replicas.take(parameter.numel()):
                     found += [(parameter, piece) for piece in held]
         return found
 

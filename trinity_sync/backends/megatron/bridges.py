@@ -20,16 +20,19 @@ from mbridge.core.llm_bridge import LLMBridge
 from mbridge.models.llama import LLaMABridge
 from mbridge.models.qwen2 import Qwen2Bridge
 from mbridge.models.qwen3 import Qwen3Bridge
+from mbridge.models.qwen3moe import Qwen3MoEBridge
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
-from trinity_sync.backends.megatron.families import FAMILIES
+from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.backends.megatron.layers import local_layers
+from trinity_sync.backends.megatron.placement import among_all_experts
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _Output = tuple[torch.Tensor, torch.Tensor | None]
 """Logits, and a bias that was not added to them."""
@@ -70,6 +73,7 @@ class TrinityBridge(LLMBridge):
 
     def __init__(self, hf_config: PretrainedConfig, **kwargs: object) -> None:
         check_architecture(hf_config)
+        check_experts(hf_config, parallel_state.get_expert_model_parallel_world_size())
         ranks = parallel_state.get_tensor_model_parallel_world_size()
         kwargs.setdefault("make_vocab_size_divisible_by", math.lcm(_VOCABULARY_MULTIPLE, ranks))
         super().__init__(hf_config, **kwargs)
@@ -130,6 +134,50 @@ class Llama(TrinityBridge, LLaMABridge):
     """Llama 2 and 3."""
 
 
+class ExpertsBridge(TrinityBridge):
+    """What families with experts have in common. An expert's tensors are cut over as many ranks as those beside it."""
+
+    def _build_base_config(self, text_config_key: str | None = None, **kwargs: object) -> TransformerConfig:
+        kwargs |= {
+            "moe_router_dtype": "fp32",
+            # mbridge always weights the chosen experts by a softmax over them alone
+            "moe_router_pre_softmax": not self.hf_config.norm_topk_prob,
+        }
+        if not has_transformer_engine():
+            # the fused one is compiled by torch, anew for each number of tokens that an expert gets
+            kwargs |= {"moe_grouped_gemm": False, "bias_activation_fusion": False}
+        return super()._build_base_config(text_config_key, **kwargs)
+
+    def _weight_name_mapping_mcore_local_to_global(
+        self, model: torch.nn.Module, consider_ep: bool = True
+    ) -> dict[str, str]:
+        """mbridge knows experts only as Transformer Engine names them."""
+        names = super()._weight_name_mapping_mcore_local_to_global(model, consider_ep=False)
+        first = self.mpu.ep_rank * self.config.num_moe_experts // self.mpu.ep_size if consider_ep else 0
+        return {local: among_all_experts(name, first) for local, name in names.items()}
+
+    def _model_provider(
+        self, post_model_creation_callbacks: list[Callable[[torch.nn.Module], object]]
+    ) -> Callable[..., torch.nn.Module]:
+        provide = super()._model_provider(post_model_creation_callbacks)
+
+        def provider(*args: object, **kwargs: object) -> torch.nn.Module:
+            model = provide(*args, **kwargs)
+            for name, parameter in model.named_parameters():
+                if ".mlp.experts." in name:
+                    # megatron-core says so for more than one expert-parallel rank only; a checkpoint holds the
+                    # optimizer of the experts apart then, and could not be loaded by the other kind
+                    parameter.allreduce = False  # type: ignore[attr-defined]
+            return model
+
+        return provider
+
+
+@register_model("qwen3_moe")
+class Qwen3Moe(ExpertsBridge, Qwen3MoEBridge):
+    """Qwen3 with experts in every layer."""
+
+
 def check_architecture(config: PretrainedConfig) -> None:
     """Refuse a model that would be built or named wrongly.
 
@@ -146,10 +194,22 @@ def check_architecture(config: PretrainedConfig) -> None:
         "attention_bias": config.model_type != "qwen2" and getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         f"hidden_act={config.hidden_act}": config.hidden_act != "silu",
+        **dense_layers(config.to_dict()),
     }
     found = [name for name, is_one in problems.items() if is_one]
     if found:
         raise ConfigError(f"model: backend=megatron does not know models with {', '.join(found)}; use backend=fsdp2")
+
+
+def check_experts(config: PretrainedConfig, ranks: int) -> None:
+    """Refuse experts that the expert-parallel ranks do not divide. The driver sees this of a model in a folder only.
+
+    Raises:
+        ConfigError: names `backend.ep` and how many experts there are.
+    """
+    count = config.num_experts if config.model_type in WITH_EXPERTS else 0
+    if ranks > 1 and (count == 0 or count % ranks):
+        raise ConfigError(f"backend.ep is {ranks}; it must divide the model's num_experts ({count})")
 
 
 def rotary_arguments(config: PretrainedConfig) -> dict[str, object]:

@@ -155,6 +155,7 @@ def layout(engine: MegatronEngine) -> dict[str, int | str]:
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
         "pp": parallel_state.get_pipeline_model_parallel_world_size(),
         "dp": parallel_state.get_data_parallel_world_size(),
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
         "optimizer_format": (
             "fully_reshardable" if engine.engine_config.dist_ckpt_optim_fully_reshardable else "dp_reshardable"
         ),
@@ -162,7 +163,7 @@ def layout(engine: MegatronEngine) -> dict[str, int | str]:
 
 
 def _ranks(of: Mapping[str, int | str] | None) -> dict[str, int | str]:
-    return {name: of[name] for name in ("tp", "pp", "dp")} if of else {}
+    return {name: of[name] for name in ("tp", "pp", "dp", "ep")} if of else {}
 
 
 def rng_state() -> RngState:

@@ -92,6 +92,9 @@ def install() -> None:
     for name, stand_in in STAND_INS.items():
         owner, attribute = _owner(name)
         setattr(owner, attribute, stand_in)
+    from trinity_sync.backends.megatron import cpu_experts
+
+    cpu_experts.install()
     # It warns whenever the host's generator moves inside a fork of the device's; here they are the same one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
 

@@ -9,8 +9,12 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+# The router asks whether there is Transformer Engine by a name that megatron-core 0.16 only defines if there is.
+vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 class RmsNorm(torch.nn.RMSNorm):
@@ -57,6 +61,8 @@ def local_layers(config: TransformerConfig, vp_stage: int | None) -> Transformer
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.input_layernorm = parts.pre_mlp_layernorm = RmsNorm
+        if config.num_moe_experts:  # Transformer Engine does not fuse this norm then, and a checkpoint has its own name
+            parts.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)
         attention = parts.self_attention.submodules
         attention.core_attention = CausalAttention
         if config.qk_layernorm:

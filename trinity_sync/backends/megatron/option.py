@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trinity_sync.backends.megatron.families import FAMILIES
+from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
 from trinity_sync.config import Check, Get, Problem
@@ -39,8 +39,9 @@ def _check_model(get: Get) -> Iterator[Problem]:
             f"is megatron, which trains models of the families {', '.join(FAMILIES)}; this one is {family}; "
             "use backend=fsdp2",
         )
+    width = "moe_intermediate_size" if family in WITH_EXPERTS else "intermediate_size"
     cuts = {
-        "backend.tp": ("num_attention_heads", "num_key_value_heads", "intermediate_size"),
+        "backend.tp": ("num_attention_heads", "num_key_value_heads", width),
         "backend.pp": ("num_hidden_layers",),
     }
     for key, names in cuts.items():
@@ -50,6 +51,41 @@ def _check_model(get: Get) -> Iterator[Problem]:
         ]
         if uneven:
             yield Problem(key, f"is {parts}; it must divide the model's {' and '.join(uneven)}")
+
+
+def _check_experts(get: Get) -> Iterator[Problem]:
+    model = _model_fields(get)
+    ranks, shared, ep = get("backend.ranks"), get("backend.tp") * get("backend.pp"), get("backend.ep")
+    if ranks % shared == 0 and (ranks // shared) % ep:
+        yield Problem(
+            "backend.ep",
+            f"is {ep}; it must divide the data-parallel ranks, backend.ranks / (backend.tp x backend.pp) = "
+            f"{ranks // shared}",
+        )
+    if not model:
+        return
+    if model.get("model_type") not in WITH_EXPERTS:
+        if ep > 1:
+            yield Problem(
+                "backend.ep", f"is {ep}, and this model ({model.get('model_type')}) has no experts; set it to 1"
+            )
+        return
+    experts = model.get("num_experts")
+    if isinstance(experts, int) and experts % ep:
+        yield Problem("backend.ep", f"is {ep}; it must divide the model's num_experts ({experts})")
+    tp = get("backend.tp")
+    if tp > 1 and not get("backend.sequence_parallel"):
+        yield Problem(
+            "backend.sequence_parallel",
+            f"is false; with experts and backend.tp={tp} megatron-core needs it, so set it to true",
+        )
+    mixed = [name for name, is_one in dense_layers(model).items() if is_one]
+    if mixed:
+        yield Problem(
+            "backend",
+            f"is megatron, which trains models with experts in every layer and several for a token; this one has "
+            f"{', '.join(mixed)}; use backend=fsdp2",
+        )
 
 
 def _model_fields(get: Get) -> dict[str, Any]:
@@ -101,10 +137,12 @@ def _check_settings(get: Get) -> Iterator[Problem]:
 class MegatronOption(MegatronConfig, BackendOption):
     """Tensor, pipeline, data and sequence parallel training."""
 
-    checks: ClassVar[tuple[Check, ...]] = (_check_ranks, _check_model, _check_settings)
+    checks: ClassVar[tuple[Check, ...]] = (_check_ranks, _check_model, _check_experts, _check_settings)
     engine_keys: ClassVar[Mapping[str, str]] = {
         "tensor_model_parallel_size": "backend.tp",
         "pipeline_model_parallel_size": "backend.pp",
+        "expert_model_parallel_size": "backend.ep",
+        "expert_tensor_parallel_size": "backend.tp",
         "dist_ckpt_optim_fully_reshardable": "backend.optimizer_format",
         "seed": "seed",
     }
@@ -143,6 +181,7 @@ class MegatronOption(MegatronConfig, BackendOption):
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
+            "expert_model_parallel_size": self.ep,
             "sequence_parallel": self.sequence_parallel,
             "dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[self.dtype],  # as verl names it
             "vanilla_mbridge": True,
@@ -183,8 +222,8 @@ class MegatronOption(MegatronConfig, BackendOption):
 
         return McoreEngineConfig(**engine), McoreOptimizerConfig(**optimizer)
 
-    def view(self, engine: Any, wire_dtype: str) -> Any:
+    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         # megatron-core takes seconds to import
         from trinity_sync.backends.megatron.backend import MegatronBackend
 
-        return MegatronBackend(engine, wire_dtype, restore_rng=self.restore_rng)
+        return MegatronBackend(engine, wire_dtype, keep_fp32, restore_rng=self.restore_rng)

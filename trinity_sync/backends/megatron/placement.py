@@ -6,19 +6,25 @@ megatron-core cuts a model over tensor-parallel ranks and keeps some tensors as 
 - query, key and value: by groups of heads; in a group the query heads, then the key, then the value;
 - gate and up projections: a rank holds its rows of the gate above its rows of up;
 - the layers behind them (output of attention, down projection): columns;
-- norms: the same on every rank, so the first contributes them.
+- norms and the routers of experts: the same on every rank, so the first contributes them;
+- experts: each is cut as a layer without experts would be, over the same ranks.
 
 Pure geometry over names and shapes; `backend` knows the model, its pipeline stage and the replicas.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trinity_sync.weights.shards import Rect, Shard, row_slice, whole
+
+# An expert's parameter where each expert is a module of its own, and where all are parameters of one.
+_OWN_MODULE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d\.weight)$")
+_NUMBERED = re.compile(r"(\.experts\.linear_fc\d\.weight)(\d+)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +68,7 @@ def pieces(name: str, hf_names: Sequence[str], shape: Sequence[int], dtype: str,
     Raises:
         NotImplementedError: a parameter of a kind that is not known here.
     """
+    name = _NUMBERED.sub(r"\1", name)
     if name.endswith(("word_embeddings.weight", "output_layer.weight")):
         found = _vocabulary(hf_names[0], shape, dtype, at)
     elif name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
@@ -70,11 +77,23 @@ def pieces(name: str, hf_names: Sequence[str], shape: Sequence[int], dtype: str,
         found = _gate_and_up(hf_names, shape, dtype, at)
     elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         found = [_columns(hf_names[0], shape, dtype, at)]
-    elif name.endswith(("norm.weight", "layer_norm_weight")):
+    elif name.endswith(("norm.weight", "layer_norm_weight", "router.weight")):
         found = [Piece(whole(hf_names[0], dtype, shape), _itself)] if at.tp_rank == 0 else []
     else:
         raise NotImplementedError(f"{name}: no rule says how tensor-parallel ranks share it")
     return [piece for piece in found if piece.shard.rects]
+
+
+def among_all_experts(name: str, first: int) -> str:
+    """Name an expert's parameter by its number among the experts of all expert-parallel ranks; others keep their name.
+
+    Args:
+        name: the rank's own name of it. Experts are modules of their own (megatron-core's layers) or parameters of one
+            (Transformer Engine's), and named as the latter.
+        first: number of the rank's first expert.
+    """
+    numbered = _OWN_MODULE.sub(r".experts.\2\1", name)
+    return _NUMBERED.sub(lambda found: f"{found[1]}{first + int(found[2])}", numbered)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

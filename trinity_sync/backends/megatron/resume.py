@@ -17,6 +17,7 @@ class Layout(Protocol):
     ranks: int
     tp: int
     pp: int
+    ep: int
     restore_rng: bool
 
 
@@ -34,14 +35,18 @@ def check_layout(backend: Layout, checkpoint: Path) -> str | None:
         ConfigError: the checkpoint cannot be loaded so; says what to set.
     """
     saved = saved_layout(checkpoint / "actor")
-    wanted = {"tp": backend.tp, "pp": backend.pp, "dp": backend.ranks // (backend.tp * backend.pp)}
+    ranks = backend.ranks // (backend.tp * backend.pp)
+    wanted = {"tp": backend.tp, "pp": backend.pp, "dp": ranks, "ep": backend.ep}
     if saved is None or all(saved[name] == value for name, value in wanted.items()):
         return None
     there, here = (" ".join(f"{name}={of[name]}" for name in wanted) for of in (saved, wanted))
-    if saved["optimizer_format"] == "dp_reshardable" and (saved["tp"], saved["pp"]) != (backend.tp, backend.pp):
+    if saved["optimizer_format"] == "dp_reshardable" and any(
+        saved[name] != wanted[name] for name in ("tp", "pp", "ep")
+    ):
         raise ConfigError(
             f"{checkpoint} was saved with {there} and backend.optimizer_format=dp_reshardable, which other values of "
-            f"tp and pp cannot load: set backend.tp={saved['tp']} backend.pp={saved['pp']}; a run that saves with "
+            f"tp, pp and ep cannot load: set backend.tp={saved['tp']} backend.pp={saved['pp']} "
+            f"backend.ep={saved['ep']}; a run that saves with "
             f"backend.optimizer_format=fully_reshardable can change them later"
         )
     if backend.restore_rng:
@@ -53,12 +58,14 @@ def check_layout(backend: Layout, checkpoint: Path) -> str | None:
 
 
 def saved_layout(actor: Path) -> dict[str, int | str] | None:
-    """The layout that a checkpoint's `actor` folder says it has: ``tp``, ``pp``, ``dp``, ``optimizer_format``; None
-    where it does not say, as where verl has saved it.
+    """The layout that a checkpoint's `actor` folder says it has: ``tp``, ``pp``, ``dp``, ``ep``, ``optimizer_format``;
+    None where it does not say, as where verl has saved it.
     """
     try:
         contents = json.loads((actor / "ckpt_contents.json").read_text())
     except (OSError, ValueError):
         return None
     found = contents.get("layout") if isinstance(contents, dict) else None
-    return found if isinstance(found, dict) and {"tp", "pp", "dp", "optimizer_format"} <= found.keys() else None
+    if not isinstance(found, dict) or not {"tp", "pp", "dp", "optimizer_format"} <= found.keys():
+        return None
+    return {"ep": 1, **found}  # of a time before experts

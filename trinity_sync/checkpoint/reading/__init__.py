@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from trinity_sync.checkpoint.layout import Manifest, NoManifestError, read_manifest
-from trinity_sync.checkpoint.places import find_config, weights_folder
+from trinity_sync.checkpoint.places import find_adapter_config, find_config, weights_folder
+from trinity_sync.checkpoint.reading.adapter import adapter_form, merge
 from trinity_sync.checkpoint.reading.distributed import open_distributed
 from trinity_sync.checkpoint.reading.hugging_face import is_hugging_face, open_hugging_face
 from trinity_sync.checkpoint.reading.megatron import megatron_folder, open_megatron
@@ -27,6 +28,7 @@ from trinity_sync.checkpoint.reading.saved_form import saved_form
 from trinity_sync.checkpoint.reading.verl_shards import open_shards, shard_files
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.tensors import digest_entry
+from trinity_sync.weights.wire import Wire
 
 __all__ = ["TensorInfo", "Weights", "WeightsError", "open_weights"]
 
@@ -36,7 +38,8 @@ _MODEL_PREFIX = "model."
 
 @dataclass(frozen=True, eq=False)
 class Weights:
-    """The tensors that ``save_pretrained`` would write, under the names it would use. Iterates over the names.
+    """The tensors that ``save_pretrained`` would write, under the names it would use; of an adapter, peft's. Iterates
+    over the names.
 
     Attributes:
         folder: what was opened.
@@ -44,6 +47,8 @@ class Weights:
         config: folder with the model's config and tokenizer; None where none was found. The names are then those that
             are stored, and tied tensors may appear twice.
         manifest: the checkpoint's manifest, None where it has none.
+        adapter: these are a LoRA adapter, without its base.
+        adapter_config: the adapter's ``adapter_config.json``; None where none was found.
     """
 
     folder: Path
@@ -51,6 +56,8 @@ class Weights:
     config: Path | None
     manifest: Manifest | None
     _sources: Mapping[str, Source]
+    adapter: bool = False
+    adapter_config: Path | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -74,13 +81,26 @@ class Weights:
         """
         return self._sources[name].read()
 
-    def digest(self, wire_dtype: str | None) -> str:
+    def digest(self, wire: Wire | str | None) -> str:
         """Compute the version digest (hex) of the weights; reads all of them.
 
         Args:
-            wire_dtype: safetensors name of the dtype that floating tensors are cast to; None: as they are.
+            wire: the dtypes that tensors are cast to, or the one dtype of all floating ones; None: as they are.
         """
-        return version_digest([digest_entry(name, self.read(name), wire_dtype) for name in self])
+        return version_digest([digest_entry(name, self.read(name), wire) for name in self])
+
+    def merged_into(self, base: Weights) -> Weights:
+        """Return the base with this adapter added, computed in float32 when a tensor is read.
+
+        Raises:
+            WeightsError: they do not belong together, or nothing tells how the adapter is scaled.
+        """
+        if self.adapter_config is None:
+            raise WeightsError(f"no adapter_config.json was found in or beside {self.folder}, by which it is scaled")
+        if base.adapter:
+            raise WeightsError(f"{base.folder} is a LoRA adapter, and no base of one")
+        sources = merge(self._sources, self.adapter_config, base._sources)
+        return Weights(self.folder, f"{self.format}, merged into {base.folder}", base.config, None, sources)
 
 
 def open_weights(folder: Path, config: Path | None = None) -> Weights:
@@ -104,8 +124,9 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
     place = weights_folder(folder)
     if manifest is not None:
         _check_sizes(folder, manifest)
-    config = config or find_config(folder)
+    given, config = config, config or find_config(folder)
     sources: Mapping[str, Source]
+    saved = False  # under the names of `save_pretrained`
     if files := shard_files(place):
         name, sources = f"verl's files of {len(files)} ranks", open_shards(files)
     elif (place / "dcp").is_dir():
@@ -115,12 +136,16 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
             raise WeightsError(f"{dist_ckpt} holds a Megatron model, which cannot be read without its config.json")
         name, sources = "Megatron's distributed checkpoint", open_megatron(dist_ckpt, config)
     elif files := part_files(place):
-        return Weights(folder, f"weights of {len(files)} parts", config, manifest, open_parts(files))
+        name, sources, saved = f"weights of {len(files)} parts", open_parts(files), True
     elif found := next((path for path in (place, place / "huggingface") if is_hugging_face(path)), None):
-        return Weights(folder, "Hugging Face", config or found, manifest, open_hugging_face(found))
+        name, sources, saved = "Hugging Face", open_hugging_face(found), True
+        config = config or found
     else:
         raise WeightsError(_nothing(place))
-    if config is not None:
+    adapter = adapter_form(sources, place)
+    if adapter is not None:
+        return Weights(folder, f"LoRA adapter, {name}", given, manifest, adapter, True, find_adapter_config(folder))
+    if config is not None and not saved:
         sources = saved_form(sources, config)
     return Weights(folder, name, config, manifest, sources)
 

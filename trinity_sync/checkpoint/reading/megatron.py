@@ -1,13 +1,14 @@
 """The weights in a Megatron checkpoint (``model/dist_ckpt``), whatever layout of ranks saved it.
 
 megatron-core writes a checkpoint of torch.distributed.checkpoint under its own names, the tensors of all layers as one
-with the layer as first dimension, query, key and value fused by groups of heads, gate above up, and the vocabulary
-padded. Here they come apart under the names of Hugging Face, one layer at a time.
+with the layer as first dimension (those of experts with the expert as second), query, key and value fused by groups of
+heads, gate above up, and the vocabulary padded. Here they come apart under the names of Hugging Face.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,14 +20,17 @@ from trinity_sync.checkpoint.reading.hugging_face import CONFIG
 from trinity_sync.checkpoint.reading.pieces import Assembled, Source, TensorInfo, WeightsError
 
 _LAYERS = "decoder.layers."
+_EXPERTS = "mlp.experts.experts."
 
 _WHOLE = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",  # of a layer with experts
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
+    "mlp.router.weight": "mlp.gate.weight",
 }
 _TOP = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -62,8 +66,7 @@ def open_megatron(folder: Path, config: Path) -> dict[str, Source]:
     found: dict[str, Source] = {}
     for key, stored in open_distributed(folder, "").items():
         if key.startswith(_LAYERS):
-            for index in range(stored.info.shape[0]):
-                layer = _layer(stored, index)
+            for index, layer in enumerate(_apart(stored, "layer")):
                 for name, source in _of_layer(key.removeprefix(_LAYERS), layer, heads // groups, groups):
                     found[f"model.layers.{index}.{name}"] = source
         elif key in _TOP:
@@ -90,18 +93,21 @@ def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tens
     return _Cut(base, TensorInfo(base.info.dtype, shape), part)
 
 
-def _layer(stored: Assembled, index: int) -> Assembled:
-    """Return one layer of a tensor that has all layers; each of its pieces lies in one layer."""
-    pieces = [piece for piece in stored.pieces if piece.start[0] == index]
+def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
+    """Yield the tensors that lie along the first dimension of one; each of its pieces lies in one of them."""
     if any(piece.sizes[0] != 1 for piece in stored.pieces):
-        raise WeightsError(f"{stored.name} is stored in pieces of several layers, which is not read")
-    shape = stored.info.shape[1:]
-    return Assembled(
-        f"{stored.name} of layer {index}",
-        TensorInfo(stored.info.dtype, shape),
-        stored.grid[1:],
-        tuple(replace(piece, start=piece.start[1:], sizes=piece.sizes[1:]) for piece in pieces),
-    )
+        raise WeightsError(f"{stored.name} is stored in pieces of several {what}s, which is not read")
+    count, *shape = stored.info.shape
+    pieces = defaultdict(list)
+    for piece in stored.pieces:
+        pieces[piece.start[0]].append(replace(piece, start=piece.start[1:], sizes=piece.sizes[1:]))
+    for index in range(count):
+        yield Assembled(
+            f"{stored.name} of {what} {index}",
+            TensorInfo(stored.info.dtype, tuple(shape)),
+            stored.grid[1:],
+            tuple(pieces[index]),
+        )
 
 
 def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterator[tuple[str, Source]]:
@@ -109,6 +115,10 @@ def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterat
     rows, *rest = layer.info.shape
     if key in _WHOLE:
         yield _WHOLE[key], layer
+    elif key.startswith(_EXPERTS):
+        for index, expert in enumerate(_apart(layer, "expert")):
+            for name, source in _of_layer(f"mlp.{key.removeprefix(_EXPERTS)}", expert, per_group, groups):
+                yield name.replace("mlp.", f"mlp.experts.{index}.", 1), source
     elif key in ("self_attention.linear_qkv.weight", "self_attention.linear_qkv.bias"):
         size = rows // (groups * (per_group + 2))
         spans: Mapping[str, tuple[int, int]] = {

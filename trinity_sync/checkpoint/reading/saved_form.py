@@ -22,7 +22,7 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
     """Map what is stored to the tensors that ``save_pretrained`` would write.
 
     Args:
-        sources: what is stored, by name in the state dict.
+        sources: what is stored, by name in the state dict or by that under which it would be saved.
         config: folder with the model's ``config.json``.
 
     Returns:
@@ -36,7 +36,9 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
     if model is None:
         return dict(sources)
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
-    unknown = sorted(sources.keys() - state.keys())
+    saved = saved_tensors(model)
+    known = {**saved, **state}
+    unknown = sorted(sources.keys() - known.keys())
     if unknown:
         raise WeightsError(
             f"{type(model).__name__}, which {config / CONFIG} describes, has no {listed(unknown)}, which is stored"
@@ -45,8 +47,7 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
     for name in state:
         if name in sources:
             names.setdefault(_storage(state[name]), name)
-    saved = saved_tensors(model)
-    missing = sorted(name for name, tensor in saved.items() if _storage(tensor) not in names)
+    missing = sorted(name for name, tensor in saved.items() if name not in sources and _storage(tensor) not in names)
     if missing:
         raise WeightsError(
             f"of the {type(model).__name__} that {config / CONFIG} describes, {listed(missing)} is missing"
@@ -54,7 +55,7 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
     found: dict[str, Source] = {}
     for name, tensor in saved.items():
         stored = name if name in sources else names[_storage(tensor)]
-        source, whole = sources[stored], state[stored]
+        source, whole = sources[stored], known[stored]
         if source.info.shape != tuple(whole.shape):
             raise WeightsError(
                 f"{stored} is stored as {list(source.info.shape)}, the config in {config} says {list(whole.shape)}"

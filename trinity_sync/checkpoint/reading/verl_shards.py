@@ -144,11 +144,6 @@ def _load(file: Path) -> Mapping[str, torch.Tensor]:
     odd = [name for name, value in state.items() if not isinstance(name, str) or not isinstance(value, torch.Tensor)]
     if odd:
         raise WeightsError(f"{file} holds something else than tensors, such as {odd[0]!r}")
-    adapters = [name for name in state if "lora_" in name]
-    if adapters:
-        raise WeightsError(
-            f"{file} holds LoRA adapters, such as {adapters[0]}, which are no model of their own; merge them with verl"
-        )
     return state
 
 

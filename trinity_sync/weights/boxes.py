@@ -1,4 +1,4 @@
-"""Which rectangles a range of a tensor's elements is made of. No torch, no Megatron."""
+"""Which boxes a range of a tensor's elements is made of. No torch."""
 
 from __future__ import annotations
 

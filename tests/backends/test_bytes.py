@@ -1,0 +1,72 @@
+"""Ranks without an engine: what they hold is the same however it is cut, and changes as much as it is told to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models.test_shapes import SMALL
+from trinity_sync.backends.bytes import BytesBackend
+from trinity_sync.models.shapes import SIZES, cut
+from trinity_sync.weights.shards import check_complete
+
+
+def ranks_of(folder: Path, ranks: int, **settings: object) -> list[BytesBackend]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(cut(SMALL, None)[1]))
+    (folder / SIZES).write_text(json.dumps({"lora": settings.pop("lora", None)}))
+    given: dict[str, object] = {"changed": 0.25, "master_dtype": "bf16", "optimizer": False, **settings}
+    return [
+        BytesBackend(folder, "BF16", rank=rank, ranks=ranks, seed=3, device="cpu", **given)  # type: ignore[arg-type]
+        for rank in range(ranks)
+    ]
+
+
+def gathered(backends: list[BytesBackend]) -> dict[str, torch.Tensor]:
+    found: dict[str, list[torch.Tensor]] = {}
+    for backend in backends:
+        for name, source in backend.sources().items():
+            found.setdefault(name, []).append(source.to(torch.bfloat16))
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 3, "targets": "all-linear"}], ids=["model", "adapter"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_any_number_of_ranks_holds_the_same_whole_model(tmp_path: Path, ranks: int, lora: object) -> None:
+    backends, alone = ranks_of(tmp_path, ranks, lora=lora), ranks_of(tmp_path, 1, lora=lora)
+    saved = {name: tensor[:2] for name, tensor in alone[0].saved().items()}
+    check_complete([list(backend.shards()) for backend in backends], saved)
+    assert equal(gathered(backends), gathered(alone))
+    for step in (1, 2):
+        for backend in (*backends, *alone):
+            backend.update(step)
+    assert equal(gathered(backends), gathered(alone))
+
+
+@pytest.mark.parametrize("master", ["bf16", "fp32"])
+def test_a_step_changes_the_share_of_bf16_values_that_it_is_told_to(tmp_path: Path, master: str) -> None:
+    (backend,) = ranks_of(tmp_path, 1, master_dtype=master)
+    before = {name: tensor.clone() for name, tensor in gathered([backend]).items()}
+    told = backend.update(1)
+    after = gathered([backend])
+    changed = sum(int((before[name] != after[name]).sum()) for name in before)
+    total = sum(tensor.numel() for tensor in before.values())
+    assert changed / total == pytest.approx(told)
+    assert told == pytest.approx(0.25, rel=0.1)
+
+
+def test_who_still_copies_is_called_before_weights_change(tmp_path: Path) -> None:
+    (backend,) = ranks_of(tmp_path, 1)
+    before = {name: tensor.clone() for name, tensor in gathered([backend]).items()}
+    seen: list[bool] = []
+    backend.before_change(lambda: seen.append(equal(gathered([backend]), before)))
+    backend.update(1)
+    assert seen == [True]
+    assert not equal(gathered([backend]), before)

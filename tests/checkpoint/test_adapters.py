@@ -1,0 +1,203 @@
+"""Checkpoints of LoRA adapters: read from every format, exported for peft or merged, with their own base only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint import written
+from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
+from trinity_sync.checkpoint.export import export_checkpoint
+from trinity_sync.checkpoint.layout import (
+    Base,
+    Manifest,
+    ManifestError,
+    canonical_digest,
+    parse_manifest,
+    read_manifest,
+)
+from trinity_sync.checkpoint.reading import WeightsError, open_weights
+from trinity_sync.checkpoint.verification import verify
+from trinity_sync.cli.main import main
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.weights.lora import is_adapter
+from trinity_sync.weights.tensors import saved_tensors, state_digest
+
+FORMATS = ("verl", "dcp", "parts")
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """The folder of a model, in bf16."""
+    written.small_model("tied").bfloat16().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def adapted() -> Any:
+    """The model with an adapter that changes it, in float32."""
+    model = written.small_model("tied")
+    for parameter in model.parameters():  # and no buffers
+        parameter.data = parameter.data.bfloat16().float()
+    wrapped = get_peft_model(model, LoraConfig(r=2, lora_alpha=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+    torch.manual_seed(11)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    return wrapped
+
+
+def adapter_of(model: Any) -> dict[str, torch.Tensor]:
+    """What peft would save."""
+    return {name.replace(".default", ""): value for name, value in model.state_dict().items() if is_adapter(name)}
+
+
+def committed(root: Path, model_folder: Path, form: str = "verl", **manifest: Any) -> Path:
+    """A checkpoint of the adapter, of two ranks where the format has ranks."""
+    model = adapted()
+    held = {name: value for name, value in model.state_dict().items() if is_adapter(name)}
+    saved = adapter_of(model)
+    actor = prepare_staging(root, 3, 0) / "actor"
+    actor.mkdir()
+    model.peft_config["default"].save_pretrained(actor)
+    if form == "verl":
+        written.write_verl(actor, held, (2,))
+    elif form == "dcp":
+        written.write_distributed(actor / "dcp", {f"model.{name}": value for name, value in held.items()}, (2,))
+    else:
+        written.write_parts(actor, saved, 2)
+    found = Base(
+        state_digest(saved_tensors(AutoModelForCausalLM.from_pretrained(model_folder)), "BF16"), str(model_folder)
+    )
+    fields = {"step": 3, "attempt": 0, "kind": "full", "digest": state_digest(saved, "BF16"), "base": found}
+    commit_folder(root, Manifest(**(fields | manifest)))
+    return root / "global_step_3"
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_an_adapter_is_read_under_the_names_that_peft_saves(tmp_path: Path, base: Path, form: str) -> None:
+    weights = open_weights(committed(tmp_path, base, form))
+    assert weights.adapter
+    expected = adapter_of(adapted())
+    assert set(weights) == expected.keys()
+    wire = "BF16" if form == "parts" else "F32"
+    assert all(torch.equal(weights.read(name).float(), of_wire(tensor, wire)) for name, tensor in expected.items())
+
+
+def of_wire(tensor: torch.Tensor, wire: str) -> torch.Tensor:
+    return tensor.bfloat16().float() if wire == "BF16" else tensor
+
+
+def test_an_export_loads_in_peft_and_computes_the_same(tmp_path: Path, base: Path) -> None:
+    done = export_checkpoint(committed(tmp_path, base), tmp_path / "out", dtype="as-saved")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert done.checked == read_manifest(tmp_path / "global_step_3").digest
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    loaded = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "out"
+    )
+    tokens = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(tokens).logits, adapted().eval()(tokens).logits)
+    again = open_weights(tmp_path / "out")
+    assert again.digest("BF16") == done.checked, "an export is read as well"
+
+
+def test_a_merged_export_is_what_peft_merges(tmp_path: Path, base: Path) -> None:
+    export_checkpoint(committed(tmp_path, base), tmp_path / "out", form="merged")
+    adapted().merge_and_unload().bfloat16().save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
+    before = load_file(base / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-2, atol=1e-6)
+    assert sum(not torch.equal(before[name], ours[name]) for name in ours) == 7
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_another_base_is_refused_with_both_digests(tmp_path: Path, base: Path) -> None:
+    step = committed(tmp_path, base)
+    other = written.small_model("tied")
+    torch.nn.init.zeros_(other.model.norm.weight)
+    other.save_pretrained(tmp_path / "other")
+    known, found = (open_weights(folder).digest("BF16") for folder in (base, tmp_path / "other"))
+    with pytest.raises(RunError, match=f"{known}.*{found}"):
+        export_checkpoint(step, tmp_path / "out", form="merged", base=tmp_path / "other")
+    assert not (tmp_path / "out").exists()
+    export_checkpoint(step, tmp_path / "out", form="merged", base=base)
+
+
+def test_a_base_that_is_gone_is_a_wrong_command(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = committed(tmp_path, base)
+    base.rename(tmp_path / "moved")
+    command = ["ckpt", "export", str(step), "--output", str(tmp_path / "out"), "--merged"]
+    assert main(command) == 2
+    assert f"{base} is no folder; name it with --base DIR" in capsys.readouterr().err
+    assert main([*command, "--base", str(tmp_path / "moved")]) == 0
+
+
+def test_a_base_of_another_shape_is_refused_where_no_digest_is_known(tmp_path: Path, base: Path) -> None:
+    step = committed(tmp_path, base, base=None)
+    with pytest.raises(ConfigError, match="nothing tells which it is"):
+        export_checkpoint(step, tmp_path / "out", form="merged")
+    body = json.loads((base / "config.json").read_text())
+    wider = type(written.small_model("tied"))(
+        type(written.small_model("tied").config)(**body | {"intermediate_size": 6})
+    )
+    wider.save_pretrained(tmp_path / "narrow")
+    with pytest.raises(WeightsError, match=r"it is for a .*mlp.* of .*12.*, the base has .*6"):
+        export_checkpoint(step, tmp_path / "out", form="merged", base=tmp_path / "narrow")
+
+
+def test_an_adapter_that_was_changed_is_not_exported(tmp_path: Path, base: Path) -> None:
+    step = committed(tmp_path, base, digest="0" * 32)
+    for form in ("adapter", "merged"):
+        with pytest.raises(RunError, match="its manifest says 0000"):
+            export_checkpoint(step, tmp_path / "out", form=form)  # type: ignore[arg-type]
+        assert not (tmp_path / "out").exists()
+
+
+def test_whole_weights_have_no_adapter_to_export(tmp_path: Path, base: Path) -> None:
+    with pytest.raises(ConfigError, match="holds whole weights and no LoRA adapter"):
+        export_checkpoint(base, tmp_path / "out", form="merged")
+
+
+def test_a_base_and_its_adapter_in_one_file_are_refused(tmp_path: Path) -> None:
+    written.write_verl(tmp_path / "actor", adapted().state_dict(), (1,))
+    with pytest.raises(WeightsError, match="together with a LoRA adapter"):
+        open_weights(tmp_path)
+
+
+def test_the_commands_tell_of_the_base(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = committed(tmp_path / "checkpoints", base)
+    digest = read_manifest(step).base.digest  # type: ignore[union-attr]
+    assert verify(step).ok
+    assert main(["ckpt", "list", str(step)]) == 0
+    assert f" on {digest}" in capsys.readouterr().out
+    assert main(["ckpt", "inspect", str(step)]) == 0
+    assert f"{digest}, {base}" in capsys.readouterr().out
+    assert main(["ckpt", "diff", str(step), str(step)]) == 0
+    assert "equal" in capsys.readouterr().out
+    assert main(["ckpt", "diff", str(base), str(step)]) == 2
+    assert f"{step} holds a LoRA adapter and {base} whole weights" in capsys.readouterr().err
+
+
+def test_a_manifest_keeps_its_base_and_others_have_none() -> None:
+    with_base = Manifest(step=1, attempt=0, kind="full", base=Base("ab", "m"))
+    assert parse_manifest(with_base.to_text(), "it", 1) == with_base
+    assert "base" not in replace(with_base, base=None).to_json()
+    for odd in ({"digest": 3, "path": "m", "what": "lora"}, {"digest": "ab", "path": "m"}, "ab", None):
+        body = with_base.to_json() | {"base": odd}
+        del body["self"]
+        with pytest.raises(ManifestError, match="is not valid"):
+            parse_manifest(json.dumps(body | {"self": canonical_digest(body)}), "it", 1)

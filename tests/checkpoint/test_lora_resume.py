@@ -1,0 +1,46 @@
+"""A run goes on from a checkpoint of what it trains, on the base that it was trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.checkpoint.layout import Base, Manifest
+from trinity_sync.checkpoint.lora_resume import check_adapter, check_base, check_kind
+from trinity_sync.errors import ConfigError
+
+WHOLE = Manifest(step=2, attempt=0, kind="full")
+ADAPTER = Manifest(step=2, attempt=0, kind="full", base=Base("ab" * 16, "models/base"))
+FOLDER = Path("checkpoints/global_step_2")
+
+
+def test_an_adapter_goes_on_as_an_adapter_and_a_model_as_a_model() -> None:
+    check_kind(FOLDER, WHOLE, lora=False)
+    check_kind(FOLDER, ADAPTER, lora=True)
+    with pytest.raises(ConfigError, match="of a whole model, this run trains a LoRA adapter"):
+        check_kind(FOLDER, WHOLE, lora=True)
+    with pytest.raises(ConfigError, match="is of a LoRA adapter on models/base, this run trains the whole model"):
+        check_kind(FOLDER, ADAPTER, lora=False)
+
+
+def test_another_base_is_refused_with_both_digests_and_the_folder() -> None:
+    check_base(FOLDER, ADAPTER, "ab" * 16)
+    with pytest.raises(ConfigError, match=f"{FOLDER}.*{'ab' * 16}.*{'cd' * 16}"):
+        check_base(FOLDER, ADAPTER, "cd" * 16)
+
+
+def test_another_rank_and_other_targets_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "actor").mkdir()
+    path = tmp_path / "actor" / "adapter_config.json"
+    path.write_text(json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]}))
+    check_adapter(tmp_path, 4, ["v_proj", "q_proj"])
+    check_adapter(tmp_path, 4, None)
+    with pytest.raises(ConfigError, match=r"an adapter of rank 4, this run asks for model\.lora\.rank=8"):
+        check_adapter(tmp_path, 8, None)
+    with pytest.raises(ConfigError, match=r"for q_proj, v_proj, this run asks for model\.lora\.targets=q_proj"):
+        check_adapter(tmp_path, 4, ["q_proj"])
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
+        check_adapter(tmp_path, 4, None)

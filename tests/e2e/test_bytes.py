@@ -1,0 +1,35 @@
+"""A run that only moves bytes: the same digests everywhere, in all modes and on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import launch, resume
+from tests.models.test_shapes import SMALL
+from trinity_sync.checkpoint.export import export_checkpoint
+
+
+@pytest.mark.all
+def test_weights_without_an_engine_are_published_loaded_saved_and_gone_on_with(tmp_path: Path) -> None:
+    shapes = tmp_path / "config.json"
+    shapes.write_text(json.dumps(SMALL))
+    common = ("workload=bytes", f"model.shapes={shapes}", "model.layers=2", "live=off", "trainer.steps=3")
+    digests = []
+    for number, chosen in enumerate((("sync=memory",), ("sync=nccl", "backend.ranks=3"), ("sync=checkpoint",))):
+        run = launch(tmp_path / str(number), *common, *chosen, small=False)
+        assert run.code == 0, run.output
+        digests.append(run.digests)
+        assert {event["digest"] for event in run.events("load")} == set(run.digests.values())
+        assert len(set(run.digests.values())) == 4, "each step changes the weights"
+        assert run.summary["shapes"]["share"] < 1
+        assert "of the whole model" in run.output
+    assert digests[1] == digests[2] == digests[0]
+    step = tmp_path / "0" / "checkpoints" / "global_step_3"
+    export_checkpoint(step, tmp_path / "exported")  # compares with the manifest
+    longer = launch(tmp_path / "longer", *common, "trainer.steps=5", small=False)
+    resumed = resume(tmp_path / "0", "trainer.steps=5")
+    assert resumed.code == 0, resumed.output
+    assert resumed.digests == longer.digests

@@ -1,0 +1,108 @@
+"""A LoRA run names its base, goes on bit for bit upon that base and no other, and leaves what others load."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run, initial_digest, launch, resume, start
+from trinity_sync.checkpoint.export import export_checkpoint
+
+SETTINGS = (
+    "backend=fsdp2",
+    "sync=memory",
+    "backend.ranks=2",
+    "explorer.replicas=1",
+    "trainer.steps=8",
+    "checkpoint.interval=2",
+    "model.lora.rank=4",
+    "trainer.lr=5e-3",
+    "seed=7",
+)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = launch(tmp_path_factory.mktemp("reference") / "run", *SETTINGS)
+    assert run.code == 0, run.output
+    return run
+
+
+def test_merged_versions_are_what_is_exported_of_the_adapters_that_are_saved(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "backend=fsdp2", "backend.ranks=1", "model.lora.rank=4", "sync.what=merged")
+    assert run.code == 0, run.output
+    assert run.digests[0] == initial_digest(run.folder)  # B is zero
+    loads = run.events("load")
+    assert loads
+    assert all(load["digest"] == run.digests[load["version"]] for load in loads)
+    assert not any("base" in event for event in (*loads, *run.events("publish")))
+    manifest = run.manifests[3]
+    assert manifest["digest"] is None
+    assert manifest["base"] == {"digest": initial_digest(run.folder), "path": str(run.folder / "model"), "what": "lora"}
+    step = run.folder / "checkpoints" / "global_step_3"
+    assert export_checkpoint(step, tmp_path / "merged", dtype="bf16", form="merged").digest == run.digests[3]
+
+
+@pytest.mark.all
+def test_base_and_adapter_are_named_together(uninterrupted: Run) -> None:
+    base = initial_digest(uninterrupted.folder)
+    for event in ("publish", "load", "commit"):
+        assert {one["base"] for one in uninterrupted.events(event)} == {base}
+    for step, manifest in uninterrupted.manifests.items():
+        assert manifest["base"]["digest"] == base
+        assert manifest["digest"] == uninterrupted.digests[step]
+
+
+@pytest.mark.all
+def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: Run, tmp_path: Path) -> None:
+    started = start(tmp_path / "run", *SETTINGS)
+    started.wait_for_line("step 5/8")
+    os.killpg(started.process.pid, signal.SIGKILL)
+    assert started.finish().code == -signal.SIGKILL
+    resumed = resume(started.folder)
+    assert resumed.code == 0, resumed.output
+    assert resumed.digests == uninterrupted.digests
+    assert resumed.manifests[8]["digest"] == uninterrupted.manifests[8]["digest"]
+
+
+@pytest.mark.all
+def test_another_base_and_other_things_to_train_are_refused(uninterrupted: Run, tmp_path: Path) -> None:
+    step = uninterrupted.folder / "checkpoints" / "global_step_8"
+
+    def refused(*overrides: str) -> str:
+        name = f"run-{len(list(tmp_path.iterdir()))}"
+        settings = [
+            one for one in SETTINGS if one.partition("=")[0] not in ("trainer.steps", "seed", "model.lora.rank")
+        ]
+        run = launch(tmp_path / name, *settings, "trainer.steps=10", f"checkpoint.resume_from={step}", *overrides)
+        assert run.code == 2, run.output
+        assert "Traceback" not in run.output
+        return " ".join(run.output.split())
+
+    text = refused("seed=8", "model.lora.rank=4")
+    assert f"was trained on a base with the digest {initial_digest(uninterrupted.folder)}" in text
+    assert f"the base of this run has {initial_digest(tmp_path / 'run-0')}" in text
+    assert "is of a LoRA adapter on" in refused("seed=7")
+    assert "holds an adapter of rank 4, this run asks for model.lora.rank=8" in refused("seed=7", "model.lora.rank=8")
+
+
+@pytest.mark.all
+def test_peft_and_transformers_load_what_is_exported(uninterrupted: Run, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    step = uninterrupted.folder / "checkpoints" / "global_step_8"
+    export_checkpoint(step, tmp_path / "adapter", dtype="as-saved")
+    export_checkpoint(step, tmp_path / "merged", dtype="as-saved", form="merged")
+    base = AutoModelForCausalLM.from_pretrained(uninterrupted.folder / "model", dtype=torch.float32)
+    tokens = torch.arange(3, 12)[None]
+    with torch.no_grad():
+        plain = base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")(tokens).logits
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)(tokens).logits
+    assert (adapted - plain).abs().max() > 1e-3
+    torch.testing.assert_close(merged, adapted, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,71 @@
+"""A tiny model of each family that people train: what `model.architecture` says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_SHARED = {"shared_expert_intermediate_size": 24}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": _COMMON,
+    "qwen3": _COMMON | {"head_dim": 8},
+    "llama": _COMMON,
+    "mistral": _COMMON,
+    "gemma2": _COMMON | {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": _COMMON
+    | {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "phi3": _COMMON,
+    "glm4": _COMMON | {"head_dim": 8},
+    "olmo2": _COMMON,
+    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "qwen2_moe": _COMMON | _EXPERTS | _SHARED,
+    "qwen3_moe": _COMMON | _EXPERTS | {"head_dim": 8},
+    "mixtral": _COMMON | _LOCAL,
+    "deepseek_v3": _COMMON
+    | _ROUTED
+    | {
+        "num_key_value_heads": 4,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "glm4_moe": _COMMON | _ROUTED | {"n_group": 1, "topk_group": 1, "head_dim": 8},
+    "gpt_oss": _COMMON | _LOCAL | {"head_dim": 8, "sliding_window": 8},
+    "granitemoe": _COMMON | _LOCAL,
+    "qwen3_next": _COMMON
+    | _EXPERTS
+    | _SHARED
+    | {
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+"""By `model_type` of transformers: the other fields of the config."""
+
+EAGER = {"gpt_oss"}
+"""Those that transformers computes with `attn_implementation=eager` only, on a CPU."""
+
+
+def architecture(family: str) -> dict[str, Any]:
+    """What `make_model` takes."""
+    return {"model_type": family, **FAMILIES[family]}

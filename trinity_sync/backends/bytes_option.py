@@ -1,0 +1,119 @@
+"""`backend=bytes`: ranks that hold weights and train nothing, part of `workload=bytes`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trinity_sync.backends.option import BackendOption
+from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config.lora import adapter_of
+from trinity_sync.config.schema import BackendConfig, BytesConfig, Config
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.memory import available_memory
+from trinity_sync.models.shapes import SIZES, bytes_by_layers, cut, read_shapes, saved_shapes
+
+
+def _check_engine_keys(get: Get) -> Iterator[Problem]:
+    for key in ("param_offload", "optimizer_offload", "overrides"):
+        if get(f"backend.{key}"):
+            yield Problem(f"backend.{key}", "is set, but workload=bytes has no engine; leave it out")
+    if get("model.lora.path"):
+        yield Problem("model.lora.path", "is set, but workload=bytes reads no weights; leave it out")
+    if get("sync.what") == "merged":
+        yield Problem("sync.what", "is merged, but workload=bytes holds no base of the adapter; leave it out")
+    if get("checkpoint.format") != "verl":
+        yield Problem("checkpoint.format", "must be verl with workload=bytes")
+
+
+def _check_shapes(get: Get) -> Iterator[Problem]:
+    if (shapes := get("model.shapes")) is not None:
+        try:
+            read_shapes(shapes)
+        except ConfigError as error:
+            key, _, text = str(error).partition(" ")
+            yield Problem(key.rstrip(":"), text)
+
+
+@dataclass(kw_only=True)
+class BytesOption(BackendConfig, BackendOption):
+    """Rows of each tensor on each rank, as FSDP2 would cut them."""
+
+    checks: ClassVar[tuple[Check, ...]] = (_check_engine_keys, _check_shapes)
+    reads: ClassVar[frozenset[str]] = frozenset({"bytes"})
+    trains_adapters: ClassVar[bool] = True
+    worker: ClassVar[str] = "trinity_sync.trainer.bytes_worker.BytesWorker"
+
+    def engine_fields(self, cfg: Config) -> dict[str, Any]:
+        workload = cfg.workload
+        if not isinstance(workload, BytesConfig) or cfg.model.shapes is None:
+            raise ConfigError("backend is bytes, a part of workload=bytes; choose that")
+        adapter = adapter_of(cfg.model.lora)
+        named = adapter and (adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets))
+        return {
+            "shapes": read_shapes(cfg.model.shapes),
+            "layers": cfg.model.layers,
+            "lora": None if adapter is None else {"rank": adapter.rank, "targets": named},
+            "changed": workload.changed,
+            "master_dtype": workload.master_dtype,
+            "optimizer": workload.optimizer,
+            "ranks": self.ranks,
+            "slots": cfg.sync.slots,
+            "replicas": cfg.explorer.replicas,
+        }
+
+    def optimizer_fields(self, cfg: Config) -> dict[str, Any]:
+        return {}
+
+    def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
+        if ranks == self.ranks:
+            return None
+        raise ConfigError(
+            f"{checkpoint} was saved by backend.ranks={ranks}, this run asks for {self.ranks}; "
+            "workload=bytes goes on with as many as before"
+        )
+
+    def make_model(
+        self, engine: Mapping[str, Any], architecture: Mapping[str, object], seed: int, folder: Path
+    ) -> None:
+        whole, left = cut(engine["shapes"], engine["layers"])
+        all_bytes = bytes_by_layers(saved_shapes(whole))
+        sums = bytes_by_layers(saved_shapes(whole, engine["lora"])) if engine["lora"] else all_bytes
+        layers = len(sums) - 1 if engine["layers"] is None else int(engine["layers"])
+        _check_memory(engine, sums, layers)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(left, indent=2, sort_keys=True) + "\n")
+        sizes = {"bytes": sums[layers], "bytes_whole": all_bytes[-1], "lora": engine["lora"]}
+        (folder / SIZES).write_text(json.dumps(sizes) + "\n")
+
+    def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
+        raise ConfigError("backend=bytes has no engine; choose workload=bytes, or another backend")
+
+    def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
+        return engine
+
+
+def copies(engine: Mapping[str, Any]) -> float:
+    """How many times the bytes of the bf16 weights a run holds on this node, its checkpoint in shared memory included.
+
+    Args:
+        engine: what `BytesOption.engine_fields` gave.
+    """
+    state = (2.0 if engine["master_dtype"] == "fp32" else 1.0) + (4.0 if engine["optimizer"] else 0.0)
+    return 2 * state + float(engine["slots"]) + float(engine["replicas"])
+
+
+def _check_memory(engine: Mapping[str, Any], sums: list[int], layers: int) -> None:
+    free, times = available_memory(), copies(engine)
+    if free is None or sums[layers] * times <= free:
+        return
+    fits = max((count for count, size in enumerate(sums) if count and size * times <= free), default=0)
+    raise ConfigError(
+        f"model.layers={layers} has {sums[layers] / 1e9:.1f} GB of weights in bf16, of which this run holds "
+        f"{times:.0f} copies (ranks, their checkpoint, sync.slots, explorers): {sums[layers] * times / 1e9:.1f} GB, "
+        f"and {free / 1e9:.1f} GB are free; "
+        + (f"model.layers={fits} is the most that fits" if fits else "not even one layer fits")
+    )

@@ -1,0 +1,117 @@
+"""What a version of an adapter has to consist of, and whether an adapter can be trained on a model.
+
+Worked out from the architecture and peft's config alone, on a model without storage, as for whole models in `saved`.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.backends.engines import ModelConfig
+from trinity_sync.backends.saved import meta_model
+from trinity_sync.errors import ConfigError
+from trinity_sync.weights.lora import PREFIX, held_adapter, saved_name
+from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.shards import listed, shape_text
+from trinity_sync.weights.tensors import from_torch
+from trinity_sync.weights.wire import Wire, kept_names
+
+
+def adapter_by(
+    model_config: ModelConfig, config: Any, wire_dtype: str, keep_fp32: Sequence[str] | None = None
+) -> dict[str, Saved]:
+    """Return the tensors that peft's `save_pretrained` would write, by name, in the dtypes in which they travel.
+
+    Args:
+        model_config: the model config of verl's engine.
+        config: peft's, of the adapter.
+        wire_dtype: the dtype in which floating tensors travel, as safetensors names it.
+        keep_fp32: which of them travel in fp32 nevertheless, by parts of names (`found_in`); None: none.
+    """
+    held = _adapter(model_config, config)
+    names = {name: saved_name(name) for name in held}
+    wire = Wire(wire_dtype, kept_names(keep_fp32 or (), names.values()))
+    return {
+        saved: Saved.as_held(wire.of(saved, from_torch(held[name].dtype)), held[name].shape, name)
+        for name, saved in names.items()
+    }
+
+
+def check_adapter(model_config: ModelConfig, fields: Mapping[str, Any]) -> None:
+    """Check that the adapter that verl's model config asks for can be put on the model, before the engine is built.
+
+    Args:
+        model_config: the model config of verl's engine.
+        fields: `WorkerSpec.lora`.
+
+    Raises:
+        ConfigError: the targets are no linear layers of the model, or the adapter that is to be gone on from is
+            another's; says which.
+    """
+    from peft import LoraConfig
+
+    path = fields.get("lora_adapter_path")
+    if path is not None:
+        wanted = _adapter(model_config, LoraConfig.from_pretrained(path))
+        _check_shapes(Path(path), {saved_name(name): tuple(tensor.shape) for name, tensor in wanted.items()})
+        return
+    _adapter(
+        model_config,
+        LoraConfig(
+            r=fields["lora_rank"], lora_alpha=fields["lora_alpha"], target_modules=copy.copy(fields["target_modules"])
+        ),
+    )
+
+
+def _adapter(model_config: ModelConfig, config: Any) -> dict[str, torch.Tensor]:
+    """The adapter's tensors, on the meta device, under the names that the model holds them by."""
+    from peft import get_peft_model
+
+    model = meta_model(model_config)
+    linear = sorted(
+        {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what a base on the meta device is not
+            with torch.device("meta"):
+                get_peft_model(model, copy.deepcopy(config))
+    except ValueError as error:
+        raise ConfigError(
+            f"model.lora.targets={_shown(config.target_modules)} cannot be had of this model: "
+            f"{' '.join(str(error).split())}; its linear layers are {', '.join(linear)}"
+        ) from error
+    return held_adapter(model)
+
+
+def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Args: the adapter's folder; the shapes that the model wants, by saved name."""
+    from safetensors import SafetensorError, safe_open
+
+    file = path / "adapter_model.safetensors"
+    try:
+        with safe_open(file, "pt") as opened:
+            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"model.lora.path={path}: {file} cannot be read: {error}") from error
+    missing, unknown = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    if missing or unknown:
+        what = [f"has no {listed(missing)}"] if missing else []
+        what += [f"has {listed(unknown)}, which this one does not take"] if unknown else []
+        raise ConfigError(f"model.lora.path={path} is an adapter for another model: it {', and '.join(what)}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ConfigError(
+                f"model.lora.path={path} is an adapter for another model: {name.removeprefix(PREFIX)} is "
+                f"{shape_text(found[name])} there, this model wants {shape_text(shape)}"
+            )
+
+
+def _shown(targets: Any) -> str:
+    return targets if isinstance(targets, str) else f"[{', '.join(sorted(targets or ()))}]"

@@ -1,0 +1,160 @@
+"""Versions of a model with its adapter added (`sync.what=merged`): what `merge_and_unload` of peft gives, in rows.
+
+A rank holds rows of the base and rows of the adapter's factors. The factors are small, and are gathered whole; each
+product is computed whole, so that what a weight comes to does not depend on how many ranks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trinity_sync.backends.held import HeldSources
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.weights import lora
+from trinity_sync.weights.saved_views import Saved, row_major
+from trinity_sync.weights.shards import Shard, listed, matrix_view
+
+
+class MergedSources:
+    """What a rank publishes of the sums. Making one is collective.
+
+    Args:
+        base: what the rank holds of the base.
+        saved: the tensors of all of the base.
+        adapter: what the rank holds of the adapter, under the names that peft saves.
+        adapter_saved: the tensors of all of the adapter.
+        config: peft's.
+
+    Raises:
+        ConfigError: the adapter is not added as products of matrices alone, or to weights that are saved in another
+            form than they are held in.
+    """
+
+    def __init__(
+        self,
+        base: HeldSources,
+        saved: Mapping[str, Saved],
+        adapter: HeldSources,
+        adapter_saved: Mapping[str, Saved],
+        config: Any,
+    ) -> None:
+        try:
+            self._scale, self._pairs = lora.scaling(config.to_dict()), lora.pairs(adapter_saved)
+        except RunError as error:
+            raise ConfigError(f"sync.what=merged: {error}") from error
+        odd = sorted(name for name in self._pairs if name not in saved or not _is_plain(saved[name]))
+        if odd:
+            raise ConfigError(
+                f"sync.what=merged: the adapter is for {listed(odd)}, which the model saves in another form than it "
+                "holds; choose sync.what=adapter"
+            )
+        self._transposed = bool(config.fan_in_fan_out)
+        self._base = base
+        self._factors = GatheredTensors(adapter, adapter_saved)
+        self._starts = {shard.name: _span(shard)[0] for shard in base.shards()}
+
+    def shards(self) -> Sequence[Shard]:
+        """As of the base."""
+        return self._base.shards()
+
+    def now(self) -> Mapping[str, torch.Tensor]:
+        """The sources by name, each computed when it is asked for, from the adapter as it is now. Collective."""
+        return _Sums(
+            self._base.now(), self._starts, self._factors.now(), self._pairs, self._scale, transposed=self._transposed
+        )
+
+
+class GatheredTensors:
+    """Tensors of which each rank holds ranges, whole on all ranks. Making one is collective.
+
+    Args:
+        held: what this rank holds; of one dtype, and on one device.
+        saved: all tensors.
+    """
+
+    def __init__(self, held: HeldSources, saved: Mapping[str, Saved]) -> None:
+        self._held = held
+        self._shapes = {name: tensor.shape for name, tensor in saved.items()}
+        mine = [(shard.name, *_span(shard)) for shard in held.shards()]
+        self._spans: list[list[tuple[str, int, int]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(self._spans, mine)
+        self._most = max(sum(stop - start for _, start, stop in spans) for spans in self._spans)
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Return copies in fp32, by name. Collective; waits no longer than the group's timeout."""
+        local = self._held.now()
+        mine = [local[name].reshape(-1).float() for name, _, _ in self._spans[dist.get_rank()]]
+        device = mine[0].device if mine else _device()
+        flat = torch.zeros(self._most, device=device)
+        if mine:
+            joined = torch.cat(mine)
+            flat[: joined.numel()] = joined
+        gathered = [torch.empty_like(flat) for _ in self._spans]
+        dist.all_gather(gathered, flat)
+        whole = {name: torch.zeros(prod(shape), device=device) for name, shape in self._shapes.items()}
+        for part, spans in zip(gathered, self._spans, strict=True):
+            at = 0
+            for name, start, stop in spans:
+                whole[name][start:stop] = part[at : at + stop - start]
+                at += stop - start
+        return {name: tensor.reshape(self._shapes[name]) for name, tensor in whole.items()}
+
+
+class _Sums(Mapping[str, torch.Tensor]):
+    """A rank's parts of the sums. One of them is in memory at a time, where who asks keeps none."""
+
+    def __init__(
+        self,
+        base: Mapping[str, torch.Tensor],
+        starts: Mapping[str, int],
+        factors: Mapping[str, torch.Tensor],
+        pairs: Mapping[str, lora.Pair],
+        scale: float,
+        *,
+        transposed: bool,
+    ) -> None:
+        self._base = base
+        self._starts = starts
+        self._factors = factors
+        self._pairs = pairs
+        self._scale = scale
+        self._transposed = transposed
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        part = self._base[name]
+        pair = self._pairs.get(name)
+        if pair is None:
+            return part
+        a, b = self._factors[pair.a].to(part.device), self._factors[pair.b].to(part.device)
+        change = lora.change(a, b, self._scale, transposed=self._transposed).reshape(-1)
+        start = self._starts[name]
+        return part.float() + change[start : start + part.numel()].view(part.shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._base)
+
+    def __len__(self) -> int:
+        return len(self._base)
+
+
+def _span(shard: Shard) -> tuple[int, int]:
+    """The elements of the flattened tensor that a shard is, which are in one range: first, and one past the last."""
+    if not shard.rects:
+        return 0, 0
+    first = min(shard.rects)
+    start = first.row * matrix_view(shard.shape)[1] + first.col
+    return start, start + sum(rect.rows * rect.cols for rect in shard.rects)
+
+
+def _is_plain(saved: Saved) -> bool:
+    return saved.held is not None and saved.offset == 0 and saved.stride == row_major(saved.shape)
+
+
+def _device() -> torch.device:
+    """Where a rank that holds nothing takes part: there where the others' tensors are."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

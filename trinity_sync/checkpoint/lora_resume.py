@@ -1,0 +1,88 @@
+"""Whether a run may go on from a checkpoint as far as LoRA is concerned: the same thing is trained, on the same base.
+
+Needs no torch: what a checkpoint holds stands in its manifest and in the ``adapter_config.json`` beside the adapter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint.places import ADAPTER_CONFIG
+from trinity_sync.errors import ConfigError
+
+
+def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
+    """Check that a run that trains an adapter goes on from one, and any other run from whole weights.
+
+    Args:
+        folder: the step folder.
+        manifest: its manifest.
+        lora: the run trains an adapter.
+
+    Raises:
+        ConfigError: the checkpoint is of the other kind.
+    """
+    if lora and manifest.base is None:
+        raise ConfigError(
+            f"{folder} is a checkpoint of a whole model, this run trains a LoRA adapter (model.lora); leave it out, or "
+            "begin a run with model.path at an export of that checkpoint"
+        )
+    if not lora and manifest.base is not None:
+        raise ConfigError(
+            f"{folder} is of a LoRA adapter on {manifest.base.path}, this run trains the whole model; set "
+            "model.lora.rank, or begin a run with model.path at `trinity-sync ckpt export --merged`"
+        )
+
+
+def check_adapter(folder: Path, rank: int, targets: str | Collection[str] | None) -> None:
+    """Check that the adapter in a full checkpoint has the rank and the targets of the one that is to be trained.
+
+    Args:
+        folder: the step folder.
+        rank: of the adapter to be trained.
+        targets: names of the modules that it is for, as peft has resolved them; None: not compared.
+
+    Raises:
+        ConfigError: it has others, or nothing tells.
+    """
+    path = folder / "actor" / ADAPTER_CONFIG
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        found, modules = int(saved["r"]), saved["target_modules"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} cannot be read, by which a run goes on with an adapter: {error}") from error
+    if found != rank:
+        raise ConfigError(f"{folder} holds an adapter of rank {found}, this run asks for model.lora.rank={rank}")
+    if targets is not None and _names(modules) != _names(targets):
+        raise ConfigError(
+            f"{folder} holds an adapter for {_shown(modules)}, this run asks for model.lora.targets={_shown(targets)}"
+        )
+
+
+def check_base(folder: Path, manifest: Manifest, digest: str) -> None:
+    """Check that an adapter goes on upon the base that it was trained on.
+
+    Args:
+        folder: the step folder.
+        manifest: its manifest.
+        digest: version digest, in wire dtype, of the base that the run has loaded.
+
+    Raises:
+        ConfigError: it is another one.
+    """
+    if manifest.base is not None and manifest.base.digest != digest:
+        raise ConfigError(
+            f"{folder} was trained on a base with the digest {manifest.base.digest} (model.path={manifest.base.path}), "
+            f"the base of this run has {digest}; an adapter goes on upon its own base only"
+        )
+
+
+def _names(targets: str | Collection[str]) -> set[str]:
+    return {targets} if isinstance(targets, str) else set(targets)
+
+
+def _shown(targets: str | Collection[str]) -> str:
+    return ", ".join(sorted(_names(targets)))

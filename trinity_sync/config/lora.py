@@ -1,0 +1,155 @@
+"""Which adapter a run trains (`model.lora`) and what of it travels (`sync.what`), from the configuration and, where an
+adapter is gone on from, its ``adapter_config.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import ListConfig
+
+from trinity_sync.config.problems import Get, Problem
+from trinity_sync.config.schema import Config, LoraConfig
+from trinity_sync.errors import ConfigError
+
+ALPHA = 16
+"""Of a new adapter, where `model.lora.alpha` is null: verl's default."""
+
+TARGETS = "all-linear"
+"""Of a new adapter, where `model.lora.targets` is null."""
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter that a run trains.
+
+    Attributes:
+        rank, alpha: the adapter counts alpha / rank times.
+        targets: names of linear layers, or what peft has a word for.
+        path: of the adapter that is gone on from; None: a new one.
+    """
+
+    rank: int
+    alpha: int
+    targets: str | tuple[str, ...]
+    path: str | None
+
+
+def adapter_of(lora: LoraConfig) -> Adapter | None:
+    """Return the adapter that is trained; None: none, all weights are.
+
+    Args:
+        lora: of a config that is typed.
+
+    Raises:
+        ConfigError: the folder cannot be used, or is of another adapter than the other keys ask for.
+    """
+    if lora.path is None:
+        if not lora.rank:
+            return None
+        targets = TARGETS if lora.targets is None else lora.targets
+        return Adapter(lora.rank, ALPHA if lora.alpha is None else lora.alpha, _named(targets), None)
+    rank, alpha, targets = _read(lora.path)
+    if lora.rank and lora.rank != rank:
+        raise ConfigError(f"model.lora.rank is {lora.rank}, the adapter at model.lora.path has {rank}; leave it out")
+    if lora.alpha is not None and lora.alpha != alpha:
+        raise ConfigError(f"model.lora.alpha is {lora.alpha}, the adapter at model.lora.path has {alpha}; leave it out")
+    if lora.targets is not None and _set(_named(lora.targets)) != _set(targets):
+        raise ConfigError(
+            f"model.lora.targets is {_shown(_named(lora.targets))}, the adapter at model.lora.path is for "
+            f"{_shown(targets)}; leave it out"
+        )
+    return Adapter(rank, alpha, targets, lora.path)
+
+
+def travels(cfg: Config) -> str:
+    """Return what a version consists of: ``full``, ``adapter`` or ``merged``.
+
+    Args:
+        cfg: typed and checked.
+    """
+    if cfg.sync.what != "auto":
+        return cfg.sync.what
+    return "full" if adapter_of(cfg.model.lora) is None else "adapter"
+
+
+def check_lora(get: Get) -> Iterator[Problem]:
+    """That the adapter can be trained, and that what travels is there."""
+    lora, what = get("model.lora"), get("sync.what")
+    targets = lora.targets
+    listed = isinstance(targets, list | tuple | ListConfig)
+    if not (targets is None or isinstance(targets, str) or (listed and all(isinstance(one, str) for one in targets))):
+        yield Problem("model.lora.targets", f"is {targets}; must be all-linear, or names such as [q_proj, v_proj]")
+        return
+    if targets is not None and not len(targets):
+        yield Problem("model.lora.targets", "names nothing; must be all-linear, or names such as [q_proj, v_proj]")
+        return
+    try:
+        adapter = adapter_of(lora)
+    except ConfigError as error:
+        key, _, text = str(error).partition(" ")
+        yield Problem(key, text)
+        return
+    if adapter is None:
+        for key in ("alpha", "targets"):
+            if lora[key] is not None:
+                yield Problem(f"model.lora.{key}", f"is {lora[key]}, but no adapter is trained; set model.lora.rank")
+        if what in ("adapter", "merged"):
+            yield Problem("sync.what", f"is {what}, but no adapter is trained; set model.lora.rank, or leave it out")
+    elif what == "merged" and get("sync.mode") == "checkpoint":
+        yield Problem(
+            "sync.what",
+            "is merged, which sync=checkpoint cannot: a checkpoint's folder would hold the adapter and the whole model "
+            "at once; choose sync=memory or sync=nccl, or sync.what=adapter",
+        )
+    elif what == "full":
+        yield Problem(
+            "sync.what",
+            f"is full, which sync={get('sync.mode')} cannot with an adapter: the model is the base and the adapter; "
+            "choose adapter (the adapter alone) or merged (the whole model with the adapter added)",
+        )
+
+
+def _read(path: str) -> tuple[int, int, str | tuple[str, ...]]:
+    """Rank, alpha and targets of the adapter in a folder."""
+    folder = Path(path)
+    for name in _FILES:
+        if not (folder / name).is_file():
+            raise ConfigError(f"model.lora.path is {path}, where there is no {name}; name a folder that peft saved")
+    file = folder / _FILES[0]
+    try:
+        body: Any = json.loads(file.read_text(encoding="utf-8"))
+        kind, rank, alpha, targets = (body[key] for key in ("peft_type", "r", "lora_alpha", "target_modules"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"model.lora.path is {path}, whose {_FILES[0]} cannot be used: {error!r}") from error
+    if kind != "LORA" or not all(type(one) is int and one > 0 for one in (rank, alpha)) or not targets:
+        raise ConfigError(
+            f"model.lora.path is {path}, whose {_FILES[0]} is of no LoRA adapter: peft_type {kind}, r {rank}, "
+            f"lora_alpha {alpha}, target_modules {targets}"
+        )
+    odd = [
+        key
+        for key in ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+        if body.get(key)
+    ]
+    if odd:
+        raise ConfigError(f"model.lora.path is {path}, an adapter with {', '.join(odd)}, which is not trained here")
+    return rank, alpha, _named(targets)
+
+
+def _named(targets: Any) -> str | tuple[str, ...]:
+    return targets if isinstance(targets, str) else tuple(targets)
+
+
+def _set(targets: str | tuple[str, ...]) -> set[str]:
+    return {targets} if isinstance(targets, str) else set(targets)
+
+
+def _shown(targets: str | tuple[str, ...]) -> str:
+    return ", ".join(sorted(_set(targets)))

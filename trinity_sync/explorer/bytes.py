@@ -1,0 +1,54 @@
+"""An explorer's engine that holds weights and generates nothing: `explorer=bytes`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trinity_sync.errors import RunError
+from trinity_sync.explorer.engine import RolloutEngine
+from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import Task
+from trinity_sync.weights.tensors import saved_tensors
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+
+
+class BytesEngine(RolloutEngine):
+    """A model's weights, laid out as transformers holds them, or an adapter's; on the GPU where there is one.
+
+    Args:
+        model_path: folder of the model, as `BytesOption.make_model` writes it.
+        dtype: of the weights: ``bf16``, ``fp32`` or ``fp16``.
+        settings: of engines that generate; not used.
+    """
+
+    def __init__(self, model_path: str, *, dtype: str, **settings: Any) -> None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        folder, kind = Path(model_path), _DTYPES[dtype]
+        lora = lora_of(folder)
+        model = empty_model(folder, kind, "meta" if lora else device)
+        self._destinations = (
+            {
+                name: torch.empty(saved.shape, dtype=kind, device=device)
+                for name, saved in adapter_list(model, **lora).items()
+            }
+            if lora
+            else saved_tensors(model)
+        )
+
+    def destinations(self) -> Mapping[str, torch.Tensor]:
+        return self._destinations
+
+    def after_load(self) -> None:
+        """Nothing is computed with the weights."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+    ) -> SampleBatch:
+        raise RunError("explorer=bytes holds weights only and generates nothing; choose another explorer")

@@ -1,0 +1,206 @@
+"""The shapes of published models, without their weights: what `workload=bytes` moves.
+
+The files in `published/` hold the sizes that the config.json of Qwen3-0.6B, Qwen3-8B, Qwen3-30B-A3B and Qwen3-235B-A22B
+on the Hugging Face hub give. transformers is imported where a model is made, in ranks and explorers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.shards import listed
+
+if TYPE_CHECKING:
+    import torch
+
+SIZES = "shapes.json"
+"""Beside a model's config.json: bytes in bf16 of what is moved, those of the whole model, and `lora`: which adapter is
+moved in place of the weights, if any (`rank`, `targets`).
+"""
+ALL_LINEAR = "all-linear"
+"""For peft: each linear layer but the one that gives the logits."""
+
+_PUBLISHED = Path(__file__).parent / "published"
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def read_shapes(shapes: str) -> dict[str, Any]:
+    """Read the fields of a model's config.
+
+    Args:
+        shapes: the name of a model in `published/`, or the path of a config.json (`model.shapes`).
+
+    Raises:
+        ConfigError: there is none, or it is broken; says which there are.
+    """
+    own = _PUBLISHED / f"{shapes}.json"
+    path = own if own.parent == _PUBLISHED and own.is_file() else Path(shapes)
+    if not path.is_file():
+        names = ", ".join(sorted(file.stem for file in _PUBLISHED.glob("*.json")))
+        raise ConfigError(f"model.shapes is {shapes}, which is no file; give one of {names}, or a config.json")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.shapes: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
+        raise ConfigError(f"model.shapes: {path} names no model_type; give the config.json of a model")
+    return fields
+
+
+def cut(fields: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Complete the fields of a config, and cut it to its first layers.
+
+    Args:
+        fields: what `read_shapes` gave.
+        layers: how many stay, None for all.
+
+    Returns:
+        The fields of the whole model and of what is left of it.
+
+    Raises:
+        ConfigError: transformers does not know the model, or it has fewer layers.
+    """
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = fields["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        raise ConfigError(f"model.shapes: model_type is {model_type!r}, which transformers does not know; try qwen3")
+    kind = CONFIG_MAPPING[model_type]
+    try:
+        whole: dict[str, Any] = kind.from_dict(dict(fields)).to_dict()
+        # whoever reads a checkpoint goes by it
+        whole["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.shapes: {kind.__name__} does not take this file: {reason}") from error
+    key = kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    count = whole.get(key)
+    if not isinstance(count, int) or count < 1:
+        raise ConfigError(f"model.shapes: {key} is {count}; it must be a number of layers, at least 1")
+    if layers is None:
+        return whole, whole
+    if layers > count:
+        raise ConfigError(f"model.layers is {layers}, but the model has {count}; give at most that")
+    left = {
+        name: value[:layers] if isinstance(value, list) and len(value) == count else value
+        for name, value in whole.items()
+    }
+    return whole, {**left, key: layers}
+
+
+def saved_shapes(fields: Mapping[str, Any], lora: Mapping[str, Any] | None = None) -> dict[str, Saved]:
+    """What `save_pretrained` of a model with these fields would write, by name; or of an adapter for it.
+
+    Args:
+        fields: of the model's config.
+        lora: `rank` and `targets` of the adapter.
+
+    Raises:
+        ConfigError: transformers cannot make a causal language model of them, or the adapter has no layer.
+    """
+    from trinity_sync.weights.tensors import saved_list
+
+    model = _made(_config(fields), "meta", None)
+    return adapter_list(model, **lora) if lora else saved_list(model)
+
+
+def adapter_list(model: torch.nn.Module, rank: int, targets: str | Sequence[str]) -> dict[str, Saved]:
+    """What peft would save of a LoRA adapter for a model, by name, and under which name the wrapped model holds it.
+
+    Args:
+        model: of transformers; no tensor is read.
+        rank: of the adapter.
+        targets: ends of the names of linear layers, or `ALL_LINEAR`.
+
+    Raises:
+        ConfigError: no linear layer has such a name.
+    """
+    from torch.nn import Linear
+
+    from trinity_sync.weights.lora import PREFIX, saved_name
+
+    logits = model.get_output_embeddings()  # type: ignore[operator]
+    linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    if targets == ALL_LINEAR:
+        chosen = {name: layer for name, layer in linear.items() if layer is not logits}
+    else:
+        ends = [targets] if isinstance(targets, str) else list(targets)
+        if missing := [end for end in ends if not any(_ends(name, end) for name in linear)]:
+            raise ConfigError(
+                f"model.lora.targets: no linear layer is called {listed(missing)}; there are "
+                f"{listed(sorted({name.rpartition('.')[2] for name in linear}))}"
+            )
+        chosen = {name: layer for name, layer in linear.items() if any(_ends(name, end) for end in ends)}
+    found = {}
+    for name, layer in chosen.items():
+        for kind, shape in (("lora_A", (rank, layer.in_features)), ("lora_B", (layer.out_features, rank))):
+            held = f"{PREFIX}{name}.{kind}.default.weight"
+            found[saved_name(held)] = Saved.as_held("BF16", shape, held)
+    return found
+
+
+def lora_of(folder: Path) -> dict[str, Any] | None:
+    """Which adapter is moved in place of the weights of a model that `BytesOption.make_model` wrote, if any."""
+    found: dict[str, Any] | None = json.loads((folder / SIZES).read_text(encoding="utf-8"))["lora"]
+    return found
+
+
+def _ends(name: str, end: str) -> bool:
+    return name == end or name.endswith(f".{end}")
+
+
+def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
+    """Make a model whose weights are not filled.
+
+    Args:
+        folder: with its config.json.
+        dtype: of its weights, None for the config's own.
+        device: where; ``"meta"`` for none.
+    """
+    return _made(_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
+
+
+def bytes_by_layers(saved: Mapping[str, Saved]) -> list[int]:
+    """Bytes in bf16 of what is left of a model with 0, 1, ... and all of its layers."""
+    sizes: dict[int, int] = {}
+    for name, (_, shape, *_) in saved.items():
+        found = _LAYER.search(name)
+        numel = 1
+        for extent in shape:
+            numel *= extent
+        layer = int(found[1]) if found else -1
+        sizes[layer] = sizes.get(layer, 0) + 2 * numel
+    sums = [sizes.get(-1, 0)]
+    for layer in range(max(sizes, default=-1) + 1):
+        sums.append(sums[-1] + sizes.get(layer, 0))
+    return sums
+
+
+def _config(fields: Mapping[str, Any]) -> Any:
+    from transformers import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+
+
+def _made(config: Any, device: str, dtype: torch.dtype | None) -> torch.nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    try:
+        with no_init_weights(), torch.device(device):
+            model: torch.nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=dtype or torch.bfloat16, attn_implementation="eager"
+            )
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"model.shapes: transformers makes no causal language model of this: {reason}") from error
+    model.tie_weights()  # type: ignore[operator]
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,178 @@
+"""What every rank of the trainer does, whichever engine trains: it stages versions and saves checkpoints.
+
+Which methods are collective is said at each: all ranks are to be called, in the same order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.calls import this_process
+from trinity_sync.actors.rank import RankInfo
+from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.backends.meetings import Meetings
+from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.checkpoint.lock import writer_of
+from trinity_sync.config import build
+from trinity_sync.host.logs import story
+from trinity_sync.host.memory import peak_memory
+from trinity_sync.protocol.staged import part_name
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.base import SyncMode
+from trinity_sync.tracking import units
+from trinity_sync.trainer.agent_saver import AgentSaver
+from trinity_sync.trainer.backend_saver import BackendSaver
+from trinity_sync.trainer.base_model import base_digest
+from trinity_sync.trainer.saver import Saver
+from trinity_sync.trainer.spec import WorkerSpec
+from trinity_sync.trainer.stager import WeightStager
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.slots import map_segment
+from trinity_sync.weights.staging import pin_segment
+
+
+class Member:
+    """A rank's share of versions and checkpoints. A worker inherits it, and calls `hold` once its engine is up."""
+
+    def hold(self, spec: WorkerSpec, backend: Any, rank: int) -> RankInfo:
+        """Take the view of an engine that is up; return what this rank holds.
+
+        Args:
+            spec: what the rank is built from.
+            backend: what `BackendOption.view` gives.
+            rank: its number.
+
+        Raises:
+            ConfigError: it trains an adapter, on another base than the model's folder has.
+        """
+        self._spec = spec
+        self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
+        self._segments: dict[int, mmap.mmap] = {}
+        self._saver: Saver
+        self._stager: WeightStager
+        self._backend: Any = backend
+        self._rank = rank
+        shards = backend.shards()
+        self._part = part_name(rank)
+        self._layout = PartLayout.build(self._part, shards, spec.bucket_bytes)
+        story.info("up: %s, holds %s of the weights", spec.backend.strategy, units.size(self._layout.nbytes))
+        return RankInfo(
+            rank=rank,
+            part=self._part,
+            layout=self._layout if shards else None,
+            node=ray.get_runtime_context().get_node_id(),
+            pid=os.getpid(),
+            saved={name: saved[:2] for name, saved in backend.saved().items()} if rank == 0 else None,
+            base=base_digest(spec.model_path, backend.base(), told=rank == 0) if spec.lora else None,
+        )
+
+    def attach(
+        self,
+        agent: AgentClient,
+        paths: dict[int, str],
+        synchronizer: SynchronizerClient,
+        make_coordinator: Callable[..., CheckpointCoordinator],
+        timeout_s: float,
+    ) -> None:
+        """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor.
+
+        Args:
+            agent: of this node.
+            paths: slot -> this rank's file in it; empty for a rank that holds nothing of its own.
+            synchronizer: the run's synchronizer.
+            make_coordinator: makes the coordinator through which this rank saves, of `node_id` and `job_id`.
+            timeout_s: limit of the waits for a background save, seconds.
+        """
+        # While this process lives, so does the call: in a free run no other may be under way when it dies.
+        self._lifeline = synchronizer.lifeline()
+        synchronizer.watch(this_process(f"trainer rank {self._rank}"), [self._lifeline.reference])
+        self._segments = {
+            slot: map_segment(Path(path), self._layout.nbytes, writable=True) for slot, path in paths.items()
+        }
+        for segment in self._segments.values():
+            pin_segment(segment)
+        self._stager = WeightStager(
+            self._backend,
+            self._layout,
+            self._segments,
+            agent,
+            self._part,
+            timeout_s=timeout_s,
+        )
+        coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self._rank}")
+        meetings = Meetings.of_default_group(timeout_s)
+        if self._spec.backend.writes_own_files:
+            self._saver = BackendSaver(self._backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
+            return
+        self._saver = AgentSaver(
+            self._backend,
+            agent,
+            coordinator,
+            meetings,
+            self._part,
+            writes_metadata=self._rank == 0,
+            form=self._spec.checkpoint_format,
+            lazy=self._spec.lazy_snapshot,
+        )
+
+    # -- versions
+
+    def stage(self, version: Version, slot: int, lazily: bool = False) -> float:
+        """Copy this rank's shards into the slot and tell the agent; see `WeightStager.stage`. Collective where the
+        engine offloads.
+
+        Returns:
+            Seconds in which the trainer was blocked so far.
+        """
+        blocked = self._stager.stage(version, slot, lazily=lazily)
+        how = "began to stage" if lazily else "staged"
+        story.info("%s version %s into slot %d: stood still %s", how, version, slot, units.seconds(blocked))
+        return blocked
+
+    def send(self, broadcast: Broadcast) -> int:
+        """Send this rank's staged part to the explorers of a broadcast; bytes sent."""
+        return self._sync.send(broadcast, self._part, self._layout, self._segments[broadcast.slot])
+
+    # -- checkpoints
+
+    def save(self, step: int, folder: str) -> float:
+        """Begin to save the training state into `folder`, part ``rank-…`` of the step. Collective. What it fails of
+        fails the step at the monitor, and is not raised.
+
+        Returns:
+            Seconds in which the trainer was blocked so far.
+        """
+        blocked = self._saver.save(step, Path(folder))
+        story.info("began to save step %d: stood still %s", step, units.seconds(blocked))
+        return blocked
+
+    def save_blocked(self, step: int) -> float:
+        """Seconds in which the trainer was blocked for the save of `step`, with what the optimizer's step waited."""
+        return self._saver.blocked_s(step)
+
+    def load(self, folder: str) -> None:
+        """Restore the training state from a full checkpoint's folder. Collective."""
+        started = time.perf_counter()
+        self._backend.load(Path(folder) / "actor")
+        story.info("restored %s in %s", folder, units.seconds(time.perf_counter() - started))
+
+    def writer_of(self, folder: str) -> str | None:
+        """See `trinity_sync.checkpoint.lock.writer_of`: the driver is told whether this rank sees the folder."""
+        return writer_of(Path(folder))
+
+    def finish_saves(self) -> None:
+        """Wait until this rank's saves are in other hands, which hurry; raises what one of them raised."""
+        self._saver.finish()
+
+    def memory(self) -> dict[str, int]:
+        """Peak resident bytes of this process."""
+        return {"peak_rss": peak_memory(), "pid": os.getpid()}

@@ -1,0 +1,122 @@
+"""LoRA adapters: their tensors' names, and what they come to when they are added to the weights below them.
+
+An adapter travels and is saved under the names that peft's ``save_pretrained`` writes. A model that trains one holds
+its tensors under names with the adapter's own in it (``...q_proj.lora_A.default.weight``), as peft makes them, and so
+do verl's files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from trinity_sync.errors import RunError
+from trinity_sync.weights.shards import listed
+
+PREFIX = "base_model.model."
+"""Of all tensors of a model that peft has wrapped."""
+
+_HELD = ".default"
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+class Pair(NamedTuple):
+    """Names of the two factors of what is added to one weight, as peft saves them."""
+
+    a: str
+    b: str
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a tensor of a model that peft has wrapped belongs to the adapter; by verl's own rule."""
+    return "lora_" in name or ".adapter_" in name
+
+
+def saved_name(held: str) -> str:
+    """Return the name under which peft saves a tensor that the model holds under this one."""
+    return held.removesuffix(_HELD) if held.endswith(_HELD) else held.replace(f"{_HELD}.", ".")
+
+
+def base_name(held: str) -> str | None:
+    """Return the name that a tensor of a model that peft has wrapped has in the model itself; None: it is the
+    adapter's.
+    """
+    return None if is_adapter(held) else held.removeprefix(PREFIX).replace(".base_layer.", ".")
+
+
+def held_adapter(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the adapter's live tensors, detached, under the names by which peft's wrapper of the model holds them.
+
+    Args:
+        model: what peft has put the adapter into; not the wrapper itself.
+    """
+    state = model.state_dict(keep_vars=True)
+    return {PREFIX + name: tensor.detach() for name, tensor in state.items() if is_adapter(name)}
+
+
+def pairs(names: Iterable[str]) -> dict[str, Pair]:
+    """Return the factors of an adapter by the weight that they are added to, under the name the model saves it by.
+
+    Args:
+        names: of the adapter's tensors, as peft saves them.
+
+    Raises:
+        RunError: there is something else than pairs of factors of linear layers.
+    """
+    names = set(names)
+    found = {
+        name.removeprefix(PREFIX).removesuffix(_A) + ".weight": Pair(name, name.removesuffix(_A) + _B)
+        for name in names
+        if name.startswith(PREFIX) and name.endswith(_A)
+    }
+    odd = sorted(names ^ {name for pair in found.values() for name in pair})
+    if odd:
+        raise RunError(f"the adapter is not made of pairs of lora_A and lora_B for linear layers: {listed(odd)}")
+    return found
+
+
+def scaling(config: Mapping[str, object]) -> float:
+    """Return what the product of the factors is multiplied by, from an ``adapter_config.json``.
+
+    Raises:
+        RunError: it asks for something that is not added as a product alone; says what.
+    """
+    refused = [
+        key
+        for key in ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+        if config.get(key)
+    ]
+    if refused:
+        raise RunError(f"an adapter with {', '.join(refused)} is not merged here; merge it with peft")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise RunError(
+            f"the adapter's r is {rank!r} and its lora_alpha {alpha!r}; expected a positive integer, a number"
+        )
+    assert isinstance(alpha, int | float)
+    return float(alpha) / (rank**0.5 if config.get("use_rslora") else rank)
+
+
+def merged(
+    weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, *, transposed: bool = False
+) -> torch.Tensor:
+    """Return a weight with an adapter's product added, in the weight's dtype; computed whole, in float32.
+
+    Ranks that hold rows of the weight compute the whole product too and cut it: a product of rows may round otherwise.
+
+    Args:
+        weight: [out, in], on any device; [in, out] with `transposed`.
+        a: [rank, in].
+        b: [out, rank].
+        scale: see `scaling`.
+        transposed: the layer keeps its weight transposed (peft's ``fan_in_fan_out``: GPT-2's Conv1D).
+    """
+    return (weight.float() + change(a, b, scale, transposed=transposed)).to(weight.dtype)
+
+
+def change(a: torch.Tensor, b: torch.Tensor, scale: float, *, transposed: bool = False) -> torch.Tensor:
+    """Return what an adapter adds to a weight, in float32; arguments as of `merged`."""
+    product = (b.float() @ a.float()) * scale
+    return product.T if transposed else product
