@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -69,16 +68,18 @@ def test_a_failing_lint_is_told_while_the_tests_run_on() -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("tell", [os.kill, os.killpg])
-def test_who_is_told_to_end_ends_both(signum: int, tell: Callable[[int, int], None]) -> None:
+def test_who_is_told_to_end_ends_both(signum: int, tell: Callable[[int, int], None], tmp_path: Path) -> None:
     """Whether a terminal tells all of its processes, or somebody this program alone."""
-    program = beside("echo $$; exec sleep 60", *LONG)
+    os.mkfifo(tmp_path / "pid")
+    program = beside(f"echo $$ > {tmp_path}/pid; exec sleep 60", *LONG)
     assert program.stdout is not None
     assert program.stdout.readline() == "begun\n"
+    lint = int((tmp_path / "pid").read_text())  # waits for it
     tell(program.pid, signum)
     output, _ = program.communicate(timeout=30)
     assert program.returncode == 128 + signum
     assert output.splitlines()[-1] == "lint failed (exit code 143); tests failed (exit code 130)"
-    assert not Path("/proc", re.search(r"^\d+$", output, re.MULTILINE)[0]).exists()  # type: ignore[index]
+    assert not Path(f"/proc/{lint}").exists()
 
 
 def test_tests_that_take_no_notice_of_an_interrupt_end_at_the_second() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import pytest
 import ray
+from ray import cluster_utils
 from ray.exceptions import AuthenticationError
 
 from trinity_sync.errors import ConfigError, RunError
@@ -163,7 +164,24 @@ def test_nothing_of_it_is_left_afterwards(seen: Seen, root: Path) -> None:
 
 
 def test_the_drivers_environment_is_as_it_was(seen: Seen) -> None:
-    assert seen.environment_after == seen.environment_before
+    assert seen.environment_after == {**seen.environment_before, "RAY_AUTH_MODE": "token"}
+
+
+def test_another_ray_of_the_program_takes_it_for_its_own_afterwards(seen: Seen) -> None:
+    """What was one Ray's alone would keep it out: Ray holds on to its way of authentication for a program's life."""
+    other = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        ray.init(address=other.address, log_to_driver=False, logging_level="ERROR")
+
+        @ray.remote(num_cpus=0)
+        class Actor:
+            def look(self) -> str:
+                return "here"
+
+        assert ray.get(Actor.remote().look.remote(), timeout=60) == "here"
+    finally:
+        ray.shutdown()
+        other.shutdown()
 
 
 def test_a_folder_that_a_killed_run_left_is_removed_and_that_of_a_living_one_is_not(seen: Seen, root: Path) -> None:
@@ -252,7 +270,7 @@ def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path
         pass
     assert list(deep.iterdir()) == []
     assert not ray.is_initialized()
-    assert dict(os.environ) == before
+    assert dict(os.environ) == {**before, "RAY_AUTH_MODE": "token"}
 
 
 def test_a_folder_for_ray_is_made_or_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

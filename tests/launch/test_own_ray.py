@@ -173,7 +173,7 @@ def test_one_whose_raylet_dies_between_two_runs_is_replaced(root: Path) -> None:
 def test_forks_whose_server_has_gone_are_found(root: Path) -> None:
     with ray_kept():
         with a_run(root) as first:
-            (server,) = [p for p in psutil.Process().children() if "fork_server.py" in str(p.cmdline())]
+            (server,) = [p for p in psutil.Process().children() if lives(p) and "fork_server.py" in str(p.cmdline())]
             fork = ray.get(Actor.remote().look.remote(), timeout=100)
             server.kill()
             server.wait(30)
@@ -220,7 +220,7 @@ def test_a_server_that_cannot_be_started_is_an_error_of_the_run(tmp_path: Path) 
 @pytest.mark.timeout(300)
 def test_without_the_server_ray_starts_processes_itself(root: Path) -> None:
     with a_run(root):
-        (server,) = [p for p in psutil.Process().children() if "fork_server.py" in str(p.cmdline())]
+        (server,) = [p for p in psutil.Process().children() if lives(p) and "fork_server.py" in str(p.cmdline())]
         actor = Actor.remote()
         assert "fork_server" in ray.get(actor.look.remote(), timeout=100)["parent"]
         server.kill()

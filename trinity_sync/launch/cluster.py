@@ -20,7 +20,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.logs import story
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
-from trinity_sync.launch.own_ray import check_unconnected, first_line, own_ray, own_sigterm
+from trinity_sync.launch.own_ray import AUTHENTICATION, check_unconnected, first_line, own_ray, own_sigterm
 from trinity_sync.launch.ray_end import give_up, shut_down
 
 logger = logging.getLogger(__name__)
@@ -169,10 +169,13 @@ def _ray_logged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _restored_environment() -> Iterator[None]:
-    """Take back at the end whatever was set in the block: Ray leaves settings of its own in its driver."""
+    """Take back at the end what was set in the block: Ray leaves settings of its own in its driver. `AUTHENTICATION`
+    alone stays.
+    """
     before = dict(os.environ)
     try:
         yield
     finally:
+        before |= {name: os.environ[name] for name in (AUTHENTICATION,) if name in os.environ}
         os.environ.clear()
         os.environ.update(before)

@@ -32,6 +32,11 @@ from trinity_sync.launch.ray_end import kill_all, lives, processes_of, shut_down
 
 logger = logging.getLogger(__name__)
 
+AUTHENTICATION = "RAY_AUTH_MODE"
+"""Ray's library sets it where it starts a Ray, and holds on to it for the life of the program: without it, processes of
+a later Ray would have no token for a program that asks them for one.
+"""
+
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
 _KILLED_S = 5.0
@@ -113,7 +118,8 @@ def own_ray(
         options: for `ray.init`.
     """
     wanted = {"settings": str(settings), "env": dict(env), "forked": forked}
-    wanted |= {"environment": dict(os.environ), "folder": Path.cwd()}  # which its processes have
+    inherited = {name: value for name, value in os.environ.items() if name != AUTHENTICATION}
+    wanted |= {"environment": inherited, "folder": Path.cwd()}  # which its processes have
     keeper = _keepers[-1] if _keepers else None
     ray = (keeper.take(wanted, cpus) if keeper else None) or _start_own(settings, cpus, wanted, options)
     try:
