@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
+from trinity_sync.config import dtype_name
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
-from trinity_sync.weights.tensors import saved_tensors
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+from trinity_sync.weights.tensors import saved_tensors, to_torch
 
 
 class BytesEngine(RolloutEngine):
@@ -30,7 +29,7 @@ class BytesEngine(RolloutEngine):
 
     def __init__(self, model_path: str, *, dtype: str, **settings: Any) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        folder, kind = Path(model_path), _DTYPES[dtype]
+        folder, kind = Path(model_path), to_torch(dtype_name(dtype))
         lora = lora_of(folder)
         model = empty_model(folder, kind, "meta" if lora else device)
         self._destinations = (

@@ -18,6 +18,7 @@ from trinity_sync.weights.shards import listed
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 SIZES = "shapes.json"
 """Beside a model's config.json: bytes in bf16 of what is moved, those of the whole model, and `lora`: which adapter is
@@ -156,7 +157,7 @@ def _ends(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
 
-def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> torch.nn.Module:
+def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrainedModel:
     """Make a model whose weights are not filled.
 
     Args:
@@ -183,24 +184,20 @@ def bytes_by_layers(saved: Mapping[str, Saved]) -> list[int]:
     return sums
 
 
-def _config(fields: Mapping[str, Any]) -> Any:
+def _config(fields: Mapping[str, Any]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+    config: PreTrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+    return config
 
 
-def _made(config: Any, device: str, dtype: torch.dtype | None) -> torch.nn.Module:
+def _made(config: PreTrainedConfig, device: str, dtype: torch.dtype | None) -> PreTrainedModel:
     import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
+
+    from trinity_sync.models.unfilled import unfilled_model
 
     try:
-        with no_init_weights(), torch.device(device):
-            model: torch.nn.Module = AutoModelForCausalLM.from_config(
-                config, dtype=dtype or torch.bfloat16, attn_implementation="eager"
-            )
+        return unfilled_model(config, dtype or torch.bfloat16, device, attn_implementation="eager")
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.shapes: transformers makes no causal language model of this: {reason}") from error
-    model.tie_weights()  # type: ignore[operator]
-    return model.eval().requires_grad_(False)
