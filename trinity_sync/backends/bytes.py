@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from trinity_sync.backends.base import Deadline, Format
 from trinity_sync.backends.held import HeldPart, HeldSources, SavedParts
 from trinity_sync.backends.meetings import Meeting
-from trinity_sync.backends.safe_loading import nothing_runs
+from trinity_sync.backends.safe_loading import load_file
 from trinity_sync.backends.saved import on_the_wire
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
@@ -190,11 +190,11 @@ class BytesBackend:
         return [config, sharding]
 
     def load(self, folder: Path) -> None:
-        model = _load(folder / self._file("model"))
+        model = load_file(folder / self._file("model"), mmap=True)
         for name, local in self._held.items():
             local.copy_(model[name].to_local())
         if self._averages:
-            averages = _load(folder / self._file("optim"))
+            averages = load_file(folder / self._file("optim"), mmap=True)
             for name, local in self._averages.items():
                 local.copy_(averages[name])
         dist.barrier()
@@ -210,15 +210,6 @@ def _adapter(
     saved = adapter_list(model, **lora)
     wire = Wire(wire_dtype, kept_names(keep_fp32 or (), saved, strict=keep_fp32 is not None))
     return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        with nothing_runs(path):
-            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-            return found
-    except (OSError, RuntimeError, EOFError) as error:
-        raise RunError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
