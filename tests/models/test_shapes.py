@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_refused_with_the_most_that_does(tmp_path: Path, mo
     assert not (tmp_path / "model").exists()
     option.make_model({**engine, "layers": 2}, {}, 0, tmp_path / "model")
     sizes = json.loads((tmp_path / "model" / SIZES).read_text())
-    assert sizes == {"bytes": sums[2], "bytes_whole": sums[3], "lora": None}
+    assert sizes == {"bytes": sums[2], "bytes_whole": sums[3], "shapes": SMALL, "layers": 2, "lora": None}
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "mlp.down_proj"]])

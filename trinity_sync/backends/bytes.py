@@ -190,13 +190,22 @@ class BytesBackend:
         return [config, sharding]
 
     def load(self, folder: Path) -> None:
-        model = load_file(folder / self._file("model"), mmap=True)
+        path, averages = folder / self._file("model"), folder / self._file("optim")
+        model = load_file(path, mmap=True)
+        found = {name: tuple(tensor.shape) for name, tensor in model.items()}
+        if odd := {name for name, _ in found.items() ^ self._shapes.items()}:
+            raise RunError(
+                f"{path} is of another model, as {listed(sorted(odd))} show; go on with the model.shapes, model.layers "
+                "and model.lora with which it was saved"
+            )
+        if averages.exists() != bool(self._averages):
+            raise RunError(f"{folder} was saved with workload.optimizer={str(averages.exists()).lower()}; set that")
         for name, local in self._held.items():
             local.copy_(model[name].to_local())
         if self._averages:
-            averages = load_file(folder / self._file("optim"), mmap=True)
+            saved = load_file(averages, mmap=True)
             for name, local in self._averages.items():
-                local.copy_(averages[name])
+                local.copy_(saved[name])
         dist.barrier()
 
     def _file(self, name: str) -> str:
