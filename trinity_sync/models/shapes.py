@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SIZES = "shapes.json"
-"""Beside a model's config.json: `bytes` in bf16 of what is moved, `bytes_whole` of the whole model, and what it was made
-of: `shapes` (what `read_shapes` gave), `layers`, and `lora`, the adapter that is moved in place of the weights, if any
+"""Beside a model's config.json: `bytes` in bf16 of what is moved, `bytes_whole` of the whole model, and what was asked
+for: `shapes` (what `read_shapes` gave), `layers`, and `lora`, the adapter that is moved in place of the weights, if any
 (`rank`, `targets`).
 """
 ALL_LINEAR = "all-linear"
