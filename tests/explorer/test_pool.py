@@ -6,6 +6,7 @@ whole in tests/e2e. Deaths are real.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -184,7 +185,9 @@ def test_a_death_while_generating_changes_no_sample_where_restarts_are_allowed(
         return deliver(explorers, version)
 
     assert list(pool.generate(7, PROMPTS, 2, watched)) == undisturbed
-    assert pools.faults == [("explorer-1", "explorer-1 died while it was to generate for step 7")]
+    ((where, error),) = pools.faults
+    assert where == "explorer-1"
+    assert re.search(r"^explorer-1 died while it was to generate for step 7 \(Worker .+\)$", error)
     # The other one holds the version, and may still be busy with what it was asked for.
     assert loaded == ["explorer-1"]
 
@@ -198,7 +201,9 @@ def test_a_death_while_loading_is_made_good_and_all_have_the_version(
     reports = pool.load(SECOND, how)
     assert [report.explorer for report in reports] == ["explorer-0", "explorer-1"]
     assert {item.version for item in pool.generate(7, PROMPTS, 1, deliver)} == {SECOND}
-    assert pools.faults == [("explorer-0", f"explorer-0 died while it was to load version {SECOND}")]
+    ((where, error),) = pools.faults
+    assert where == "explorer-0"
+    assert re.search(rf"^explorer-0 died while it was to load version {SECOND} \(Worker .+\)$", error)
 
 
 def test_the_leases_of_a_dead_explorer_end_and_those_of_the_one_in_its_place_stay(
@@ -229,7 +234,8 @@ def test_a_death_ends_the_run_where_no_restart_is_left_and_says_what_would_allow
     pool.load(FIRST, deliver)
     pools.tell_to_die("explorer-0", "generate")
     expected = (
-        r"^explorer-0 died while it was to generate for step 3\. See logs/explorer-0\.log\..*explorer\.max_restarts"
+        r"^explorer-0 died while it was to generate for step 3 \(Worker .+\)\. "
+        r"See logs/explorer-0\.log\..*explorer\.max_restarts"
     )
     with pytest.raises(RunError, match=expected):
         pool.generate(3, PROMPTS, 1, deliver)
@@ -240,7 +246,7 @@ def test_an_explorer_that_dies_again_while_it_starts_ends_the_run_with_its_name(
     pool = pools.make(replicas=1, max_restarts=1)
     pool.load(FIRST, deliver)
     pools.tell_to_die("explorer-0", "generate", "start")
-    with pytest.raises(RunError, match=r"^explorer-0 died while it was to start$"):
+    with pytest.raises(RunError, match=r"^explorer-0 died while it was to start \(Worker .+\)$"):
         pool.generate(3, PROMPTS, 1, deliver)
     assert [where for where, _ in pools.faults] == ["explorer-0"]
 

@@ -178,7 +178,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
         ray.get(explorer.attach.remote(trainer.agents, impatient, Member.new(name)), timeout=LIMIT)
     mode = MemoryPublisher(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks=[], timeout_s=limit))
     told, error = {
-        "dies": ("died while it was to answer {}", MemberDied),
+        "dies": (r"died while it was to answer {} \(it was killed by `ray\.kill`\)", MemberDied),
         "hangs": ("did not answer {} within 1 s", WaitTimeout),
     }[how]
     if how == "dies":

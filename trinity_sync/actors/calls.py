@@ -16,6 +16,7 @@ import ray
 from ray import ObjectRef
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from trinity_sync.actors.deaths import DEATHS, why_gone
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.origin import told
 from trinity_sync.protocol.members import Member
@@ -30,14 +31,16 @@ class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
     Args:
         who: the process's name, such as ``"trainer rank 1"``.
         what: what it was to do.
+        why: why it is gone, as far as that is known.
     """
 
-    def __init__(self, who: str, what: str) -> None:
-        super().__init__(who, what)
-        self.who, self.what = who, what
+    def __init__(self, who: str, what: str, why: str = "") -> None:
+        super().__init__(who, what, why)
+        self.who, self.what, self.why = who, what, why
 
     def __str__(self) -> str:
-        return f"{self.who} died while it was to {self.what}"
+        told = f"{self.who} died while it was to {self.what}"
+        return f"{told} ({self.why})" if self.why else told
 
 
 def this_process(name: str) -> Member:
@@ -191,7 +194,7 @@ _GRACE_S = 3.0
 
 
 def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | None) -> Exception:
-    if not isinstance(error, RayActorError) and not _expected(error):
+    if not isinstance(error, DEATHS) and not _expected(error):
         deadline = time.monotonic() + _GRACE_S
         while pending and time.monotonic() < deadline:
             left = max(0.0, deadline - time.monotonic())
@@ -202,15 +205,17 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
             ended = [other for other in pending if other.reference in done]
             pending = [other for other in pending if other.reference not in done]
             found = _failure(ended[0]) if ended else None
-            if found is not None and (isinstance(found[1], RayActorError) or _expected(found[1])):
+            if found is not None and (isinstance(found[1], DEATHS) or _expected(found[1])):
                 call, error = found
                 break
     what = what or call.what
-    if isinstance(error, RayActorError):
-        if error.actor_init_failed:
-            # Ray flattens what the constructor raised into text whose last line is the exception.
-            return RunError(f"{call.who} could not start: {str(error).strip().splitlines()[-1]}")
-        return MemberDied(call.who, what)
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        # Ray flattens what the constructor raised into text whose last line is the exception.
+        return RunError(f"{call.who} could not start: {str(error).strip().splitlines()[-1]}")
+    if isinstance(error, DEATHS):
+        died = MemberDied(call.who, what, why_gone(error))
+        died.__cause__ = error
+        return died
     expected = _expected(error)
     if expected is not None:
         return expected

@@ -39,7 +39,7 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engines import FsdpEngine
-from trinity_sync.backends.safe_loading import nothing_runs
+from trinity_sync.backends.safe_loading import load_file, nothing_runs
 from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import RunError
 from trinity_sync.weights.lora import is_adapter
@@ -93,11 +93,11 @@ class FsdpState:
                 self._load_distributed(folder / DISTRIBUTED)
             else:
                 path = folder / self._file("model")
-                saved, live = _load(path), self._engine.module.state_dict()
+                saved, live = load_file(path), self._engine.module.state_dict()
                 self._check_names(path, saved, self._trained(live))
                 # What the model has beside the adapter goes back as it is, so that nothing is passed over in silence.
                 self._engine.module.load_state_dict({**live, **saved})
-                self._engine.optimizer.load_state_dict(_load(folder / self._file("optim")))
+                self._engine.optimizer.load_state_dict(load_file(folder / self._file("optim")))
         self._load_extra(folder)
         dist.barrier()
 
@@ -162,14 +162,14 @@ class FsdpState:
     def _load_extra(self, folder: Path) -> None:
         own = folder / self._file("extra_state")
         if own.exists():
-            extra = _load(own)
+            extra = load_file(own)
             self._engine.checkpoint_manager.load_rng_state(extra["rng"])
         else:
             # Of another number of ranks: the learning rate is the same on all, the RNG of a rank has no counterpart.
             others = sorted(folder.glob("extra_state_world_size_*_rank_0.pt"))
             if not others:
                 raise RunError(f"{own} is missing, and so is that of any other number of ranks")
-            extra = _load(others[0])
+            extra = load_file(others[0])
         self._engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
 
     # -- helpers
@@ -226,14 +226,3 @@ def _kind(names: Mapping[str, Any]) -> str:
 def _shape(value: Any) -> list[int]:
     size = getattr(value, "size", ())
     return list(size() if callable(size) else size)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
-    try:
-        with nothing_runs(path):
-            state: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
-            return state
-    except (RuntimeError, EOFError) as error:
-        raise RunError(f"{path} cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -84,6 +84,26 @@ def nothing_runs(folder: str | Path) -> Iterator[None]:
             os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
+def load_file(path: Path, *, mmap: bool = False) -> dict[str, Any]:
+    """Load what ``torch.save`` wrote for a rank, onto the CPU, without running what is pickled in it.
+
+    Args:
+        path: the file.
+        mmap: whether tensors are read where they are used, and not all at once.
+
+    Raises:
+        RunError: the file is missing, cannot be read, or holds what it should not.
+    """
+    if not path.exists():
+        raise RunError(f"{path} is missing: the checkpoint was saved by another number of ranks, or is incomplete")
+    try:
+        with nothing_runs(path):
+            found: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu", mmap=mmap)
+            return found
+    except (OSError, RuntimeError, EOFError) as error:
+        raise RunError(f"{path} cannot be loaded: {_telling(error)}") from error
+
+
 def _checked(read_metadata: Callable[..., Metadata]) -> Callable[..., Metadata]:
     def checked(self: FileSystemReader, *args: object, **kwargs: object) -> Metadata:
         rank = kwargs.get("rank")

@@ -15,9 +15,10 @@ from trinity_sync.config.objects import typed
 from trinity_sync.config.options import TARGET, chosen_by_option
 from trinity_sync.config.places import anchored, from_here
 from trinity_sync.config.problems import Check, Get, Problem
+from trinity_sync.config.registration import register
 from trinity_sync.config.retention import build_policy, retention_policies
 from trinity_sync.config.saved import check_saved_target, only_trusted, only_trusted_places
-from trinity_sync.config.schema import SCHEMA, Config, register
+from trinity_sync.config.schema import SCHEMA, Config
 from trinity_sync.config.targets import build_task, check_inputs, instantiate_target
 
 __all__ = [

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load, load_class, missing
 from trinity_sync.config.lora import check_lora
-from trinity_sync.config.model_type import folder_problems, is_known, suggestion
+from trinity_sync.config.model_checks import check_model, check_workload
 from trinity_sync.config.options import LABELS, OF_ENGINES, TARGET, own_labels, own_targets
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
@@ -335,72 +335,6 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
         yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
 
 
-def _check_workload(get: Get) -> Iterator[Problem]:
-    """That a run trains, or moves bytes, with all its parts."""
-    moves, shapes, layers = get("workload.kind") == "bytes", get("model.shapes"), get("model.layers")
-    for group in ("backend", "algorithm", "explorer"):
-        chosen = get(f"{group}.{LABELS[group]}")
-        if moves != (chosen == "bytes"):
-            text = "but workload=bytes has its own; leave it out" if moves else "a part of workload=bytes; choose that"
-            yield Problem(group, f"is {chosen}, {text}")
-    if moves and shapes is None:
-        yield Problem("model.shapes", "has no value; workload=bytes needs one, such as model.shapes=qwen3-0.6b")
-    if not moves and shapes is not None:
-        yield Problem("model.shapes", f"is {shapes}, which is not trained; choose workload=bytes, or a model.path")
-    if layers is not None and shapes is None:
-        yield Problem("model.layers", f"is {layers}, which cuts model.shapes; give that, or leave it out")
-    if moves and get("model.path") is not None:
-        yield Problem("model.path", f"is {get('model.path')}, but workload=bytes reads no weights; give model.shapes")
-
-
-def _check_model(get: Get) -> Iterator[Problem]:
-    if get("workload.kind") == "bytes" or get("model.shapes") is not None:
-        return
-    path, architecture = get("model.path"), get("model.architecture")
-    if path is None:
-        yield from _architecture_problems(architecture)
-        return
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            yield Problem("model.path", f"is {path}, a folder without config.json; name one in Hugging Face format")
-        else:
-            yield from folder_problems(folder, trust_remote_code=bool(get("model.trust_remote_code")))
-    elif folder.exists():
-        yield Problem(
-            "model.path", f"is {path}, a file; name a folder in Hugging Face format, or a hub id such as org/name"
-        )
-    elif not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", path):
-        yield Problem(
-            "model.path",
-            f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name",
-        )
-
-
-def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]:
-    if architecture is None:
-        yield Problem("model.path", "is null and so is model.architecture; give one of them")
-        return
-    family = architecture.get("model_type")
-    if not family:
-        yield Problem(
-            "model.architecture.model_type", "has no value; name a model family of transformers, such as qwen3"
-        )
-    elif not is_known(str(family)):
-        yield Problem(
-            "model.architecture.model_type",
-            f"is {family}, which transformers does not know{suggestion(str(family))}; use one such as qwen3",
-        )
-    for name, value in ((str(name), value) for name, value in architecture.items()):
-        if isinstance(value, int) and not isinstance(value, bool) and not name.endswith("_token_id") and value < 1:
-            yield Problem(f"model.architecture.{name}", f"is {value}; must be at least 1")
-    heads, groups = architecture.get("num_attention_heads"), architecture.get("num_key_value_heads")
-    if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:
-        yield Problem(
-            "model.architecture.num_key_value_heads", f"is {groups}; must divide num_attention_heads ({heads})"
-        )
-
-
 def _check_task(get: Get) -> Iterator[Problem]:
     task = get("task")
     if not isinstance(task, DictConfig) or not isinstance(task.get("_target_"), str):
@@ -422,8 +356,8 @@ _CHECKS: tuple[Check, ...] = (
     *(partial(_check_saving, key) for key in _SAVING),
     _check_mirror,
     *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir")),
-    _check_workload,
-    _check_model,
+    check_workload,
+    check_model,
     check_lora,
     _check_task,
 )

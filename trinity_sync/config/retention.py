@@ -1,14 +1,16 @@
-"""The retention policies of a configuration, built from the classes that it names."""
+"""The retention policies of a configuration: what types their options, and how they are built."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import field, fields, make_dataclass
+from typing import Any, get_type_hints
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from trinity_sync.config.lookup import load_class
 from trinity_sync.config.options import TARGET
+from trinity_sync.protocol.quantities import QUANTITY
 from trinity_sync.protocol.retention import Policy, make_policy, policy_named
 
 
@@ -33,9 +35,19 @@ def build_policy(name: str, node: DictConfig | Mapping[str, Any] | None) -> Poli
     """
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node or {})
     assert isinstance(values, dict)
-    fields = {str(key): value for key, value in values.items()}
-    target = fields.pop(TARGET, None)
+    given = {str(key): value for key, value in values.items()}
+    target = given.pop(TARGET, None)
     if target is None:
-        return make_policy(name, policy_named(name), fields)
+        return make_policy(name, policy_named(name), given)
     found: type[Policy] = load_class(f"retention.policies.{name}.{TARGET}", str(target), Policy)  # type: ignore[type-abstract]
-    return make_policy(name, found, fields)
+    return make_policy(name, found, given)
+
+
+def policy_schema(policy: type[Policy]) -> type:
+    """Make what types the options of a retention policy: the class that is named, and the fields that it declares."""
+    types = get_type_hints(policy)
+    typed: list[tuple[str, Any, Any]] = [(TARGET, str, field(default=MISSING))]
+    for declared in fields(policy):  # type: ignore[arg-type]
+        kind = int | float | str if QUANTITY in declared.metadata else types[declared.name]
+        typed.append((declared.name, kind, field(default=MISSING)))
+    return make_dataclass(policy.__name__, typed, kw_only=True)

@@ -17,7 +17,6 @@ import torch
 from numpy.typing import NDArray
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
     GenerationConfig,
@@ -25,26 +24,24 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.initialization import no_init_weights
 
+from trinity_sync.config import dtype_name
 from trinity_sync.config.lora import Adapter
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
+from trinity_sync.explorer.hf_model import add_adapter, held_model
 from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
 from trinity_sync.models.attention import check_attention
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task, score
 from trinity_sync.weights.lora import held_adapter, saved_name
-from trinity_sync.weights.shards import listed
-from trinity_sync.weights.tensors import from_torch, saved_tensors, state_digest
-from trinity_sync.weights.wire import Wire, found_in, kept_names
-from trinity_sync.weights.wire_cast import cast_model, hold_fp32, kept_by_class
+from trinity_sync.weights.tensors import saved_tensors, state_digest, to_torch
+from trinity_sync.weights.wire import Wire, kept_names
+from trinity_sync.weights.wire_cast import kept_by_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+    from transformers import PreTrainedTokenizerBase
 
 
 class HFEngine(RolloutEngine):
@@ -114,12 +111,18 @@ class HFEngine(RolloutEngine):
             self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
             config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
             check_attention(config, attn_implementation)
-            make = _empty_model if adapter is None else partial(_base, model_path, keep_fp32)
-            self.model = make(config, DTYPES[dtype], attn_implementation, trust_remote_code, self._device)
-            _keep_fp32(self.model, DTYPES[dtype], keep_fp32)
+            self.model = held_model(
+                config,
+                to_torch(dtype_name(dtype)),
+                self._device,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                keep_fp32=keep_fp32,
+                weights=None if adapter is None else model_path,
+            )
             if adapter is not None:
                 self._base = saved_tensors(self.model)
-                _add(adapter, self.model)
+                add_adapter(adapter, self.model)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
@@ -306,86 +309,6 @@ class _Generated(NamedTuple):
     responses: TokenRows
     log_probs: NDArray[np.float32]
     finished: NDArray[np.bool_]
-
-
-def _empty_model(
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    device: torch.device,
-) -> PreTrainedModel:
-    """Make a model whose parameters are not filled; buffers that no checkpoint holds have their values."""
-    with no_init_weights(), device:
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
-        )
-    # a part of the initialisation that was left out
-    model.tie_weights()
-    return model.eval().requires_grad_(False)
-
-
-def _base(
-    path: str,
-    keep_fp32: Sequence[str] | None,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    attn_implementation: str,
-    trust_remote_code: bool,
-    device: torch.device,
-) -> PreTrainedModel:
-    """Read the model that an adapter is added to."""
-    # What is kept whole must not have been rounded before.
-    read_in = dtype if keep_fp32 is None else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        config=config,
-        dtype=read_in,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-    ).to(device)
-    if keep_fp32 is not None:
-        cast_model(model, dtype, keep_fp32)
-    return model.eval().requires_grad_(False)
-
-
-def _add(adapter: Adapter, model: PreTrainedModel) -> None:
-    """Put an adapter without weights into a model, in the dtypes of what it is added to."""
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM,
-        r=adapter.rank,
-        lora_alpha=adapter.alpha,
-        target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
-        bias="none",
-        inference_mode=True,
-    )
-    get_peft_model(model, config, autocast_adapter_dtype=False)
-    model.eval().requires_grad_(False)
-
-
-def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype, patterns: Sequence[str] | None) -> None:
-    """Hold in fp32 what is to be kept.
-
-    Raises:
-        ConfigError: a linear layer or an embedding is among it, which compute in the dtype of all the others.
-    """
-    if dtype is torch.float32:
-        return
-    if patterns is not None:
-        plain = [
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
-            and any(found_in(pattern, f"{name}.weight") for pattern in patterns)
-        ]
-        if plain:
-            raise ConfigError(
-                f"sync.keep_fp32 keeps {listed(plain)} in fp32, with which a model of explorer.dtype="
-                f"{str(dtype).removeprefix('torch.')} cannot compute; set explorer.dtype=fp32, or leave them out"
-            )
-    hold_fp32(model, kept_by_class(model, from_torch(dtype)) if patterns is None else patterns)
 
 
 def _can_share_prefill(model: PreTrainedModel) -> bool:

@@ -1,0 +1,102 @@
+"""The model that `HFEngine` holds: without weights, or with those of the folder below an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from trinity_sync.config.lora import Adapter
+from trinity_sync.errors import ConfigError
+from trinity_sync.models.unfilled import unfilled_model
+from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import from_torch
+from trinity_sync.weights.wire import found_in
+from trinity_sync.weights.wire_cast import cast_model, hold_fp32, kept_by_class
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def held_model(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    keep_fp32: Sequence[str] | None,
+    weights: str | None,
+) -> PreTrainedModel:
+    """Make the model.
+
+    Args:
+        config: of the model.
+        dtype: in which it computes.
+        device: where it is.
+        attn_implementation, trust_remote_code, keep_fp32: as for `HFEngine`.
+        weights: folder in Hugging Face format, or hub id, from which they are read; None: they are not filled.
+
+    Raises:
+        ConfigError: a tensor that is to be kept in fp32 cannot be.
+        OSError, ValueError: transformers has no such model, or no weights are there.
+    """
+    if weights is None:
+        model = unfilled_model(
+            config, dtype, device, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code
+        )
+    else:
+        # What is kept whole must not have been rounded before.
+        model = AutoModelForCausalLM.from_pretrained(
+            weights,
+            config=config,
+            dtype=dtype if keep_fp32 is None else torch.float32,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        ).to(device)
+        if keep_fp32 is not None:
+            cast_model(model, dtype, keep_fp32)
+        model.eval().requires_grad_(False)
+    _keep_fp32(model, dtype, keep_fp32)
+    return model
+
+
+def add_adapter(adapter: Adapter, model: PreTrainedModel) -> None:
+    """Put an adapter without weights into a model, in the dtypes of what it is added to."""
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        r=adapter.rank,
+        lora_alpha=adapter.alpha,
+        target_modules=adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+        bias="none",
+        inference_mode=True,
+    )
+    get_peft_model(model, config, autocast_adapter_dtype=False)
+    model.eval().requires_grad_(False)
+
+
+def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype, patterns: Sequence[str] | None) -> None:
+    """Hold in fp32 what is to be kept.
+
+    Raises:
+        ConfigError: a linear layer or an embedding is among it, which compute in the dtype of all the others.
+    """
+    if dtype is torch.float32:
+        return
+    if patterns is not None:
+        plain = [
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+            and any(found_in(pattern, f"{name}.weight") for pattern in patterns)
+        ]
+        if plain:
+            raise ConfigError(
+                f"sync.keep_fp32 keeps {listed(plain)} in fp32, with which a model of explorer.dtype="
+                f"{str(dtype).removeprefix('torch.')} cannot compute; set explorer.dtype=fp32, or leave them out"
+            )
+    hold_fp32(model, kept_by_class(model, from_torch(dtype)) if patterns is None else patterns)
