@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.checkpoint.written import small_model
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.backends.saved import on_the_wire
+from trinity_sync.checkpoint.reading import Weights
 from trinity_sync.errors import ConfigError
 from trinity_sync.trainer.base_model import BaseModel, base_digest
 from trinity_sync.weights.shards import flat_range
@@ -49,6 +50,20 @@ def test_the_digest_is_that_of_a_version_of_it(model: torch.nn.Module, folder: P
     found = base_digest(str(folder), held(model, (0.0, 1.0), [KEPT]), told=True)
     assert found == state_digest(saved_tensors(model), wire) != state_digest(saved_tensors(model), "BF16")
     assert base_digest(str(folder), held(model, (0.0, 0.5)), told=False) is None
+
+
+def test_each_tensor_is_read_once_and_by_who_tells_no_digest_only_what_it_holds(
+    model: torch.nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    plainly = Weights.read
+    monkeypatch.setattr(Weights, "read", lambda self, name: read.append(name) or plainly(self, name))
+    base = held(model, (0.0, 0.5))
+    base_digest(str(folder), base, told=True)
+    assert sorted(read) == sorted(base.saved)
+    read.clear()
+    base_digest(str(folder), base._replace(shards=base.shards[:3]), told=False)
+    assert sorted(read) == sorted(shard.name for shard in base.shards[:3])
 
 
 @settings(max_examples=10, deadline=None)
