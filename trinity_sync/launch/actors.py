@@ -169,10 +169,11 @@ class Actors:
         interrupts.check()
         check_whole(self.infos, cfg.backend.strategy)
         self._check_base()
-        if left_out := next((info.left_out for info in self.infos), ()):
+        if self.left_out:
             print(
-                f"note: {len(left_out)} tensors of {self.model_path} are no part of the model, such as draft heads: "
-                f"{listed(left_out, 2)}; they are not trained and in no version or checkpoint, but go into exports",
+                f"note: {len(self.left_out)} tensors of {self.model_path} are no part of the model, such as draft "
+                f"heads: {listed(self.left_out, 2)}; they are not trained and in no version or checkpoint, but go into "
+                "exports",
                 file=sys.stderr,
             )
         self._check_shared_folder()
@@ -197,7 +198,12 @@ class Actors:
     @property
     def base(self) -> str | None:
         """Digest of the base of the adapter that is trained; None: the model itself is trained."""
-        return next((info.base for info in self.infos if info.base is not None), None)
+        return self.infos[0].base
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the tensors of the model's folder that the engine has no use for."""
+        return self.infos[0].left_out
 
     @property
     def published_base(self) -> str | None:

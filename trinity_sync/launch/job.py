@@ -112,7 +112,7 @@ class Job:
 
     def _left_out(self) -> LeftOut | None:
         """What exports take from the model's folder."""
-        names = self.actors.infos[0].left_out
+        names = self.actors.left_out
         if not names:
             return None
         return {"path": str(Path(self.actors.model_path).absolute()), "names": list(names)}

@@ -30,6 +30,7 @@ from trinity_sync.host.logs import story
 from trinity_sync.models.attention import check_attention
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
+from trinity_sync.trainer.base_model import base_digest
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.rendezvous import join_group
@@ -56,7 +57,8 @@ class TrinityWorker(Member, TrainingWorker):
         """Build model, optimizer and scheduler. Collective.
 
         Raises:
-            ConfigError: transformers does not have `model.attn_implementation` for this model.
+            ConfigError: transformers does not have `model.attn_implementation` for this model; or an adapter cannot be
+                put on it, or is trained on another base than the model's folder has.
         """
         check_attention(self.engine.model_config.hf_config, self._spec.attn_implementation)
         check_causal(self.engine.model_config)
@@ -72,7 +74,8 @@ class TrinityWorker(Member, TrainingWorker):
         torch.manual_seed(seed)
         merged = self._spec.what == "merged"
         view = self._spec.backend.view(self.engine, self._spec.wire_dtype, self._spec.keep_fp32, merged=merged)
-        return replace(self.hold(self._spec, view, self.rank), left_out=left_out)
+        base = base_digest(self._spec.model_path, view.base(), told=self.rank == 0) if self._spec.lora else None
+        return replace(self.hold(self._spec, view, self.rank), left_out=left_out, base=base)
 
     # -- training
 
