@@ -45,13 +45,16 @@ def _examine(case: Mapping[str, Any], model: Path, saves: Path, rank: int, ranks
     from trinity_sync.backends.fsdp_state import FsdpState, peft_config, write_adapter_config
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.errors import ConfigError
-    from trinity_sync.trainer.base_model import base_digest
+    from trinity_sync.trainer.base_model import check_held
     from trinity_sync.weights.shards import check_complete
 
     engine = _adapted(model, case["strategy"], 4)
     alone, merged = FsdpBackend(engine, "BF16"), FsdpBackend(engine, "BF16", merged=True)
     wanted = open_weights(model).digest("BF16")
-    facts: dict[str, Any] = {"base_wanted": wanted, "base": base_digest(str(model), alone.base(), told=True)}
+    facts: dict[str, Any] = {
+        "base_wanted": wanted,
+        "base": check_held(str(model), alone.base(), "BF16", told=True).digest,
+    }
     facts["merged_at_first"] = _digest(merged, ranks)  # B is zero
     for number in range(3):
         _step(engine, rank, number)
@@ -74,7 +77,7 @@ def _examine(case: Mapping[str, Any], model: Path, saves: Path, rank: int, ranks
         _change(other, "model.layers.1.mlp.up_proj.weight")
     dist.barrier()
     try:
-        base_digest(str(other), alone.base(), told=False)
+        check_held(str(other), alone.base(), "BF16", told=False)
     except ConfigError as error:
         facts["refused"] = str(error)
     dist.barrier()

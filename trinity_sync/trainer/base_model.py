@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from trinity_sync.actors.rank import Digested
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError
@@ -17,6 +18,7 @@ from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed, matrix_view
 from trinity_sync.weights.tensors import digest_entry, to_torch
+from trinity_sync.weights.wire import Wire
 
 
 class BaseModel:
@@ -86,12 +88,13 @@ class BaseModel:
             raise ConfigError(f"model.path={self._path}: {error}") from error
 
 
-def base_digest(model_path: str, base: HeldBase, *, told: bool) -> str | None:
+def check_held(model_path: str, base: HeldBase, wire_dtype: str, *, told: bool) -> Digested | None:
     """Check a rank's part of the base against the folder. Not collective.
 
     Args:
         model_path: see `BaseModel`.
         base: what the rank holds.
+        wire_dtype: in which floating tensors travel, as safetensors names it.
         told: this rank is to compute the digest.
 
     Returns:
@@ -100,7 +103,9 @@ def base_digest(model_path: str, base: HeldBase, *, told: bool) -> str | None:
     Raises:
         ConfigError: the folder cannot be read, or is of another model.
     """
-    return BaseModel(model_path, base.saved).check(base.shards, base.sources, digested=told)
+    digest = BaseModel(model_path, base.saved).check(base.shards, base.sources, digested=told)
+    wire = Wire.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})
+    return None if digest is None else Digested(digest, wire)
 
 
 def _opened(model_path: str) -> Weights:
