@@ -170,7 +170,7 @@ class CheckpointDisk:
         noted = read_deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
             return None
-        manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest)
+        manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest, base=noted.base)
         return {**self.describe(manifest), "bytes": noted.nbytes}
 
     def move_tracker(self, kind: Kind, step: int) -> None:
