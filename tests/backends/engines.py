@@ -9,6 +9,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,11 @@ DEEPSEEK = {
 KEPT = "e_score_correction_bias"
 
 LIMIT_S = 240
+
+Examine = Callable[[Mapping[str, Any], Path, Path, int, int], dict[str, Any]]
+"""What is found out of a case: of the case, the folder of the models, one for its own files, the rank, and of how many
+ranks.
+"""
 
 _PRELOADED = [
     "torch.distributed.fsdp",
@@ -159,15 +165,18 @@ def _facts_file(folder: Path, ranks: int, rank: int) -> Path:
     return folder / f"facts-{ranks}-{rank}.json"
 
 
-def _rank(
-    rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
+def go_through(
+    examine: Examine,
+    rank: int,
+    ranks: int,
+    port: int,
+    folder: Path,
+    cases: Sequence[Mapping[str, Any]],
+    saved: Mapping[str, Any],
 ) -> None:
-    import warnings
-
+    """What each process runs: the models are made, and each case is examined. `Ranks` takes it with `examine` given."""
     warnings.simplefilter("ignore")
     import torch.distributed as dist
-
-    refused = _torch_refuses_cpu_parameters()
     import verl  # noqa: F401 - loads the platform
 
     join_group(port, rank, ranks)
@@ -176,14 +185,23 @@ def _rank(
         make_models(models)
     dist.barrier()
     facts = [
-        _examine(case, models, folder / f"saves-{ranks}-{number}", rank, ranks, Shared(folder, saved))
-        for number, case in enumerate(cases)
+        examine(case, models, folder / f"saves-{ranks}-{number}", rank, ranks) for number, case in enumerate(cases)
     ]
-    for of_case in facts:
-        of_case |= {"refused_before": refused, "refused_now": _torch_refuses_cpu_parameters()}
     _facts_file(folder, ranks, rank).write_text(json.dumps(facts))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _rank(
+    rank: int, ranks: int, port: int, folder: Path, cases: Sequence[Mapping[str, Any]], saved: Mapping[str, Any]
+) -> None:
+    refused = _torch_refuses_cpu_parameters()
+
+    def examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, ranks: int) -> dict[str, Any]:
+        facts = _examine(case, models, saves, rank, ranks, Shared(folder, saved))
+        return facts | {"refused_before": refused, "refused_now": _torch_refuses_cpu_parameters()}
+
+    go_through(examine, rank, ranks, port, folder, cases, saved)
 
 
 def _torch_refuses_cpu_parameters() -> bool:
@@ -322,20 +340,11 @@ def _refused_in_bf16(model: Path, wire: Any) -> str | None:
 
 def _held_by_explorer(backend: Any, model: Path, ranks: int) -> str:
     """Version digest of what an explorer in bf16 takes of what all ranks stage."""
-    import torch.distributed as dist
-
     from trinity_sync.explorer.hf import HFEngine
     from trinity_sync.weights.apply import Receiver
     from trinity_sync.weights.digests import version_digest
-    from trinity_sync.weights.layout import PartLayout
-    from trinity_sync.weights.staging import stage
 
-    layout = PartLayout.build(f"rank-{dist.get_rank()}", backend.shards(), 1 << 16)
-    segment = bytearray(max(layout.nbytes, 1))
-    stage(layout, backend.sources(), memoryview(segment))
-    gathered: list[Any] = [None] * ranks
-    dist.all_gather_object(gathered, (layout.to_json(), bytes(segment)))
-    parts = [(PartLayout.from_json(described), data) for described, data in gathered]
+    parts = staged(backend, ranks)
     engine = HFEngine(str(model), dtype="bf16", temperature=1.0, batch_size=2, response_length=2, seed=0)
     receiver = Receiver(engine.destinations())
     receiver.check([described for described, _ in parts])
@@ -393,6 +402,29 @@ def _engine(
     )
     engine.initialize()
     return engine
+
+
+def adapted(model: Path, strategy: str, lora_rank: int, targets: Any = "all-linear") -> Any:
+    """An engine that trains an adapter on all ranks."""
+    return _engine(str(model), strategy, -1, lora_rank=lora_rank, lora_alpha=8, target_modules=targets)
+
+
+def write_state(state: Any, form: str, actor: Path) -> None:
+    """Write a rank's files of a checkpoint. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    from trinity_sync.backends import dcp_files
+    from trinity_sync.backends.meetings import Meetings
+
+    actor.mkdir(parents=True, exist_ok=True)
+    for name, value in state.files(form).items():
+        if name == "dcp":
+            meeting = Meetings.of_default_group(LIMIT_S).begin("the state")
+            dcp_files.write(value, lambda tensor: tensor.detach().cpu(), actor / name, meeting)
+        else:
+            torch.save(value, actor / name)
+    dist.barrier()
 
 
 def _step(engine: Any, rank: int, number: int) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,10 @@ from tests.backends.engines import (
     Ranks,
     _digest,
     _engine,
-    _facts_file,
     _step,
-    join_group,
-    make_models,
+    go_through,
     refused,
+    write_state,
 )
 
 CASES = [
@@ -31,36 +29,18 @@ CASES = [
 pytestmark = pytest.mark.all
 
 
-def rank_of_lora(
-    rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
-) -> None:
-    """What each process runs."""
-    warnings.simplefilter("ignore")
+def _examine(case: Mapping[str, Any], models: Path, folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     import torch
-    import torch.distributed as dist
-    import verl  # noqa: F401 - loads the platform
-
-    join_group(port, rank, ranks)
-    models = folder / f"models-{ranks}"
-    if rank == 0:
-        make_models(models)
-    dist.barrier()
-    facts = []
-    for number, case in enumerate(cases):
-        torch.manual_seed(5)
-        facts.append(_examine(case, models / case["model"], folder / f"adapter-{number}", rank, ranks))
-    _facts_file(folder, ranks, rank).write_text(json.dumps(facts))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _examine(case: Mapping[str, Any], model: Path, folder: Path, rank: int, ranks: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from trinity_sync.backends.fsdp import FsdpBackend
+    from trinity_sync.backends.fsdp_state import FsdpState
     from trinity_sync.backends.lora import check_adapter
+    from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.errors import ConfigError
 
+    torch.manual_seed(5)
+    model = models / case["model"]
     fields = {"lora_rank": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     engine = _engine(str(model), case["strategy"], case["fsdp_size"], **fields)
     backend = FsdpBackend(engine, "BF16")
@@ -71,9 +51,10 @@ def _examine(case: Mapping[str, Any], model: Path, folder: Path, rank: int, rank
     facts["optimized"] = sorted(
         {bool(parameter.requires_grad) for parameter in engine.optimizer.state}  # frozen ones have no averages
     )
-    whole = _whole_adapter(engine)
+    write_state(FsdpState(engine), "verl", folder.with_name(f"{folder.name}-whole") / "actor")
     if rank == 0:
-        facts["of_peft"] = _saved_by_peft(model, fields, whole, folder)
+        whole = open_weights(folder.with_name(f"{folder.name}-whole"))
+        facts["of_peft"] = _saved_by_peft(model, fields, {name: whole.read(name) for name in whole}, folder)
     dist.barrier()
 
     def told(**other: Any) -> str:
@@ -92,20 +73,8 @@ def _examine(case: Mapping[str, Any], model: Path, folder: Path, rank: int, rank
     return facts
 
 
-def _whole_adapter(engine: Any) -> dict[str, Any]:
-    """All of the adapter's tensors, put together by torch. Collective."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-    from trinity_sync.weights.lora import is_adapter
-
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return {
-        name: value for name, value in get_model_state_dict(engine.module, options=options).items() if is_adapter(name)
-    }
-
-
 def _saved_by_peft(model: Path, fields: Mapping[str, Any], whole: Mapping[str, Any], folder: Path) -> str:
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
@@ -113,8 +82,7 @@ def _saved_by_peft(model: Path, fields: Mapping[str, Any], whole: Mapping[str, A
 
     config = LoraConfig(r=fields["lora_rank"], lora_alpha=fields["lora_alpha"], target_modules=fields["target_modules"])
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
-    missing = adapted.load_state_dict(whole, strict=False)
-    assert not missing.unexpected_keys
+    assert not set_peft_model_state_dict(adapted, whole).unexpected_keys
     adapted.save_pretrained(folder)
     return state_digest(load_file(folder / "adapter_model.safetensors"), "BF16")
 
@@ -133,7 +101,7 @@ def _with_other_shapes(folder: Path, told: Any) -> str:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    return Ranks(tmp_path_factory.mktemp("adapters"), 2, CASES, {}, rank_of_lora).facts()
+    return Ranks(tmp_path_factory.mktemp("adapters"), 2, CASES, {}, partial(go_through, _examine)).facts()
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["fsdp", "fsdp2", "hybrid"])

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.backends.engines import LIMIT_S, Ranks, _engine, _facts_file, _step, join_group, make_models
+from tests.backends.engines import Ranks, _engine, _step, adapted, go_through, write_state
 
 CASES = [{"strategy": strategy, "format": form} for strategy in ("fsdp", "fsdp2") for form in ("verl", "dcp")]
 
 pytestmark = pytest.mark.all
 
 
-def rank_of_lora(
-    rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
-) -> None:
-    """What each process runs."""
-    warnings.simplefilter("ignore")
-    import torch.distributed as dist
-    import verl  # noqa: F401 - loads the platform
-
-    join_group(port, rank, ranks)
-    models = folder / f"models-{ranks}"
-    if rank == 0:
-        make_models(models)
-    dist.barrier()
-    facts = [_examine(case, models / "tied", folder / f"saves-{n}", rank) for n, case in enumerate(cases)]
-    _facts_file(folder, ranks, rank).write_text(json.dumps(facts))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _examine(case: Mapping[str, Any], model: Path, saves: Path, rank: int) -> dict[str, Any]:
+def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, ranks: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from trinity_sync.backends.fsdp_state import FsdpState, peft_config, write_adapter_config
     from trinity_sync.errors import RunError
 
-    engine = _adapted(model, case["strategy"], 4)
+    model = models / "tied"
+    engine = adapted(model, case["strategy"], 4)
     state = FsdpState(engine)
     for number in range(3):
         _step(engine, rank, number)
     actor = saves / "actor"
-    _write(state, case["format"], actor)
+    write_state(state, case["format"], actor)
     facts: dict[str, Any] = {"saved": _local(engine), "folder": str(actor)}
     if rank == 0:
         write_adapter_config(peft_config(engine.module), actor)
@@ -69,31 +50,10 @@ def _examine(case: Mapping[str, Any], model: Path, saves: Path, rank: int) -> di
         return ""
 
     facts["into_full"] = refused(_engine(str(model), case["strategy"], -1))
-    facts["into_other_rank"] = refused(_adapted(model, case["strategy"], 2))
-    facts["into_other_targets"] = refused(_adapted(model, case["strategy"], 4, ["q_proj"]))
+    facts["into_other_rank"] = refused(adapted(model, case["strategy"], 2))
+    facts["into_other_targets"] = refused(adapted(model, case["strategy"], 4, ["q_proj"]))
     dist.barrier()
     return facts
-
-
-def _adapted(model: Path, strategy: str, lora_rank: int, targets: Any = "all-linear") -> Any:
-    return _engine(str(model), strategy, -1, lora_rank=lora_rank, lora_alpha=8, target_modules=targets)
-
-
-def _write(state: Any, form: str, actor: Path) -> None:
-    import torch
-    import torch.distributed as dist
-
-    from trinity_sync.backends import dcp_files
-    from trinity_sync.backends.meetings import Meetings
-
-    actor.mkdir(parents=True, exist_ok=True)
-    for name, value in state.files(form).items():
-        if name == "dcp":
-            meeting = Meetings.of_default_group(LIMIT_S).begin("the state")
-            dcp_files.write(value, lambda tensor: tensor.detach().cpu(), actor / name, meeting)
-        else:
-            torch.save(value, actor / name)
-    dist.barrier()
 
 
 def _local(engine: Any) -> dict[str, str]:
@@ -106,7 +66,7 @@ def _local(engine: Any) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    return Ranks(tmp_path_factory.mktemp("lora"), 2, CASES, {}, rank_of_lora).facts()
+    return Ranks(tmp_path_factory.mktemp("lora"), 2, CASES, {}, partial(go_through, _examine)).facts()
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(case.values()) for case in CASES])

@@ -2,60 +2,43 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.backends.engines import Ranks, _digest, _facts_file, _step, join_group, make_models
-from tests.backends.test_lora_state import _adapted, _write
+from tests.backends.engines import Ranks, _digest, _step, adapted, go_through, write_state
 
 CASES = [{"strategy": strategy} for strategy in ("fsdp", "fsdp2")]
 
 pytestmark = pytest.mark.all
 
 
-def rank_of_lora(
-    rank: int, ranks: int, port: int, folder: Path, cases: list[Mapping[str, Any]], saved: Mapping[str, Any]
-) -> None:
-    """What each process runs."""
-    warnings.simplefilter("ignore")
-    import torch.distributed as dist
-    import verl  # noqa: F401 - loads the platform
-
-    join_group(port, rank, ranks)
-    models = folder / f"models-{ranks}"
-    if rank == 0:
-        make_models(models)
-    dist.barrier()
-    facts = [_examine(case, models / "tied", folder / f"saves-{n}", rank, ranks) for n, case in enumerate(cases)]
-    _facts_file(folder, ranks, rank).write_text(json.dumps(facts))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _examine(case: Mapping[str, Any], model: Path, saves: Path, rank: int, ranks: int) -> dict[str, Any]:
+def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, ranks: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.backends.fsdp_state import FsdpState, peft_config, write_adapter_config
     from trinity_sync.checkpoint.reading import open_weights
     from trinity_sync.errors import ConfigError
-    from trinity_sync.trainer.base_model import base_digest
+    from trinity_sync.trainer.base_model import check_held
     from trinity_sync.weights.shards import check_complete
 
-    engine = _adapted(model, case["strategy"], 4)
+    model = models / "tied"
+    engine = adapted(model, case["strategy"], 4)
     alone, merged = FsdpBackend(engine, "BF16"), FsdpBackend(engine, "BF16", merged=True)
     wanted = open_weights(model).digest("BF16")
-    facts: dict[str, Any] = {"base_wanted": wanted, "base": base_digest(str(model), alone.base(), told=True)}
+    facts: dict[str, Any] = {
+        "base_wanted": wanted,
+        "base": check_held(str(model), alone.base(), "BF16", told=True).digest,
+    }
     facts["merged_at_first"] = _digest(merged, ranks)  # B is zero
     for number in range(3):
         _step(engine, rank, number)
-    _write(FsdpState(engine), "verl", saves / "actor")
+    write_state(FsdpState(engine), "verl", saves / "actor")
     if rank == 0:
         write_adapter_config(peft_config(engine.module), saves / "actor")
     dist.barrier()
@@ -74,7 +57,7 @@ def _examine(case: Mapping[str, Any], model: Path, saves: Path, rank: int, ranks
         _change(other, "model.layers.1.mlp.up_proj.weight")
     dist.barrier()
     try:
-        base_digest(str(other), alone.base(), told=False)
+        check_held(str(other), alone.base(), "BF16", told=False)
     except ConfigError as error:
         facts["refused"] = str(error)
     dist.barrier()
@@ -92,7 +75,7 @@ def _change(folder: Path, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    return Ranks(tmp_path_factory.mktemp("lora"), 2, CASES, {}, rank_of_lora).facts()
+    return Ranks(tmp_path_factory.mktemp("lora"), 2, CASES, {}, partial(go_through, _examine)).facts()
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=[case["strategy"] for case in CASES])

@@ -10,26 +10,27 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint import written
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.layout import (
-    Base,
     Manifest,
     ManifestError,
     canonical_digest,
     parse_manifest,
     read_manifest,
 )
+from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.reading import WeightsError, open_weights
 from trinity_sync.checkpoint.verification import verify
 from trinity_sync.cli.main import main
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights.lora import is_adapter
 from trinity_sync.weights.tensors import saved_tensors, state_digest
+from trinity_sync.weights.wire import Wire
 
 FORMATS = ("verl", "dcp", "parts")
 
@@ -59,7 +60,9 @@ def adapter_of(model: Any) -> dict[str, torch.Tensor]:
     return {name.replace(".default", ""): value for name, value in model.state_dict().items() if is_adapter(name)}
 
 
-def committed(root: Path, model_folder: Path, form: str = "verl", **manifest: Any) -> Path:
+def committed(
+    root: Path, model_folder: Path, form: str = "verl", base_known: Base | None = None, **manifest: Any
+) -> Path:
     """A checkpoint of the adapter, of two ranks where the format has ranks."""
     model = adapted()
     held = {name: value for name, value in model.state_dict().items() if is_adapter(name)}
@@ -73,7 +76,7 @@ def committed(root: Path, model_folder: Path, form: str = "verl", **manifest: An
         written.write_distributed(actor / "dcp", {f"model.{name}": value for name, value in held.items()}, (2,))
     else:
         written.write_parts(actor, saved, 2)
-    found = Base(
+    found = base_known or Base(
         state_digest(saved_tensors(AutoModelForCausalLM.from_pretrained(model_folder)), "BF16"), str(model_folder)
     )
     fields = {"step": 3, "attempt": 0, "kind": "full", "digest": state_digest(saved, "BF16"), "base": found}
@@ -123,6 +126,36 @@ def test_a_merged_export_is_what_peft_merges(tmp_path: Path, base: Path) -> None
         torch.testing.assert_close(ours[name], tensor, rtol=1e-2, atol=1e-6)
     assert sum(not torch.equal(before[name], ours[name]) for name in ours) == 7
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+KEPT = "model.norm.weight"
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_base_with_tensors_in_fp32_and_draft_heads_is_known_again(tmp_path: Path, base: Path, moved: bool) -> None:
+    """Both are in its folder; the digest is of the trained model's tensors, in the dtypes that travel."""
+    tensors = load_file(base / "model.safetensors")
+    tensors[KEPT] = torch.nextafter(tensors[KEPT].float(), torch.tensor(2.0))  # no number of bf16
+    drafts = {"model.layers.9.eh_proj.weight": torch.arange(6.0).reshape(2, 3)}
+    save_file({**tensors, **drafts}, base / "model.safetensors", metadata={"format": "pt"})
+    wire = Wire("BF16", frozenset([KEPT]))
+    known = Base(state_digest(tensors, wire), str(base), wire=wire)
+    left_out = {"path": str(base), "names": list(drafts), "digest": state_digest(drafts, None)}
+    step = committed(tmp_path, base, base_known=known, left_out=left_out)
+    if moved:
+        base.rename(tmp_path / "moved")
+    done = export_checkpoint(step, tmp_path / "out", form="merged", base=tmp_path / "moved" if moved else None)
+    assert (done.left_out, done.missing) == (tuple(drafts), ())
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(exported.pop(next(iter(drafts))), drafts["model.layers.9.eh_proj.weight"])
+    assert torch.equal(exported[KEPT], tensors[KEPT])
+    assert done.digest == state_digest(exported, wire)
+
+
+def test_an_adapter_in_another_wire_dtype_is_merged(tmp_path: Path, base: Path) -> None:
+    wire = Wire("F16")
+    step = committed(tmp_path, base, digest=state_digest(adapter_of(adapted()), wire), wire=wire)
+    export_checkpoint(step, tmp_path / "out", form="merged")
 
 
 def test_another_base_is_refused_with_both_digests(tmp_path: Path, base: Path) -> None:
@@ -195,9 +228,23 @@ def test_the_commands_tell_of_the_base(tmp_path: Path, base: Path, capsys: pytes
 def test_a_manifest_keeps_its_base_and_others_have_none() -> None:
     with_base = Manifest(step=1, attempt=0, kind="full", base=Base("ab", "m"))
     assert parse_manifest(with_base.to_text(), "it", 1) == with_base
+    in_dtypes = replace(with_base, base=Base("ab", "m", wire=Wire("BF16", frozenset(["n"]))))
+    assert parse_manifest(in_dtypes.to_text(), "it", 1) == in_dtypes
     assert "base" not in replace(with_base, base=None).to_json()
-    for odd in ({"digest": 3, "path": "m", "what": "lora"}, {"digest": "ab", "path": "m"}, "ab", None):
+    odd_wire = {"digest": "ab", "path": "m", "what": "lora", "wire": {"dtype": "BF16", "keep_fp32": "norm"}}
+    for odd in ({"digest": 3, "path": "m", "what": "lora"}, {"digest": "ab", "path": "m"}, "ab", None, odd_wire):
         body = with_base.to_json() | {"base": odd}
         del body["self"]
         with pytest.raises(ManifestError, match="is not valid"):
+            parse_manifest(json.dumps(body | {"self": canonical_digest(body)}), "it", 1)
+
+
+def test_a_manifest_says_what_is_left_out_in_texts_only() -> None:
+    told = {"path": "m", "names": ["a", "b"], "digest": "ab"}
+    manifest = Manifest(step=1, attempt=0, kind="full", left_out=told)  # type: ignore[arg-type]
+    assert parse_manifest(manifest.to_text(), "it", 1) == manifest
+    for odd in ({"path": 3}, {"names": [1]}, {"names": "ab"}, {"digest": None}):
+        body = manifest.to_json() | {"left_out": told | odd}
+        del body["self"]
+        with pytest.raises(ManifestError, match=r"is not valid: the (path|names|digest) of what its export takes"):
             parse_manifest(json.dumps(body | {"self": canonical_digest(body)}), "it", 1)

@@ -22,15 +22,17 @@ from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.checkpoint.layout import Manifest, read_manifest, staging_dir, step_dir, versions_dir
 from trinity_sync.checkpoint.leases import lease_checkpoint, pin
+from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.places import find_config
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.resume_point import put_in_order
 from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, MoveTracker
+from trinity_sync.protocol.decisions import Clean, Commit, CommitMeta, Decision, Fail, MoveTracker
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 from trinity_sync.protocol.retention import KeepLast
+from trinity_sync.weights.wire import Wire
 
 FILES = {"actor/model.pt": "w", "actor/optim.pt": "o"}
 WEIGHTS = {"actor/weights_rank-00000.safetensors": "version"}
@@ -93,10 +95,10 @@ class Life:
                 case Clean(step, _):
                     self.disk.clean(step)
 
-    def save(self, step: int, kind: Kind, files: Mapping[str, str]) -> dict[str, Any]:
+    def save(self, step: int, kind: Kind, files: Mapping[str, str], meta: CommitMeta | None = None) -> dict[str, Any]:
         """Write and report one part; what `CheckpointDisk.describe_committed` then says."""
         part = f"part-{kind}"
-        self.carry_out(self.book.begin(step, kind, [part]))
+        self.carry_out(self.book.begin(step, kind, [part], meta=meta))
         entries = stage(self.root, step, files, attempt=self.book.attempt)
         self.carry_out(self.book.finished(step, part=part, files=[entry.as_tuple() for entry in entries]))
         assert self.failures == []
@@ -283,9 +285,12 @@ def test_a_death_after_the_exchange_of_weights_for_a_full_checkpoint_leaves_noth
     assert (row.step, row.keep) == (20, False), "it is not being saved any more"
 
 
-def test_a_commit_that_retention_took_is_told_in_another_life(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [None, Base("ab" * 16, "model", wire=Wire("BF16"))], ids=["whole", "adapter"])
+def test_a_commit_that_retention_took_is_told_in_another_life(tmp_path: Path, base: Base | None) -> None:
     life = Life(tmp_path)
-    told = {step: life.save(step, STATE_DICT, WEIGHTS) for step in (10, 20, 30)}
+    meta: CommitMeta = {} if base is None else {"base": base.to_json()}
+    told = {step: life.save(step, STATE_DICT, WEIGHTS, meta) for step in (10, 20, 30)}
+    assert {one["base"] for one in told.values()} == {None if base is None else base.digest}
     assert not step_dir(tmp_path, 10).exists()
     life = Life(tmp_path, restarted=True)
     assert life.book.status(10).state == "unknown"

@@ -117,18 +117,39 @@ def test_without_any_config_one_has_to_be_named(tmp_path: Path) -> None:
     assert left(tmp_path / "out") == ["config.json", "generation_config.json", "model.safetensors"]
 
 
+DRAFTS = {"model.layers.9.eh_proj.weight": torch.arange(6.0).reshape(2, 3)}
+
+
+def with_drafts(folder: Path) -> dict[str, Any]:
+    """A model's folder with draft heads, among others, and what the manifest of a run with it says of them."""
+    folder.mkdir()
+    save_file({**DRAFTS, "other": torch.ones(2)}, folder / "model.safetensors")
+    return {"path": str(folder), "names": list(DRAFTS), "digest": state_digest(DRAFTS, None)}
+
+
 def test_draft_heads_come_along_from_the_models_folder_and_are_in_no_digest(tmp_path: Path) -> None:
-    drafts = {"model.layers.9.eh_proj.weight": torch.arange(6.0).reshape(2, 3)}
-    (tmp_path / "model").mkdir()
-    save_file(drafts, tmp_path / "model" / "model.safetensors")
+    drafts = DRAFTS
     plain = export_checkpoint(committed(tmp_path / "plain"), tmp_path / "theirs")
-    left_out = {"path": str(tmp_path / "model"), "names": [*drafts, "model.layers.9.gone.weight"]}
-    done = export_checkpoint(committed(tmp_path / "run", left_out=left_out), tmp_path / "out")
-    assert (done.left_out, done.missing) == (tuple(drafts), ("model.layers.9.gone.weight",))
+    done = export_checkpoint(committed(tmp_path / "run", left_out=with_drafts(tmp_path / "model")), tmp_path / "out")
+    assert (done.left_out, done.missing) == (tuple(drafts), ())
     assert (done.digest, done.checked) == (plain.digest, plain.checked)
     found, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
     assert found.keys() == theirs.keys() | drafts.keys()
     assert torch.equal(found["model.layers.9.eh_proj.weight"], drafts["model.layers.9.eh_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [{"names": [*DRAFTS, "gone"]}, {"digest": "0" * 32}, {"names": ["other"]}, {"path": "/nowhere"}],
+    ids=["gone", "changed", "another", "no folder"],
+)
+def test_nothing_is_taken_from_the_models_folder_that_is_not_as_the_manifest_says(
+    tmp_path: Path, told: dict[str, Any]
+) -> None:
+    left_out = with_drafts(tmp_path / "model") | told
+    done = export_checkpoint(committed(tmp_path / "run", left_out=left_out), tmp_path / "out")
+    assert (done.left_out, done.missing) == ((), tuple(left_out["names"]))
+    assert not load_file(tmp_path / "out" / "model.safetensors").keys() & {*DRAFTS, "other"}
 
 
 # the digest

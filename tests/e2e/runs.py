@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.report.test_trace import check
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.report import activity, trace
@@ -199,6 +201,18 @@ def start(folder: Path, *overrides: str, small: bool = True, command: list[str] 
 def launch(folder: Path, *overrides: str, small: bool = True) -> Run:
     """Run `launch.py` to its end."""
     return start(folder, *overrides, small=small).finish()
+
+
+def completed(*overrides: str) -> Callable[[pytest.TempPathFactory], Run]:
+    """A fixture of a module: a run of `launch.py` that came to its end."""
+
+    @pytest.fixture(scope="module")
+    def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+        done = launch(tmp_path_factory.mktemp("reference") / "run", *overrides)
+        assert done.code == 0, done.output
+        return done
+
+    return run
 
 
 def resume(folder: Path, *overrides: str) -> Run:

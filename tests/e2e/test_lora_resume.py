@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, initial_digest, launch, resume, start
+from tests.e2e.runs import Run, completed, initial_digest, launch, resume, start
 from trinity_sync.checkpoint.export import export_checkpoint
 
 SETTINGS = (
@@ -24,11 +24,7 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = launch(tmp_path_factory.mktemp("reference") / "run", *SETTINGS)
-    assert run.code == 0, run.output
-    return run
+uninterrupted = completed(*SETTINGS)
 
 
 def test_merged_versions_are_what_is_exported_of_the_adapters_that_are_saved(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.mirror_places import SftpServer
-from tests.e2e.runs import Run, launch, resume, start
+from tests.e2e.runs import Run, completed, launch, resume, start
 from trinity_sync.checkpoint import catalog, verification
 from trinity_sync.checkpoint.layout import step_dir
 
@@ -32,11 +32,7 @@ def server(tmp_path: Path) -> Iterator[SftpServer]:
     server.kill()
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = launch(tmp_path_factory.mktemp("reference") / "run", *SETTINGS, "trainer.steps=9")
-    assert run.code == 0, run.output
-    return run
+uninterrupted = completed(*SETTINGS, "trainer.steps=9")
 
 
 def faults(run: Run) -> list[str]:

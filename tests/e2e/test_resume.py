@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Run, launch, resume, start
+from tests.e2e.runs import Run, completed, launch, resume, start
 from tests.pages import ROOT, missing, sessions
 from trinity_sync.checkpoint import verification
 from trinity_sync.cli import main as cli
@@ -29,11 +29,7 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = launch(tmp_path_factory.mktemp("reference") / "run", *SETTINGS)
-    assert run.code == 0, run.output
-    return run
+uninterrupted = completed(*SETTINGS)
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,9 @@ import pytest
 
 from tests.checkpoint.helpers import commit, names, newer, unreadable, verls
 from trinity_sync.checkpoint import catalog, commits, rollback
-from trinity_sync.checkpoint.layout import Base, Manifest
+from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.lock import lock_as_writer, locked, writer_of
+from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.prune import prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.config import compose

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.checkpoint.written import small_model
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.backends.saved import on_the_wire
+from trinity_sync.checkpoint.reading import Weights
 from trinity_sync.errors import ConfigError
-from trinity_sync.trainer.base_model import BaseModel, base_digest
+from trinity_sync.trainer.base_model import BaseModel, check_held
 from trinity_sync.weights.shards import flat_range
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 from trinity_sync.weights.wire import Wire
@@ -46,9 +47,24 @@ def held(model: torch.nn.Module, share: tuple[float, float], keep: list[str] | N
 
 def test_the_digest_is_that_of_a_version_of_it(model: torch.nn.Module, folder: Path) -> None:
     wire = Wire("BF16", frozenset([KEPT]))
-    found = base_digest(str(folder), held(model, (0.0, 1.0), [KEPT]), told=True)
-    assert found == state_digest(saved_tensors(model), wire) != state_digest(saved_tensors(model), "BF16")
-    assert base_digest(str(folder), held(model, (0.0, 0.5)), told=False) is None
+    found = check_held(str(folder), held(model, (0.0, 1.0), [KEPT]), "BF16", told=True)
+    assert found == (state_digest(saved_tensors(model), wire), wire)
+    assert found.digest != state_digest(saved_tensors(model), "BF16")
+    assert check_held(str(folder), held(model, (0.0, 0.5)), "BF16", told=False) is None
+
+
+def test_each_tensor_is_read_once_and_by_who_tells_no_digest_only_what_it_holds(
+    model: torch.nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    plainly = Weights.read
+    monkeypatch.setattr(Weights, "read", lambda self, name: read.append(name) or plainly(self, name))
+    base = held(model, (0.0, 0.5))
+    check_held(str(folder), base, "BF16", told=True)
+    assert sorted(read) == sorted(base.saved)
+    read.clear()
+    check_held(str(folder), base._replace(shards=base.shards[:3]), "BF16", told=False)
+    assert sorted(read) == sorted(shard.name for shard in base.shards[:3])
 
 
 @settings(max_examples=10, deadline=None)

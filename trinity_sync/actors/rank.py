@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -12,6 +12,7 @@ from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.versions import Version
+from trinity_sync.weights.wire import Wire
 
 if TYPE_CHECKING:
     import numpy as np
@@ -20,6 +21,20 @@ if TYPE_CHECKING:
 
     from trinity_sync.samples.batch import PairBatch, SampleBatch
     from trinity_sync.weights.layout import PartLayout
+
+
+class Digested(NamedTuple):
+    """Weights as they were read: their version digest, hex, and the dtypes of which it is."""
+
+    digest: str
+    wire: Wire
+
+
+class Untrained(NamedTuple):
+    """Tensors that are not trained, and the digest of all of them as they are stored, hex."""
+
+    names: tuple[str, ...]
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +48,8 @@ class RankInfo:
         saved: rank 0: name -> (dtype, shape) of each tensor that a version has to hold; see `check_whole`.
         node: Ray's id of the rank's node.
         pid: its process id, shown where the process dies.
-        base: rank 0 of a run that trains an adapter: version digest of the adapter's base, hex.
-        left_out: tensors of the model's folder that the engine has no use for.
+        base: rank 0 of a run that trains an adapter: what the model's folder has of the adapter's base.
+        left_out: rank 0: tensors of the model's folder that the engine has no use for; None: there are none.
     """
 
     rank: int
@@ -43,8 +58,8 @@ class RankInfo:
     node: str
     pid: int
     saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
-    base: str | None = None
-    left_out: tuple[str, ...] = ()
+    base: Digested | None = None
+    left_out: Untrained | None = None
 
 
 class RankClient(Client):

@@ -22,6 +22,7 @@ import torch
 
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.protocol.parts import FileTuple
+from trinity_sync.weights.computed import Sources
 from trinity_sync.weights.copying import Copying
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard
@@ -63,9 +64,9 @@ class Backend(Protocol):
         """The tensors that a version has to consist of, from the model's architecture and not from `shards`."""
         ...
 
-    def sources(self) -> Mapping[str, torch.Tensor]:
-        """Live local tensors by name, one per shard, elements in the shard's local order. Collective where the engine
-        offloads.
+    def sources(self) -> Sources:
+        """Live local tensors by name, one per shard, elements in the shard's local order; or what computes them from
+        such. Collective where the engine offloads, and where a version is the sum of base and adapter.
         """
         ...
 

@@ -27,12 +27,11 @@ from trinity_sync.backends.base import Deadline, Format
 from trinity_sync.backends.held import HeldPart, HeldSources, SavedParts
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.safe_loading import load_file
-from trinity_sync.backends.saved import on_the_wire
+from trinity_sync.backends.saved import on_the_wire, travelling
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
-from trinity_sync.weights.wire import Wire, kept_names
 
 _BLOCK = 1 << 20
 """Values that are drawn at random; what comes behind them in a tensor, and other tensors, are variations of them."""
@@ -84,7 +83,9 @@ class BytesBackend:
         self._step = torch.zeros(1, dtype=torch.int64)
         lora = lora_of(folder)
         self._saved = (
-            _adapter(model, lora, wire_dtype, keep_fp32) if lora else on_the_wire(model, wire_dtype, keep_fp32)
+            travelling(adapter_list(model, **lora), wire_dtype, keep_fp32 or (), strict=keep_fp32 is not None)
+            if lora
+            else on_the_wire(model, wire_dtype, keep_fp32)
         )
         made = sorted(name for name, tensor in self._saved.items() if tensor.held is None)
         if made:
@@ -216,15 +217,6 @@ class BytesBackend:
 
     def _file(self, name: str) -> str:
         return f"{name}_world_size_{self._ranks}_rank_{self._rank}.pt"
-
-
-def _adapter(
-    model: torch.nn.Module, lora: Mapping[str, Any], wire_dtype: str, keep_fp32: Sequence[str] | None
-) -> dict[str, Saved]:
-    """What is published of an adapter, as `on_the_wire` of a model."""
-    saved = adapter_list(model, **lora)
-    wire = Wire(wire_dtype, kept_names(keep_fp32 or (), saved, strict=keep_fp32 is not None))
-    return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

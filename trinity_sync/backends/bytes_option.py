@@ -53,11 +53,10 @@ class BytesOption(BackendConfig, BackendOption):
         if not isinstance(workload, BytesConfig) or cfg.model.shapes is None:
             raise ConfigError("backend is bytes, a part of workload=bytes; choose that")
         adapter = adapter_of(cfg.model.lora)
-        named = adapter and (adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets))
         return {
             "shapes": read_shapes(cfg.model.shapes),
             "layers": cfg.model.layers,
-            "lora": None if adapter is None else {"rank": adapter.rank, "targets": named},
+            "lora": None if adapter is None else {"rank": adapter.rank, "targets": adapter.of_peft},
             "changed": workload.changed,
             "master_dtype": workload.master_dtype,
             "optimizer": workload.optimizer,

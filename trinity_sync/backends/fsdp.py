@@ -30,6 +30,7 @@ from trinity_sync.backends.lora_merged import MergedSources
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.computed import Sources
 from trinity_sync.weights.lora import base_name
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
@@ -61,19 +62,18 @@ class FsdpBackend:
         offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
         self.deadline: Deadline = "now" if offloads else "optimizer_step"
         self._state = FsdpState(engine)
-        self._whole = self._saved = saved_by(engine.model_config, wire_dtype, keep_fp32)
-        _check_views(self._whole, engine.module)
-        _check_kept(self._whole, wire_dtype, engine)
+        whole = saved_by(engine.model_config, wire_dtype, keep_fp32)
+        _check_views(whole, engine.module)
+        _check_kept(whole, wire_dtype, engine)
         adapter = peft_config(engine.module)
-        if adapter is not None and not merged:
-            self._saved = adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
-        self._sources: HeldSources | MergedSources
+        trained = whole if adapter is None else adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
+        held = HeldSources(FsdpParts(engine.module, trained).find(), keep=not offloads)
+        self._whole = self._saved = whole
+        self._sources: HeldSources | MergedSources = held
         if adapter is not None and merged:
-            parts = adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
-            held = HeldSources(FsdpParts(engine.module, parts).find(), keep=False)
-            self._sources = MergedSources(self._base(keep=not offloads), self._whole, held, parts, adapter)
+            self._sources = MergedSources(self._base(keep=not offloads), whole, held, trained, adapter)
         else:
-            self._sources = HeldSources(FsdpParts(engine.module, self._saved).find(), keep=not offloads)
+            self._saved = trained
 
     # -- versions
 
@@ -83,7 +83,7 @@ class FsdpBackend:
     def saved(self) -> Mapping[str, Saved]:
         return self._saved
 
-    def sources(self) -> Mapping[str, torch.Tensor]:
+    def sources(self) -> Sources:
         return self._sources.now()
 
     def base(self) -> HeldBase:

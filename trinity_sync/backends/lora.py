@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from trinity_sync.backends.engines import ModelConfig
-from trinity_sync.backends.saved import meta_model
+from trinity_sync.backends.saved import meta_model, travelling
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import PREFIX, held_adapter, saved_name
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed, shape_text
 from trinity_sync.weights.tensors import from_torch
-from trinity_sync.weights.wire import Wire, kept_names
 
 
 def adapter_by(
@@ -34,13 +33,12 @@ def adapter_by(
         wire_dtype: the dtype in which floating tensors travel, as safetensors names it.
         keep_fp32: which of them travel in fp32 nevertheless, by parts of names (`found_in`); None: none.
     """
-    held = _adapter(model_config, config)
-    names = {name: saved_name(name) for name in held}
-    wire = Wire(wire_dtype, kept_names(keep_fp32 or (), names.values()))
-    return {
-        saved: Saved.as_held(wire.of(saved, from_torch(held[name].dtype)), held[name].shape, name)
-        for name, saved in names.items()
+    saved = {
+        saved_name(name): Saved.as_held(from_torch(tensor.dtype), tensor.shape, name)
+        for name, tensor in _adapter(model_config, config).items()
     }
+    # not strict: an entry may mean tensors of the base alone
+    return travelling(saved, wire_dtype, keep_fp32 or (), strict=False)
 
 
 def check_adapter(model_config: ModelConfig, fields: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ product is computed whole, so that what a weight comes to does not depend on how
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from trinity_sync.backends.held import HeldSources
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights import lora
+from trinity_sync.weights.computed import Computed, Sources
 from trinity_sync.weights.saved_views import Saved, row_major
 from trinity_sync.weights.shards import Shard, listed, matrix_view
 
@@ -62,11 +64,21 @@ class MergedSources:
         """As of the base."""
         return self._base.shards()
 
-    def now(self) -> Mapping[str, torch.Tensor]:
-        """The sources by name, each computed when it is asked for, from the adapter as it is now. Collective."""
-        return _Sums(
-            self._base.now(), self._starts, self._factors.now(), self._pairs, self._scale, transposed=self._transposed
-        )
+    def now(self) -> Sources:
+        """The sources by name, from the adapter as it is now; sums are computed when they are copied. Collective."""
+        factors, sources = self._factors.now(), dict[str, torch.Tensor | Computed](self._base.now())
+        for name in sources.keys() & self._pairs.keys():
+            part = sources[name]
+            assert isinstance(part, torch.Tensor), "what is held"
+            a, b = (factors[factor].to(part.device) for factor in self._pairs[name])
+            compute = partial(self._sum, part, a, b, self._starts[name])
+            sources[name] = Computed(torch.float32, part.device, part.numel(), compute)
+        return sources
+
+    def _sum(self, part: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: int) -> torch.Tensor:
+        """A part of a weight, which begins at its element `start`, with the adapter added."""
+        change = lora.change(a, b, self._scale, transposed=self._transposed).reshape(-1)
+        return part.float() + change[start : start + part.numel()].view(part.shape)
 
 
 class GatheredTensors:
@@ -103,43 +115,6 @@ class GatheredTensors:
                 whole[name][start:stop] = part[at : at + stop - start]
                 at += stop - start
         return {name: tensor.reshape(self._shapes[name]) for name, tensor in whole.items()}
-
-
-class _Sums(Mapping[str, torch.Tensor]):
-    """A rank's parts of the sums. One of them is in memory at a time, where who asks keeps none."""
-
-    def __init__(
-        self,
-        base: Mapping[str, torch.Tensor],
-        starts: Mapping[str, int],
-        factors: Mapping[str, torch.Tensor],
-        pairs: Mapping[str, lora.Pair],
-        scale: float,
-        *,
-        transposed: bool,
-    ) -> None:
-        self._base = base
-        self._starts = starts
-        self._factors = factors
-        self._pairs = pairs
-        self._scale = scale
-        self._transposed = transposed
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        part = self._base[name]
-        pair = self._pairs.get(name)
-        if pair is None:
-            return part
-        a, b = self._factors[pair.a].to(part.device), self._factors[pair.b].to(part.device)
-        change = lora.change(a, b, self._scale, transposed=self._transposed).reshape(-1)
-        start = self._starts[name]
-        return part.float() + change[start : start + part.numel()].view(part.shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
 
 
 def _span(shard: Shard) -> tuple[int, int]:

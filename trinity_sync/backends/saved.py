@@ -7,7 +7,7 @@ missed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,9 +72,22 @@ def meta_model(model_config: ModelConfig) -> PreTrainedModel:
 
 def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, Saved]:
     """Return what `save_pretrained` of a model would write, in the dtypes in which it travels; as `saved_by`."""
-    saved = saved_list(model)
-    patterns = kept_by_class(model, wire_dtype) if keep_fp32 is None else keep_fp32
-    wire = Wire(wire_dtype, kept_names(patterns, saved, strict=keep_fp32 is not None))
+    kept = kept_by_class(model, wire_dtype) if keep_fp32 is None else keep_fp32
+    return travelling(saved_list(model), wire_dtype, kept, strict=keep_fp32 is not None)
+
+
+def travelling(saved: Mapping[str, Saved], wire_dtype: str, kept: Iterable[str], *, strict: bool) -> dict[str, Saved]:
+    """Return tensors in the dtypes in which they travel.
+
+    Args:
+        saved: by name.
+        wire_dtype: that of floating ones, as safetensors names it.
+        kept: which of them travel in fp32 nevertheless; see `kept_names`, also for `strict`.
+
+    Raises:
+        ConfigError: `strict`, and an entry of `kept` means no tensor.
+    """
+    wire = Wire(wire_dtype, kept_names(kept, saved, strict=strict))
     return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}
 
 

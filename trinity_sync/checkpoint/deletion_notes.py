@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity_sync.checkpoint.layout import PRUNED, Manifest, key_of
+from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.protocol.parts import FULL, KINDS, STATE_DICT, Kind, covers
 
 #: Notes of the newest steps of each kind are kept: a resume asks only for what is newer than what it found.
@@ -20,11 +21,14 @@ _SUFFIX: dict[Kind, str] = {FULL: "", STATE_DICT: ".weights"}
 
 
 class Deletion(NamedTuple):
-    """What is noted of a deleted checkpoint: its kind, the version digest of its weights, and its size in bytes."""
+    """What is noted of a deleted checkpoint: its kind, the version digest of its weights, its size in bytes, and of an
+    adapter its base.
+    """
 
     kind: Kind
     digest: str | None
     nbytes: int
+    base: Base | None
 
 
 def note_deletion(root: Path, manifest: Manifest) -> None:
@@ -32,7 +36,10 @@ def note_deletion(root: Path, manifest: Manifest) -> None:
     with suppress(OSError):
         (root / PRUNED).mkdir(exist_ok=True)
         path = _note_path(root, manifest.step, manifest.attempt, manifest.kind)
-        path.write_text(json.dumps({"digest": manifest.digest, "bytes": manifest.bytes}), encoding="utf-8")
+        noted: dict[str, object] = {"digest": manifest.digest, "bytes": manifest.bytes}
+        if manifest.base is not None:
+            noted["base"] = manifest.base.to_json()
+        path.write_text(json.dumps(noted), encoding="utf-8")
     for step, attempt in _notes(root, manifest.kind)[:-_MOST_NOTES]:
         _unlink(root, step, attempt, manifest.kind)
 
@@ -48,7 +55,8 @@ def read_deletion(root: Path, step: int, attempt: int, kind: Kind) -> Deletion |
         if covers(of, kind):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 noted = json.loads(_note_path(root, step, attempt, of).read_text(encoding="utf-8"))
-                return Deletion(of, noted["digest"], int(noted["bytes"]))
+                base = Base.from_json(noted["base"]) if "base" in noted else None
+                return Deletion(of, noted["digest"], int(noted["bytes"]), base)
     return None
 
 

@@ -16,7 +16,6 @@ from trinity_sync.checkpoint import catalog, commits, recovery, trash
 from trinity_sync.checkpoint.deletion_notes import read_deletion, unlink_notes
 from trinity_sync.checkpoint.layout import (
     STAGING,
-    Base,
     Manifest,
     NoManifestError,
     journal_path,
@@ -26,6 +25,7 @@ from trinity_sync.checkpoint.layout import (
     versions_dir,
 )
 from trinity_sync.checkpoint.lock import lock_as_writer
+from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import (
     Tracker,
@@ -170,7 +170,7 @@ class CheckpointDisk:
         noted = read_deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
             return None
-        manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest)
+        manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest, base=noted.base)
         return {**self.describe(manifest), "bytes": noted.nbytes}
 
     def move_tracker(self, kind: Kind, step: int) -> None:

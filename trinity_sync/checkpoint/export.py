@@ -19,12 +19,13 @@ from typing import Literal
 
 import torch
 
+from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_left_out, wire_of
 from trinity_sync.checkpoint.hf_files import by_width, nbytes, plan_files, write_file, write_index
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.places import ADAPTER_CONFIG, check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.adapter import read_adapter_config
-from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX, Stored, is_hugging_face, open_hugging_face
+from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX, Stored
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder
 from trinity_sync.weights.digests import version_digest
@@ -39,8 +40,6 @@ Form = Literal["adapter", "merged"]
 """What a LoRA adapter is exported as."""
 
 _ADAPTER = "adapter_model.safetensors"
-_WIRE_DTYPES = ("BF16", "F32", "F16")
-"""Dtypes that the digest in a manifest may be of, the usual one first."""
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
 
 
@@ -56,9 +55,10 @@ class Exported:
         tensors, bytes: how many, and their size.
         files: names of the files of weights.
         digest: version digest of what was written, in the dtypes written.
-        left_out: of these files, tensors of the model's folder that are not trained, such as draft heads, as they are
-            there; in `tensors` and `bytes`, in no digest.
-        missing: such tensors that the folder does not hold any more, and which are not in the export.
+        left_out: of these files, tensors of the model's folder that are not trained, such as draft heads, as they were
+            when the run began; in `tensors` and `bytes`, in no digest.
+        missing: such tensors that the folder does not hold any more, or not as they were, and which are not in the
+            export.
         checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none.
     """
 
@@ -98,7 +98,8 @@ def export_checkpoint(
         max_shard_bytes: the largest size of a file; tensors are divided among files of at most so many bytes.
         config: folder with the model's config and tokenizer, where the checkpoint has none.
         form: of a LoRA adapter, what to write: ``adapter`` (as None) or ``merged``.
-        base: folder of the adapter's base in Hugging Face format; None: the one that the run began with.
+        base: folder of the adapter's base in Hugging Face format, with its draft heads; None: the one that the run
+            began with.
         progress: called with (bytes written, bytes in all) after each tensor.
 
     Raises:
@@ -119,7 +120,7 @@ def export_checkpoint(
     if not weights.adapter and (form is not None or base is not None):
         raise ConfigError(f"{folder} holds whole weights and no LoRA adapter: leave --adapter, --merged and --base out")
     if form == "merged":
-        weights = weights.merged_into(_base(weights, base))
+        weights = weights.merged_into(open_base(weights, base))
         if config is not None:
             weights = replace(weights, config=config)
     elif base is not None:
@@ -130,9 +131,12 @@ def export_checkpoint(
         )
     if weights.adapter and weights.adapter_config is None:
         raise ConfigError(f"no {ADAPTER_CONFIG} was found in or beside {folder}, without which peft cannot load it")
-    target = Wire(DTYPES[dtype], _wire(weights).keep_fp32 if DTYPES[dtype] else frozenset())
+    wire = _wire(opened, merged=form == "merged")
+    target = Wire(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
-    beside, missing = ({}, ()) if weights.adapter else _left_out(opened)
+    manifest = opened.manifest
+    told = manifest.left_out if manifest is not None and not weights.adapter else None
+    beside, missing = open_left_out(told, base)
     infos |= {name: source.info for name, source in beside.items()}
     # peft reads one file
     files = {_ADAPTER: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
@@ -147,8 +151,8 @@ def export_checkpoint(
             if config is None:
                 _check_links(weights.config, weights.config if weights is not opened else folder.absolute())
             _copy_companions(weights.config, temporary, _main_dtype(infos))
-        digest, wire_digest = _write_weights(weights, beside, infos, files, temporary, progress)
-        checked = _check_digest(weights, wire_digest) if weights is opened else None
+        digest, wire_digest = _write_weights(weights, wire, beside, infos, files, temporary, progress)
+        checked = check_digest(weights, wire_digest) if weights is opened else None
         sync_folder(temporary)
         temporary.rename(output)  # takes the place of an empty folder, and of nothing else
         sync_folder(output.parent)
@@ -171,46 +175,10 @@ def export_checkpoint(
     )
 
 
-def _left_out(weights: Weights) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Tensors that the model's folder had and the model has not, and the names of those that are not there any more.
-
-    Raises:
-        WeightsError: a file of the folder is damaged.
-    """
-    told = weights.manifest.left_out if weights.manifest is not None else None
-    if told is None:
-        return {}, ()
-    folder = Path(told["path"])
-    there = open_hugging_face(folder) if folder.is_dir() and is_hugging_face(folder) else {}
-    found = {name: there[name] for name in told["names"] if name in there and name not in weights}
-    return found, tuple(name for name in told["names"] if name not in there)
-
-
-def _base(adapter: Weights, given: Path | None) -> Weights:
-    """Open the base of an adapter, which the adapter's manifest tells apart from any other.
-
-    Raises:
-        ConfigError: it is not there.
-        RunError: the adapter or the base is not what was committed, and what is in its place.
-    """
-    _check_digest(adapter, adapter.digest(_WIRE_DTYPES[0]))
-    known = adapter.manifest.base if adapter.manifest is not None else None
-    place = given or (Path(known.path) if known is not None else None)
-    if place is None or not place.is_dir():
-        what = "nothing tells which it is" if place is None else f"{place} is no folder"
-        digest = "" if known is None else f" with the digest {known.digest}"
-        raise ConfigError(
-            f"{adapter.folder} is to be merged into its base{digest}, but {what}; name it with --base DIR"
-        )
-    opened = open_weights(place)
-    if known is not None:
-        found = opened.digest(_WIRE_DTYPES[0])
-        if found != known.digest and all(opened.digest(other) != known.digest for other in _WIRE_DTYPES[1:]):
-            raise RunError(
-                f"{adapter.folder} was trained on a base with the digest {known.digest}, but {place} has {found}; "
-                "nothing was exported: name the base that it was trained on with --base DIR"
-            )
-    return opened
+def _wire(opened: Weights, *, merged: bool) -> Wire:
+    """The dtypes of the digests: of an adapter that is merged those of its base."""
+    known = opened.manifest.base if opened.manifest is not None else None
+    return (known.wire if merged and known is not None else None) or wire_of(opened)
 
 
 def _write_adapter_config(weights: Weights, folder: Path) -> None:
@@ -225,6 +193,7 @@ def _write_adapter_config(weights: Weights, folder: Path) -> None:
 
 def _write_weights(
     weights: Weights,
+    wire: Wire,
     beside: Mapping[str, Stored],
     infos: Mapping[str, TensorInfo],
     files: Mapping[str, Sequence[str]],
@@ -232,7 +201,6 @@ def _write_weights(
     progress: Callable[[int, int], None] | None,
 ) -> tuple[str, str]:
     """Write all files; return the digests of the weights as written and as on the wire, without what is `beside`."""
-    wire = _wire(weights)
     written, in_wire = [], []
     done, total = 0, sum(map(nbytes, infos.values()))
 
@@ -255,30 +223,6 @@ def _write_weights(
     if len(files) > 1:
         write_index(folder, files, infos)
     return version_digest(written), version_digest(in_wire)
-
-
-def _wire(weights: Weights) -> Wire:
-    """The dtypes of the version digest: those that the manifest says, else the usual ones."""
-    told = weights.manifest.wire if weights.manifest is not None else None
-    return told or Wire(_WIRE_DTYPES[0])
-
-
-def _check_digest(weights: Weights, wire_digest: str) -> str | None:
-    """Check that the weights have the manifest's digest, in the dtypes that it says or else in one of the wire dtypes;
-    return it, None where there is none.
-    """
-    expected = weights.manifest.digest if weights.manifest is not None else None
-    if expected is None or expected == wire_digest:
-        return expected
-    told = weights.manifest is not None and weights.manifest.wire is not None
-    # Manifests of old do not say in which dtype; another one than the usual costs a second pass over the weights.
-    if not told and any(weights.digest(other) == expected for other in _WIRE_DTYPES[1:]):
-        return expected
-    raise RunError(
-        f"the weights in {weights.folder} have the digest {wire_digest} in {_wire(weights).dtype}, but its manifest "
-        f"says {expected}: they are not what was committed, and nothing was exported; `trinity-sync ckpt verify` tells "
-        "which file was changed"
-    )
 
 
 def _main_dtype(infos: Mapping[str, TensorInfo]) -> str | None:

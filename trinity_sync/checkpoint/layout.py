@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import xxhash
 
+from trinity_sync.checkpoint.manifest_fields import Base, left_out_of
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.file_digest import digest_file
@@ -102,39 +103,6 @@ def file_entry(folder: Path, path: str, *, durable: bool = False) -> FileEntry:
         durable: fsync it as well.
     """
     return FileEntry(path, *digest_file(folder / path, durable=durable))
-
-
-@dataclass(frozen=True, slots=True)
-class Base:
-    """The model that an adapter belongs to, which its checkpoint does not hold.
-
-    Args:
-        digest: version digest of its weights in wire dtype, hex.
-        path: `model.path` of the run, as given.
-        what: what is trained on it: ``lora``.
-    """
-
-    digest: str
-    path: str
-    what: str = "lora"
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Base:
-        """Make it from what a manifest holds.
-
-        Raises:
-            ValueError, KeyError: it is not as it may be.
-        """
-        odd = [name for name in ("digest", "path", "what") if not isinstance(body[name], str)]
-        if odd:
-            raise ValueError(f"its base's {odd[0]} is {body[odd[0]]!r}")
-        if body["what"] != "lora":
-            raise ValueError(f"what is on its base is {body['what']!r}")
-        return cls(body["digest"], body["path"], body["what"])
-
-    def to_json(self) -> dict[str, str]:
-        """Return the object in the manifest."""
-        return {"digest": self.digest, "path": self.path, "what": self.what}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,12 +215,8 @@ class Manifest:
             files=tuple(FileEntry(entry["path"], int(entry["bytes"]), entry["xxh3_128"]) for entry in body["files"]),
             base=Base.from_json(body["base"]) if "base" in body else None,
             wire=Wire.from_json(body["wire"]) if "wire" in body else None,
-            left_out=_left_out(body["left_out"]) if "left_out" in body else None,
+            left_out=left_out_of(body["left_out"]) if "left_out" in body else None,
         )
-
-
-def _left_out(body: Mapping[str, Any]) -> LeftOut:
-    return {"path": str(body["path"]), "names": [str(name) for name in body["names"]]}
 
 
 def canonical_digest(value: object) -> str:

@@ -10,8 +10,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import Manifest
+from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.places import ADAPTER_CONFIG
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.shards import listed
+from trinity_sync.weights.wire import Wire
 
 
 def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
@@ -62,22 +65,33 @@ def check_adapter(folder: Path, rank: int, targets: str | Collection[str] | None
         )
 
 
-def check_base(folder: Path, manifest: Manifest, digest: str) -> None:
+def check_base(folder: Path, manifest: Manifest, base: Base) -> None:
     """Check that an adapter goes on upon the base that it was trained on.
 
     Args:
         folder: the step folder.
         manifest: its manifest.
-        digest: version digest, in wire dtype, of the base that the run has loaded.
+        base: that the run has loaded.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: it is another one, or cannot be told from another one.
     """
-    if manifest.base is not None and manifest.base.digest != digest:
+    known = manifest.base
+    if known is None or known.digest == base.digest:
+        return
+    if known.wire is not None and known.wire != base.wire:
         raise ConfigError(
-            f"{folder} was trained on a base with the digest {manifest.base.digest} (model.path={manifest.base.path}), "
-            f"the base of this run has {digest}; an adapter goes on upon its own base only"
+            f"{folder} knows its adapter's base by a digest of other dtypes than those of this run: go on with the "
+            f"sync.wire_dtype and sync.keep_fp32 of the run that saved it ({_dtypes(known.wire)})"
         )
+    raise ConfigError(
+        f"{folder} was trained on a base with the digest {known.digest} (model.path={known.path}), the base of this "
+        f"run has {base.digest}; an adapter goes on upon its own base only"
+    )
+
+
+def _dtypes(wire: Wire) -> str:
+    return f"{wire.dtype}, in fp32 {listed(sorted(wire.keep_fp32)) or 'none'}"
 
 
 def _names(targets: str | Collection[str]) -> set[str]:

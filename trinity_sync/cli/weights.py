@@ -136,7 +136,7 @@ def _export(options: argparse.Namespace) -> int:
     if done.missing:
         print(
             f"note: {units.plural(len(done.missing), 'tensor')} that the model's folder had, such as draft heads, are "
-            f"not there any more and so not in the export: {', '.join(done.missing[:2])}",
+            f"not there any more, or not as they were, and so not in the export: {', '.join(done.missing[:2])}",
             file=sys.stderr,
         )
     return 0

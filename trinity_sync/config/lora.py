@@ -15,12 +15,10 @@ from omegaconf import ListConfig
 from trinity_sync.config.problems import Get, Problem
 from trinity_sync.config.schema import Config, LoraConfig
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.lora import ALL_LINEAR, not_plain
 
 ALPHA = 16
 """Of a new adapter, where `model.lora.alpha` is null: verl's default."""
-
-TARGETS = "all-linear"
-"""Of a new adapter, where `model.lora.targets` is null."""
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -40,6 +38,11 @@ class Adapter:
     targets: str | tuple[str, ...]
     path: str | None
 
+    @property
+    def of_peft(self) -> str | list[str]:
+        """The targets as peft and verl take them: they change a list of their own, and know no tuples."""
+        return self.targets if isinstance(self.targets, str) else list(self.targets)
+
 
 def adapter_of(lora: LoraConfig) -> Adapter | None:
     """Return the adapter that is trained; None: none, all weights are.
@@ -53,7 +56,7 @@ def adapter_of(lora: LoraConfig) -> Adapter | None:
     if lora.path is None:
         if not lora.rank:
             return None
-        targets = TARGETS if lora.targets is None else lora.targets
+        targets = ALL_LINEAR if lora.targets is None else lora.targets
         return Adapter(lora.rank, ALPHA if lora.alpha is None else lora.alpha, _named(targets), None)
     rank, alpha, targets = _read(lora.path)
     if lora.rank and lora.rank != rank:
@@ -133,12 +136,7 @@ def _read(path: str) -> tuple[int, int, str | tuple[str, ...]]:
             f"model.lora.path is {path}, whose {_FILES[0]} is of no LoRA adapter: peft_type {kind}, r {rank}, "
             f"lora_alpha {alpha}, target_modules {targets}"
         )
-    odd = [
-        key
-        for key in ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
-        if body.get(key)
-    ]
-    if odd:
+    if odd := not_plain(body):
         raise ConfigError(f"model.lora.path is {path}, an adapter with {', '.join(odd)}, which is not trained here")
     return rank, alpha, _named(targets)
 

@@ -22,6 +22,7 @@ from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.lock import writer_of
 from trinity_sync.checkpoint.lora_resume import check_base
+from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
 from trinity_sync.config import retention_policies, typed
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from trinity_sync.actors.synchronizer import SynchronizerClient
     from trinity_sync.checkpoint.relay import EventRelay
     from trinity_sync.explorer.pool import ExplorerPool
+    from trinity_sync.protocol.decisions import LeftOut
     from trinity_sync.trainer.group import TrainerGroup
 
 # How long the actors may take to say how much memory they used, when the run is over.
@@ -169,10 +171,11 @@ class Actors:
         interrupts.check()
         check_whole(self.infos, cfg.backend.strategy)
         self._check_base()
-        if left_out := next((info.left_out for info in self.infos), ()):
+        if left_out := self.left_out:
             print(
-                f"note: {len(left_out)} tensors of {self.model_path} are no part of the model, such as draft heads: "
-                f"{listed(left_out, 2)}; they are not trained and in no version or checkpoint, but go into exports",
+                f"note: {len(left_out['names'])} tensors of {self.model_path} are no part of the model, such as draft "
+                f"heads: {listed(left_out['names'], 2)}; they are not trained and in no version or checkpoint, but go "
+                "into exports",
                 file=sys.stderr,
             )
         self._check_shared_folder()
@@ -195,14 +198,23 @@ class Actors:
         self._restore()
 
     @property
-    def base(self) -> str | None:
-        """Digest of the base of the adapter that is trained; None: the model itself is trained."""
-        return next((info.base for info in self.infos if info.base is not None), None)
+    def base(self) -> Base | None:
+        """The base of the adapter that is trained; None: the model itself is trained."""
+        read = self.infos[0].base
+        return None if read is None else Base(read.digest, self.model_path, wire=read.wire)
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """What exports take from the model's folder, of which the engine has no use; None: nothing."""
+        found = self.infos[0].left_out
+        if found is None:
+            return None
+        return {"path": str(Path(self.model_path).absolute()), "names": found.names, "digest": found.digest}
 
     @property
     def published_base(self) -> str | None:
         """Digest of the base of the adapters that are published; None: versions are whole."""
-        return self.base if travels(self._typed) == "adapter" else None
+        return self.base.digest if self.base is not None and travels(self._typed) == "adapter" else None
 
     def peak_memory(self) -> dict[str, int]:
         """Return peak resident bytes per role, of several the largest. What does not answer is left out."""

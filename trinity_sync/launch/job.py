@@ -6,11 +6,9 @@ import contextlib
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.backends.option import backend_option
-from trinity_sync.checkpoint.layout import Base
 from trinity_sync.config import build, config_digest, plain, typed
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
@@ -18,7 +16,6 @@ from trinity_sync.launch.data import free_data, lockstep_data
 from trinity_sync.launch.start import run_mirror
 
 if TYPE_CHECKING:
-    from trinity_sync.protocol.decisions import LeftOut
     from trinity_sync.protocol.versions import Version
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.free_loop import FreeLoop
@@ -93,7 +90,6 @@ class Job:
         from trinity_sync.trainer.spec import published_wire
 
         cfg, base = self._cfg, self.actors.base
-        adapter = {} if base is None else {"base": Base(base, self.actors.model_path).to_json()}
         return SaveSettings(
             attempt=self._recorder.attempt,
             seed=cfg.seed,
@@ -102,20 +98,13 @@ class Job:
                 "world_size": cfg.backend.ranks,
                 "config_digest": config_digest(cfg),
                 "wire": published_wire(self.actors.infos, cfg.sync.wire_dtype).to_json(),
-                **adapter,
-                "left_out": self._left_out(),
+                **({} if base is None else {"base": base.to_json()}),
+                "left_out": self.actors.left_out,
             },
             ranks=[info.part for info in self.actors.infos],
             timeout_s=cfg.checkpoint.timeout_s,
-            of_versions=self.actors.published_base == base,
+            of_versions=base is None or self.actors.published_base is not None,
         )
-
-    def _left_out(self) -> LeftOut | None:
-        """What exports take from the model's folder."""
-        names = self.actors.infos[0].left_out
-        if not names:
-            return None
-        return {"path": str(Path(self.actors.model_path).absolute()), "names": list(names)}
 
     def _published(self) -> PublishedState:
         from trinity_sync.trainer.published import PublishedState

@@ -18,11 +18,12 @@ from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.config import plain, typed
-from trinity_sync.config.lora import TARGETS, adapter_of
+from trinity_sync.config.lora import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute
 from trinity_sync.launch.resume import Resume
 from trinity_sync.protocol.parts import FULL
+from trinity_sync.weights.lora import ALL_LINEAR
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,7 @@ def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
     check_kind(folder, manifest, lora=adapter is not None)
     if adapter is not None:
         # What peft takes "all-linear" for shows when the model is there.
-        check_adapter(folder, adapter.rank, None if adapter.targets == TARGETS else adapter.targets)
+        check_adapter(folder, adapter.rank, None if adapter.targets == ALL_LINEAR else adapter.targets)
 
 
 def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:

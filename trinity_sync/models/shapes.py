@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.lora import ALL_LINEAR, PREFIX, saved_name
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed
 
@@ -25,8 +26,6 @@ SIZES = "shapes.json"
 for: `shapes` (what `read_shapes` gave), `layers`, and `lora`, the adapter that is moved in place of the weights, if any
 (`rank`, `targets`).
 """
-ALL_LINEAR = "all-linear"
-"""For peft: each linear layer but the one that gives the logits."""
 
 _PUBLISHED = Path(__file__).parent / "published"
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -138,8 +137,6 @@ def adapter_list(model: torch.nn.Module, rank: int, targets: str | Sequence[str]
         ConfigError: no linear layer has such a name.
     """
     from torch.nn import Linear
-
-    from trinity_sync.weights.lora import PREFIX, saved_name
 
     logits = model.get_output_embeddings()  # type: ignore[operator]
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}

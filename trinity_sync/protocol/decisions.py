@@ -15,10 +15,12 @@ class LeftOut(TypedDict):
     Args:
         path: the folder.
         names: of the tensors.
+        digest: of all of them together, as they are stored, hex.
     """
 
     path: str
     names: Sequence[str]
+    digest: str
 
 
 class CommitMeta(TypedDict, total=False):
@@ -29,7 +31,7 @@ class CommitMeta(TypedDict, total=False):
         world_size: how many ranks it has.
         config_digest: the digest of the run's configuration.
         metrics: name to value, as of the step.
-        base: of an adapter: digest and path of the model it belongs to, and what it is; None: the weights are whole.
+        base: of an adapter: the model it belongs to, as `layout.Base.to_json` gives it; None: the weights are whole.
         wire: the dtypes of the version digest, as `Wire.to_json` gives them.
         left_out: what an export takes from the model's folder; None: nothing.
     """
@@ -38,7 +40,7 @@ class CommitMeta(TypedDict, total=False):
     world_size: int
     config_digest: str | None
     metrics: Mapping[str, float | None] | None
-    base: Mapping[str, str] | None
+    base: Mapping[str, object] | None
     wire: Mapping[str, object] | None
     left_out: LeftOut | None
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from trinity_sync.actors.rank import Digested
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError
@@ -17,6 +18,7 @@ from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed, matrix_view
 from trinity_sync.weights.tensors import digest_entry, to_torch
+from trinity_sync.weights.wire import Wire
 
 
 class BaseModel:
@@ -43,40 +45,41 @@ class BaseModel:
                     f"{has}; save the model with save_pretrained of this transformers, and name that folder"
                 )
 
-    def digest(self) -> str:
-        """Compute the version digest (hex); reads all of it, a tensor at a time."""
-        entries = []
-        for name, tensor in self._saved.items():
-            entries.append(digest_entry(name, self._read(name), tensor.dtype))
-        return version_digest(entries)
-
-    def check(self, shards: Sequence[Shard], sources: Mapping[str, torch.Tensor]) -> None:
+    def check(
+        self, shards: Sequence[Shard], sources: Mapping[str, torch.Tensor], *, digested: bool = False
+    ) -> str | None:
         """Check that a rank's part of the base is the folder's, byte for byte in the dtypes of the wire.
+
+        Reads the tensors of which the rank holds something, one at a time; with `digested` all of them, each once.
 
         Args:
             shards: what the rank holds.
             sources: the elements of each, by name, on any device.
+            digested: compute the version digest of the folder's.
+
+        Returns:
+            The digest, hex; None where it was not asked for.
 
         Raises:
-            ConfigError: it is not; names the tensors.
+            ConfigError: the rank holds something else; names the tensors.
         """
-        odd = [shard.name for shard in shards if not self._has(shard, sources[shard.name])]
+        held = {shard.name: shard for shard in shards}
+        odd, entries = [], []
+        for name, saved in self._saved.items():
+            if name not in held and not digested:
+                continue
+            tensor = self._read(name)
+            if name in held and not _has(tensor, held[name], sources[name]):
+                odd.append(name)
+            if digested:
+                entries.append(digest_entry(name, tensor, saved.dtype))
         if odd:
             raise ConfigError(
                 f"model.path={self._path}: what the trainer holds of the adapter's base is not what the folder has in "
                 f"{listed(sorted(odd))}, so explorers, which read the folder, would work upon another base; was it "
                 "changed while the run started, or does backend.master_dtype round more than sync.wire_dtype?"
             )
-
-    def _has(self, shard: Shard, held: torch.Tensor) -> bool:
-        matrix = self._read(shard.name).reshape(matrix_view(shard.shape))
-        rects = sorted(shard.rects)
-        ours = [matrix[each.row : each.row + each.rows, each.col : each.col + each.cols].reshape(-1) for each in rects]
-        if not ours:
-            return held.numel() == 0
-        dtype = to_torch(shard.dtype)
-        found = torch.cat(ours).to(dtype)
-        return torch.equal(_bytes(found), _bytes(held.detach().cpu().reshape(-1).to(dtype)))
+        return version_digest(entries) if digested else None
 
     def _read(self, name: str) -> torch.Tensor:
         try:
@@ -85,12 +88,13 @@ class BaseModel:
             raise ConfigError(f"model.path={self._path}: {error}") from error
 
 
-def base_digest(model_path: str, base: HeldBase, *, told: bool) -> str | None:
+def check_held(model_path: str, base: HeldBase, wire_dtype: str, *, told: bool) -> Digested | None:
     """Check a rank's part of the base against the folder. Not collective.
 
     Args:
         model_path: see `BaseModel`.
         base: what the rank holds.
+        wire_dtype: in which floating tensors travel, as safetensors names it.
         told: this rank is to compute the digest.
 
     Returns:
@@ -99,9 +103,9 @@ def base_digest(model_path: str, base: HeldBase, *, told: bool) -> str | None:
     Raises:
         ConfigError: the folder cannot be read, or is of another model.
     """
-    model = BaseModel(model_path, base.saved)
-    model.check(base.shards, base.sources)
-    return model.digest() if told else None
+    digest = BaseModel(model_path, base.saved).check(base.shards, base.sources, digested=told)
+    wire = Wire.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})
+    return None if digest is None else Digested(digest, wire)
 
 
 def _opened(model_path: str) -> Weights:
@@ -116,6 +120,17 @@ def _opened(model_path: str) -> Weights:
         raise ConfigError(
             f"model.path={model_path}: the base of an adapter is read from its folder: {error}"
         ) from error
+
+
+def _has(tensor: torch.Tensor, shard: Shard, held: torch.Tensor) -> bool:
+    """Whether the elements that a rank holds of a tensor are the tensor's."""
+    matrix = tensor.reshape(matrix_view(shard.shape))
+    rects = sorted(shard.rects)
+    ours = [matrix[each.row : each.row + each.rows, each.col : each.col + each.cols].reshape(-1) for each in rects]
+    if not ours:
+        return held.numel() == 0
+    dtype = to_torch(shard.dtype)
+    return torch.equal(_bytes(torch.cat(ours).to(dtype)), _bytes(held.detach().cpu().reshape(-1).to(dtype)))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ class BytesWorker(Member):
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
         self._bytes = backend
-        return self.hold(replace(spec, lora={}), backend, rank)  # below an adapter there is no base here
+        return self.hold(spec, backend, rank)
 
     def train_step(self, step: int, batch: Any, advantages: Any) -> dict[str, float]:
         """Change the weights as the step does."""

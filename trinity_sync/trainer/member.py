@@ -31,7 +31,6 @@ from trinity_sync.sync.base import SyncMode
 from trinity_sync.tracking import units
 from trinity_sync.trainer.agent_saver import AgentSaver
 from trinity_sync.trainer.backend_saver import BackendSaver
-from trinity_sync.trainer.base_model import base_digest
 from trinity_sync.trainer.saver import Saver
 from trinity_sync.trainer.spec import WorkerSpec
 from trinity_sync.trainer.stager import WeightStager
@@ -50,9 +49,6 @@ class Member:
             spec: what the rank is built from.
             backend: what `BackendOption.view` gives.
             rank: its number.
-
-        Raises:
-            ConfigError: it trains an adapter, on another base than the model's folder has.
         """
         self._spec = spec
         self._sync = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
@@ -72,7 +68,6 @@ class Member:
             node=ray.get_runtime_context().get_node_id(),
             pid=os.getpid(),
             saved={name: saved[:2] for name, saved in backend.saved().items()} if rank == 0 else None,
-            base=base_digest(spec.model_path, backend.base(), told=rank == 0) if spec.lora else None,
         )
 
     def attach(

@@ -151,6 +151,6 @@ def _lora_fields(lora: LoraConfig) -> dict[str, Any]:
     return {
         "lora_rank": adapter.rank,
         "lora_alpha": adapter.alpha,
-        "target_modules": adapter.targets if isinstance(adapter.targets, str) else list(adapter.targets),
+        "target_modules": adapter.of_peft,
         "lora_adapter_path": adapter.path,
     }

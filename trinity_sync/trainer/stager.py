@@ -20,6 +20,7 @@ from trinity_sync.errors import WaitTimeout
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.origin import told
 from trinity_sync.protocol.versions import Version
+from trinity_sync.weights.computed import Sources
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.staging import stage
 
@@ -100,7 +101,7 @@ class WeightStager:
         if not self._copied.wait(self._timeout_s):
             raise WaitTimeout("the snapshot", f"copy the weights of {self._part}", self._timeout_s)
 
-    def _copy(self, version: Version, slot: int, sources: Mapping[str, torch.Tensor], begun: float) -> None:
+    def _copy(self, version: Version, slot: int, sources: Sources, begun: float) -> None:
         error = None
         try:
             with torch.no_grad():

@@ -14,6 +14,7 @@ import random
 import time
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,16 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
-from trinity_sync.actors.rank import RankInfo
+from trinity_sync.actors.rank import RankInfo, Untrained
 from trinity_sync.backends.lora import check_adapter
 from trinity_sync.backends.saved import check_causal, left_out_by
+from trinity_sync.checkpoint.export_checks import digest_left_out
+from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
 from trinity_sync.host.logs import story
 from trinity_sync.models.attention import check_attention
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
+from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.rendezvous import join_group
@@ -56,7 +60,8 @@ class TrinityWorker(Member, TrainingWorker):
         """Build model, optimizer and scheduler. Collective.
 
         Raises:
-            ConfigError: transformers does not have `model.attn_implementation` for this model.
+            ConfigError: transformers does not have `model.attn_implementation` for this model; or an adapter cannot be
+                put on it, or is trained on another base than the model's folder has.
         """
         check_attention(self.engine.model_config.hf_config, self._spec.attn_implementation)
         check_causal(self.engine.model_config)
@@ -72,7 +77,14 @@ class TrinityWorker(Member, TrainingWorker):
         torch.manual_seed(seed)
         merged = self._spec.what == "merged"
         view = self._spec.backend.view(self.engine, self._spec.wire_dtype, self._spec.keep_fp32, merged=merged)
-        return replace(self.hold(self._spec, view, self.rank), left_out=left_out)
+        told, info = self.rank == 0, self.hold(self._spec, view, self.rank)
+        if self._spec.lora:
+            base = check_held(self._spec.model_path, view.base(), self._spec.wire_dtype, told=told)
+            info = replace(info, base=base)
+        if told and left_out:
+            stored = open_hugging_face(Path(self.model_config.local_path))
+            info = replace(info, left_out=Untrained(left_out, digest_left_out(stored, left_out)))
+        return info
 
     # -- training
 

@@ -2,18 +2,22 @@
 
 An adapter travels and is saved under the names that peft's ``save_pretrained`` writes. A model that trains one holds
 its tensors under names with the adapter's own in it (``...q_proj.lora_A.default.weight``), as peft makes them, and so
-do verl's files.
+do verl's files. Imports no torch: a configuration is checked with what stands here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import RunError
 from trinity_sync.weights.shards import listed
+
+if TYPE_CHECKING:
+    import torch
+
+ALL_LINEAR = "all-linear"
+"""For peft: each linear layer but the one that gives the logits."""
 
 PREFIX = "base_model.model."
 """Of all tensors of a model that peft has wrapped."""
@@ -77,18 +81,19 @@ def pairs(names: Iterable[str]) -> dict[str, Pair]:
     return found
 
 
+def not_plain(config: Mapping[str, object]) -> list[str]:
+    """Return the keys of an ``adapter_config.json`` that make of an adapter more than products of two factors."""
+    keys = ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
+    return [key for key in keys if config.get(key)]
+
+
 def scaling(config: Mapping[str, object]) -> float:
     """Return what the product of the factors is multiplied by, from an ``adapter_config.json``.
 
     Raises:
         RunError: it asks for something that is not added as a product alone; says what.
     """
-    refused = [
-        key
-        for key in ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
-        if config.get(key)
-    ]
-    if refused:
+    if refused := not_plain(config):
         raise RunError(f"an adapter with {', '.join(refused)} is not merged here; merge it with peft")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):

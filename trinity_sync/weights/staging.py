@@ -6,13 +6,14 @@ on the way, no digest. On a GPU the cast runs on the device, where it is cheapes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 
 import numpy as np
 import torch
 
 from trinity_sync.errors import RunError
+from trinity_sync.weights.computed import Computed, Sources, made
 from trinity_sync.weights.dtypes import itemsize
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.shards import listed
@@ -29,7 +30,7 @@ class StageError(RunError):
     """A source is missing or does not have the elements that the layout promises."""
 
 
-def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segment) -> None:
+def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
     """Copy each shard's source into the segment, cast to the shard's dtype. All is there when this returns.
 
     CUDA sources are cast on their device in bounded chunks and copied on a side stream; copies overlap with casts if
@@ -38,7 +39,8 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
     Args:
         layout: the layout of this rank's part.
         sources: by tensor name, on any device, of any shape and strides; a source's elements in its own order are the
-            shard's local elements. Tensors that are not in the layout are left out.
+            shard's local elements. What is computed is computed once. Tensors that are not in the layout are left
+            out.
         segment: writable, at least ``layout.nbytes``.
 
     Raises:
@@ -61,6 +63,7 @@ def stage(layout: PartLayout, sources: Mapping[str, torch.Tensor], segment: Segm
                 if source.is_cuda:
                     _stage_cuda(source, place, streams)
                 else:
+                    source = made(source)
                     places.append(place.view(source.shape))
                     here.append(source)
                     pending += source.nbytes
@@ -90,7 +93,7 @@ def views(layout: PartLayout, data: torch.Tensor) -> Iterator[torch.Tensor]:
         yield typed[dtype][first : first + numel]
 
 
-def _check(layout: PartLayout, sources: Mapping[str, torch.Tensor]) -> None:
+def _check(layout: PartLayout, sources: Sources) -> None:
     fine: dict[tuple[torch.dtype, str], bool] = {}
     problems = []
     for name, dtype, numel, _, _ in layout.table:
@@ -109,7 +112,9 @@ def _check(layout: PartLayout, sources: Mapping[str, torch.Tensor]) -> None:
         raise StageError(f"part {layout.part} cannot be staged: {listed(problems)}")
 
 
-def _stage_cuda(source: torch.Tensor, place: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]) -> None:
+def _stage_cuda(
+    source: torch.Tensor | Computed, place: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]
+) -> None:
     """Enqueue one source's cast and copy on its device's side stream, which the caller waits for."""
     if source.device not in streams:
         streams[source.device] = torch.cuda.Stream(source.device)
@@ -117,7 +122,7 @@ def _stage_cuda(source: torch.Tensor, place: torch.Tensor, streams: dict[torch.d
     # Temporaries come from the side stream's own pool, so the allocator reuses them in stream order.
     with torch.cuda.stream(streams[source.device]):
         done = 0
-        for chunk in _chunks(source, _CHUNK_BYTES // place.element_size()):
+        for chunk in _chunks(made(source), _CHUNK_BYTES // place.element_size()):
             flat = chunk.to(place.dtype).reshape(-1)
             place[done : done + flat.numel()].copy_(flat, non_blocking=True)
             done += flat.numel()

@@ -62,7 +62,10 @@ class Wire:
         Raises:
             ValueError, KeyError, TypeError: it is damaged.
         """
-        return cls(body["dtype"], frozenset(map(str, body["keep_fp32"])))
+        kept = body["keep_fp32"]
+        if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+            raise ValueError(f"what is kept in fp32 is {kept!r}; expected names")
+        return cls(body["dtype"], frozenset(kept))
 
 
 def as_wire(wire: Wire | str | None) -> Wire:

@@ -10,8 +10,8 @@ stays near the size of one. Called by export and diff, and for use as a library:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -88,6 +88,10 @@ class Weights:
             wire: the dtypes that tensors are cast to, or the one dtype of all floating ones; None: as they are.
         """
         return version_digest([digest_entry(name, self.read(name), wire) for name in self])
+
+    def without(self, names: Collection[str]) -> Weights:
+        """Return these weights but for some tensors, of which there need be none."""
+        return replace(self, _sources={name: source for name, source in self._sources.items() if name not in names})
 
     def merged_into(self, base: Weights) -> Weights:
         """Return the base with this adapter added, computed in float32 when a tensor is read.

@@ -1,0 +1,64 @@
+"""What a manifest says of the model's folder: the base of an adapter, and tensors there that are not trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trinity_sync.protocol.decisions import LeftOut
+from trinity_sync.weights.wire import Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model that an adapter belongs to, which its checkpoint does not hold.
+
+    Args:
+        digest: version digest of its weights in wire dtype, hex.
+        path: `model.path` of the run, as given.
+        what: what is trained on it: ``lora``.
+        wire: the dtypes of which `digest` is; None where it is not known.
+    """
+
+    digest: str
+    path: str
+    what: str = "lora"
+    wire: Wire | None = None
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Base:
+        """Make it from what a manifest holds.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not as it may be.
+        """
+        _check_texts(body, "its base", ("digest", "path", "what"))
+        if body["what"] != "lora":
+            raise ValueError(f"what is on its base is {body['what']!r}")
+        wire = Wire.from_json(body["wire"]) if "wire" in body else None
+        return cls(body["digest"], body["path"], body["what"], wire)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object in the manifest."""
+        body: dict[str, Any] = {"digest": self.digest, "path": self.path, "what": self.what}
+        return body if self.wire is None else body | {"wire": self.wire.to_json()}
+
+
+def left_out_of(body: Mapping[str, Any]) -> LeftOut:
+    """Read what a manifest says of tensors that an export takes from the model's folder.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not as it may be.
+    """
+    _check_texts(body, "what its export takes from elsewhere", ("path", "digest"))
+    names = body["names"]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"the names of what its export takes from elsewhere are {names!r}")
+    return {"path": body["path"], "names": names, "digest": body["digest"]}
+
+
+def _check_texts(body: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:
+    odd = next((key for key in keys if not isinstance(body[key], str)), None)
+    if odd is not None:
+        raise ValueError(f"the {odd} of {what} is {body[odd]!r}")
