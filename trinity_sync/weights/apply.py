@@ -17,7 +17,7 @@ from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.load_plan import Copy, LoadPlan, Rows, plan_load
 from trinity_sync.weights.row_book import RowBook
 from trinity_sync.weights.shards import Shard, check_cover, listed, matrix_view, shape_text
-from trinity_sync.weights.tensor_rows import rows_digest
+from trinity_sync.weights.tensor_rows import DIGEST_BYTES, rows_digest
 from trinity_sync.weights.tensors import (
     byte_tensor,
     castable,
@@ -68,6 +68,11 @@ class Receiver:
                     f"{name}: strides {tensor.stride()} of shape {tuple(tensor.shape)} cannot be written as a matrix "
                     f"of rows; give a contiguous tensor"
                 ) from None
+        # The dtype, the shape, and the rows of the matrix view of each.
+        self._described = {
+            name: (tensor.dtype, tuple(tensor.shape), len(self._matrices[name]))
+            for name, tensor in self._destinations.items()
+        }
         self._cuda_devices = {tensor.device for tensor in self._destinations.values() if tensor.is_cuda}
         # By part, so that a layout that replaces another one of the same part does not leave its plan behind.
         self._plans: dict[tuple[str, Cut], LoadPlan] = {}
@@ -154,8 +159,14 @@ class Receiver:
             self._note(copy.rows)
 
     def _note(self, rows: Rows | None) -> None:
-        if rows is not None and self._book is not None:
-            self._book.add(rows.name, rows.first, _digests_of(rows))
+        if rows is None or self._book is None:
+            return
+        digests = _digests_of(rows)
+        start = 0
+        for name, first, count in rows.of:
+            stop = start + count * DIGEST_BYTES
+            self._book.add(name, first, digests[start:stop])
+            start = stop
 
     def taken(self) -> list[tuple[str, str, tuple[int, ...], bytes]]:
         """(name, dtype, shape, 16-byte digest) of every tensor that the destinations hold, in the dtype in which it
@@ -164,11 +175,11 @@ class Receiver:
         """
         book = self._book or RowBook()
         found = []
-        for name, tensor in self._destinations.items():
-            dtype = self._published.get(name) or from_torch(tensor.dtype)
-            for first, stop in book.missing(name, len(self._matrices[name])):
+        for name, (own, shape, rows) in self._described.items():
+            dtype = self._published.get(name) or from_torch(own)
+            for first, stop in book.missing(name, rows):
                 book.add(name, first, row_digests(self._matrices[name][first:stop], dtype))
-            found.append((name, dtype, tuple(tensor.shape), xxh3_128_digest(book.digests(name))))
+            found.append((name, dtype, shape, xxh3_128_digest(book.digests(name))))
         return found
 
     def digest(self, wire: Wire | str | None) -> str:

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +27,8 @@ from xxhash import xxh3_128_digest, xxh3_128_hexdigest
 from trinity_sync.errors import RunError
 from trinity_sync.weights import dtypes
 from trinity_sync.weights.layout import PartLayout, Segment
-from trinity_sync.weights.shards import CoverageError, listed, matrix_view, shape_text
-from trinity_sync.weights.tensor_rows import DIGEST_BYTES, Piece, TensorPlan, TensorRows, joined, rows_digest
+from trinity_sync.weights.shards import CoverageError, listed, shape_text
+from trinity_sync.weights.tensor_rows import DIGEST_BYTES, Piece, TensorPlan, TensorRows, joined, rows_digest, spans
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _PROCESS_BYTES = 16 << 20
 """Below this asking processes takes longer than digesting."""
-_EMPTY_ROW = xxh3_128_digest(b"")
 
 
 class IncompleteError(RunError):
@@ -70,13 +69,15 @@ class RowDigests:
             IncompleteError: names the tensors and rows that are missing.
             CoverageError: a tensor is whole, yet more pieces of it were given.
         """
-        missing = [f"{name} rows {text}" for name in sorted(self.tensors) if (text := _missing(self.tensors[name]))]
+        digests = {name: digest for name, known in self.tensors.items() if (digest := known.digest()) is not None}
+        absent = sorted(self.tensors.keys() - digests.keys())
+        missing = [f"{name} rows {self.tensors[name].missing()}" for name in absent]
         if missing:
             raise IncompleteError(f"the version has no digest, as rows are missing: {listed(missing)}")
         twice = sorted(name for name, known in self.tensors.items() if known.fragments)
         if twice:
             raise CoverageError(f"rows are held by several parts: {listed(twice)}")
-        return {name: _tensor_digest(known) for name, known in self.tensors.items()}
+        return digests
 
     def version_digest(self, tensors: Mapping[str, bytes] | None = None) -> str:
         """The version digest in hex, from the `tensor_digests` where they are known. Raises like these."""
@@ -135,8 +136,8 @@ class RowPlan:
                     for rect in shard.rects
                 )
         self._tensors = [TensorPlan(name, kind, pieces[name]) for name, kind in kinds.items()]
-        self._whole = [piece for tensor in self._tensors for piece in tensor.whole()]
-        self._whole_bytes = sum(piece.rows * piece.width for piece in self._whole)
+        self._whole = spans(piece for tensor in self._tensors for piece in tensor.whole())
+        self._whole_bytes = sum(span.rows.rows * span.rows.width for span in self._whole)
 
     def digest(
         self,
@@ -159,25 +160,33 @@ class RowPlan:
         """
         parts = zip(self._layouts, segments, strict=True)
         views = [np.asarray(layout.view(segment)) for layout, segment in parts]
-        elsewhere = self._elsewhere(views, processes)
-        return RowDigests({tensor.name: tensor.digest(views, pool, elsewhere) for tensor in self._tensors})
+        known = self._digest_whole(views, processes)
+        return RowDigests({tensor.name: tensor.digest(views, pool, known) for tensor in self._tensors})
 
-    def _elsewhere(
+    def _digest_whole(
         self, views: Sequence[NDArray[np.uint8]], processes: tuple[RowProcesses, Sequence[str]] | None
     ) -> dict[tuple[int, int], bytes]:
-        """What was digested with the help of processes, by part and byte."""
+        """The digests of whole rows that threads would not speed up, by part and byte."""
+
+        def here(number: int) -> bytes:
+            return rows_digest(self._whole[number].rows.data(views))
+
         if processes is None or self._whole_bytes < _PROCESS_BYTES:
-            return {}
-        helpers, paths = processes
-        spans = [(paths[piece.part], piece.at, piece.rows, piece.width) for piece in self._whole]
-        done = helpers.digest(spans, lambda number: rows_digest(self._whole[number].data(views)))
-        return {piece.place: digests for piece, digests in zip(self._whole, done, strict=True)}
+            done = [here(number) for number in range(len(self._whole))]
+        else:
+            helpers, paths = processes
+            asked = [(paths[rows.part], rows.at, rows.rows, rows.width) for rows, _, _ in self._whole]
+            done = helpers.digest(asked, here)
+        return dict(piece for span, digests in zip(self._whole, done, strict=True) for piece in span.cut(digests))
 
 
 def version_digest(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> str:
     """The version digest in hex of (name, dtype, shape, 16-byte tensor digest) of all tensors, in any order."""
-    lines = [f"{name} {dtype} {shape_text(shape)} {digest.hex()}\n" for name, dtype, shape, digest in sorted(tensors)]
+    lines = [f"{name} {dtype} {_text(tuple(shape))} {digest.hex()}\n" for name, dtype, shape, digest in sorted(tensors)]
     return str(xxh3_128_hexdigest("".join(lines).encode()))
+
+
+_text = lru_cache(1024)(shape_text)
 
 
 def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
@@ -194,26 +203,6 @@ def _merged(name: str, known: Sequence[TensorRows]) -> TensorRows:
         if row + len(digests) // DIGEST_BYTES > after:
             raise CoverageError(f"{name}: row {after} is held by two nodes; each row must be in one only")
     return TensorRows(dtype, shape, runs, glued.fragments)
-
-
-def _missing(known: TensorRows) -> str:
-    """The rows without a digest, as text: ``"0-3, 7"``; empty if there are none."""
-    rows = matrix_view(known.shape)[0] if prod(known.shape) else 0
-    if len(known.runs) == 1 and known.runs[0][0] == 0 and len(known.runs[0][1]) == rows * DIGEST_BYTES:
-        return ""
-    spans: list[tuple[int, int]] = []
-    end = 0
-    for row, digests in (*known.runs, (rows, b"")):
-        if row > end:
-            spans.append((end, row - 1))
-        end = row + len(digests) // DIGEST_BYTES
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
-
-
-def _tensor_digest(known: TensorRows) -> bytes:
-    if not prod(known.shape):
-        return xxh3_128_digest(_EMPTY_ROW * matrix_view(known.shape)[0])
-    return xxh3_128_digest(b"".join(digests for _, digests in known.runs))
 
 
 def _disagreement(name: str) -> CoverageError:

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.shards import Rect, Shard
+from trinity_sync.weights.load_groups import Group, groups
+from trinity_sync.weights.shards import Rect
 from trinity_sync.weights.tensors import to_torch
 
 if TYPE_CHECKING:
@@ -27,17 +28,15 @@ _CACHED_BYTES = 512 << 10
 
 
 class Rows(NamedTuple):
-    """Rows of a tensor's matrix view.
+    """Rows that follow each other in memory, of one tensor's matrix view or of several tensors'.
 
     Attributes:
-        name: the tensor's name.
-        first: the number of the first row.
+        of: whose they are, in order: (name of the tensor, number of the first row in it, how many).
         data: the rows; where they are in wire dtype and contiguous, their bytes.
         dtype: the dtype on the wire, as safetensors names it.
     """
 
-    name: str
-    first: int
+    of: tuple[tuple[str, int, int], ...]
     data: torch.Tensor | NDArray[np.uint8]
     dtype: str
 
@@ -86,13 +85,13 @@ def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mappi
     copies: list[list[Copy]] = [[] for _ in pieces]
     destinations: list[torch.Tensor | None] = [None] * len(pieces)
     starts, ends = [start for start, _ in pieces], [stop for _, stop in pieces]
-    for shard, offset in layout.entries:
-        cutter = _Cutter(shard, offset, matrices[shard.name], ends)
+    for group in groups(layout, matrices):
+        cutter = _Cutter(group, ends)
         for copy in cutter.copies():
             number = bisect_right(starts, copy.start) - 1
             begin = starts[number]
             copies[number].append(copy._replace(start=copy.start - begin, stop=copy.stop - begin))
-        for number in range(bisect_left(starts, offset), bisect_left(starts, offset + shard.nbytes)):
+        for number in range(bisect_left(starts, group.offset), bisect_left(starts, group.end)):
             destinations[number] = cutter.destination(*pieces[number])
     return LoadPlan(layout.digest, pieces, copies, destinations)
 
@@ -111,21 +110,20 @@ class _Run(NamedTuple):
 
 
 class _Cutter:
-    """Cuts one shard into copies at the ends of pieces and of what fits the cache, between rows where it can.
+    """Cuts a group into copies at the ends of pieces and of what fits the cache, between rows where it can.
 
     Args:
-        shard: what is published.
-        offset: byte in the segment at which it lies; so are the bytes of the copies.
-        matrix: the destination's matrix view.
+        group: what is published, and its destination. The bytes of the copies are those of the segment.
         ends: the ends of all pieces in the segment, ascending.
     """
 
-    def __init__(self, shard: Shard, offset: int, matrix: torch.Tensor, ends: Sequence[int]) -> None:
-        self._shard = shard
-        self._offset = offset
-        self._matrix = matrix
+    def __init__(self, group: Group, ends: Sequence[int]) -> None:
+        self._group = group
+        self._shard = group.shard
+        self._offset = group.offset
+        self._matrix = matrix = group.matrix
         self._ends = ends
-        self._dtype = to_torch(shard.dtype)
+        self._dtype = to_torch(self._shard.dtype)
         self._size = self._dtype.itemsize
         self._cols = matrix.shape[1]
         # A copy to a device has its cost per call, and nothing of it is read back from a cache.
@@ -220,4 +218,4 @@ class _Cutter:
         if self._matrix.is_cuda:
             return None
         data = self._matrix if self._row_bytes is None else self._row_bytes
-        return Rows(self._shard.name, first, data[first : first + count], self._shard.dtype)
+        return Rows(self._group.rows(first, count), data[first : first + count], self._shard.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from trinity_sync.errors import RunError
 from trinity_sync.weights.computed import Computed, Sources, made
 from trinity_sync.weights.dtypes import itemsize
 from trinity_sync.weights.layout import PartLayout, Segment
+from trinity_sync.weights.saved_views import row_major
 from trinity_sync.weights.shards import listed
+from trinity_sync.weights.stretch import Stretch
 from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, to_torch
 
 _CHUNK_BYTES = 32 << 20
@@ -24,6 +27,9 @@ _CHUNK_BYTES = 32 << 20
 _TOGETHER_BYTES = 256 << 20
 """Sources on a CPU that are copied in one call, at most, but for the last one."""
 _PORTABLE, _READ_ONLY = 0x01, 0x08  # cudaHostRegisterPortable (all contexts), cudaHostRegisterReadOnly
+
+
+_strides = lru_cache(1024)(row_major)
 
 
 class StageError(RunError):
@@ -44,32 +50,32 @@ def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
         segment: writable, at least ``layout.nbytes``.
 
     Raises:
-        StageError: names the sources that are missing, wrong in size or of a dtype that is not cast; nothing was
-            written.
+        StageError: names the sources that are missing, wrong in size or of a dtype that is not cast. Some of the others
+            may have been written.
         LayoutError: the segment is too small.
     """
-    _check(layout, sources)
-    target = byte_tensor(layout.view(segment))
+    data = layout.view(segment)
     for start, stop in layout.gaps():
-        target[start:stop] = 0
+        data[start:stop] = bytes(stop - start)
+    typed = _typed(layout, byte_tensor(data))
     places: list[torch.Tensor] = []
     here: list[torch.Tensor] = []
     pending = 0
     streams: dict[torch.device, torch.cuda.Stream] = {}
     try:
         with torch.no_grad():
-            for (name, *_), place in zip(layout.table, views(layout, target), strict=True):
-                source = sources[name]
+            for source, dtype, start in _runs(layout, sources):
+                first = start // itemsize(dtype)
                 if source.is_cuda:
-                    _stage_cuda(source, place, streams)
-                else:
-                    source = made(source)
-                    places.append(place.view(source.shape))
-                    here.append(source)
-                    pending += source.nbytes
-                    if pending >= _TOGETHER_BYTES:  # of sources that are computed, not all are held at a time
-                        torch._foreach_copy_(places, here)
-                        places, here, pending = [], [], 0
+                    _stage_cuda(source, typed[dtype][first : first + source.numel()], streams)
+                    continue
+                source = made(source)
+                places.append(typed[dtype].as_strided(source.shape, _strides(source.shape), first))
+                here.append(source)
+                pending += source.nbytes
+                if pending >= _TOGETHER_BYTES:  # of sources that are computed, not all are held at a time
+                    torch._foreach_copy_(places, here)
+                    places, here, pending = [], [], 0
             if here:  # in one call: models of many small tensors would spend their time between the calls
                 torch._foreach_copy_(places, here)
     finally:  # also after an error: the caller may give the slot away
@@ -84,32 +90,59 @@ def views(layout: PartLayout, data: torch.Tensor) -> Iterator[torch.Tensor]:
         layout: what lies where.
         data: at least ``layout.nbytes`` of uint8, on any device, beginning on a boundary of 64 bytes.
     """
-    typed = {
-        dtype: data[: layout.nbytes // itemsize(dtype) * itemsize(dtype)].view(to_torch(dtype))
-        for dtype in {dtype for _, dtype, *_ in layout.table}
-    }
+    typed = _typed(layout, data)
     for _, dtype, numel, start, _ in layout.table:
         first = start // itemsize(dtype)
         yield typed[dtype][first : first + numel]
 
 
-def _check(layout: PartLayout, sources: Sources) -> None:
+def _typed(layout: PartLayout, data: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All bytes of a part as elements of each dtype that is in it."""
+    return {
+        dtype: data[: layout.nbytes // itemsize(dtype) * itemsize(dtype)].view(to_torch(dtype))
+        for dtype in {dtype for _, dtype, *_ in layout.table}
+    }
+
+
+def _runs(layout: PartLayout, sources: Sources) -> Iterator[tuple[torch.Tensor | Computed, str, int]]:
+    """Yield (elements, dtype in the segment, first byte there) of what is copied at a time: a source, or several that
+    follow each other in memory as they do in the segment. Each is asked for once.
+
+    Raises:
+        StageError: at the end, of all sources that do not fit.
+    """
+    problems: list[str] = []
     fine: dict[tuple[torch.dtype, str], bool] = {}
-    problems = []
-    for name, dtype, numel, _, _ in layout.table:
+    run: tuple[Stretch, str, int] | None = None
+    end = 0
+    for name, dtype, numel, start, stop in layout.table:
         source = sources.get(name)
         if source is None:
             problems.append(f"{name} (no source)")
-        elif source.numel() != numel:
+            continue
+        if source.numel() != numel:
             problems.append(f"{name} ({source.numel()} elements, the layout has {numel})")
-        else:
-            kind = source.dtype, dtype
-            if kind not in fine:
-                fine[kind] = castable(from_torch(source.dtype), dtype)
-            if not fine[kind]:
-                problems.append(f"{name} ({source.dtype}, which is not cast to {dtype})")
+            continue
+        kind = source.dtype, dtype
+        if kind not in fine:
+            fine[kind] = castable(from_torch(source.dtype), dtype)
+        if not fine[kind]:
+            problems.append(f"{name} ({source.dtype}, which is not cast to {dtype})")
+            continue
+        if not numel:
+            continue
+        if isinstance(source, Computed):
+            yield source, dtype, start
+            continue
+        if run is None or start != end or dtype != run[1] or not run[0].take(source):
+            if run is not None:
+                yield run[0].elements(), *run[1:]
+            run = Stretch(source), dtype, start
+        end = stop
     if problems:
         raise StageError(f"part {layout.part} cannot be staged: {listed(problems)}")
+    if run is not None:
+        yield run[0].elements(), *run[1:]
 
 
 def _stage_cuda(

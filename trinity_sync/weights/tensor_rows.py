@@ -9,9 +9,12 @@ rows are digested by the caller, where threads would only fight for the lock, or
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,6 +31,7 @@ _BATCH_BYTES = 1 << 20
 """Bytes of rows per task, and so of the temporary in which split rows are put together: it stays in the cache."""
 _POOL_ROW_BYTES = (64 << 10) + 1
 """Below this xxhash keeps the interpreter lock, so threads gain nothing."""
+_EMPTY_ROW = xxh3_128_digest(b"")
 
 
 class Fragment(NamedTuple):
@@ -59,6 +63,31 @@ class TensorRows(NamedTuple):
     shape: tuple[int, ...]
     runs: tuple[tuple[int, bytes], ...]
     fragments: tuple[Fragment, ...]
+
+    def digest(self) -> bytes | None:
+        """The 16-byte digest of the tensor; None where rows are missing."""
+        rows, known = row_count(self.shape), self.runs
+        if not rows:
+            return xxh3_128_digest(_EMPTY_ROW * matrix_view(self.shape)[0])
+        if len(known) == 1 and known[0][0] == 0 and len(known[0][1]) == rows * DIGEST_BYTES:
+            return xxh3_128_digest(known[0][1])
+        return None
+
+    def missing(self) -> str:
+        """The rows without a digest, as text: ``"0-3, 7"``."""
+        spans: list[str] = []
+        end = 0
+        for row, digests in (*self.runs, (row_count(self.shape), b"")):
+            if row > end:
+                spans.append(f"{end}-{row - 1}" if row > end + 1 else str(end))
+            end = row + len(digests) // DIGEST_BYTES
+        return ", ".join(spans)
+
+
+@lru_cache(1024)
+def row_count(shape: tuple[int, ...]) -> int:
+    """How many rows of a tensor have elements."""
+    return matrix_view(shape)[0] if prod(shape) else 0
 
 
 def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
@@ -108,6 +137,50 @@ class Piece(NamedTuple):
     def data(self, views: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint8]:
         """Its bytes, of shape (rows, width)."""
         return views[self.part][self.at : self.at + self.rows * self.width].reshape(self.rows, self.width)
+
+
+class Span(NamedTuple):
+    """Whole rows of one width that lie one after another in a part, of any number of tensors: digested at once.
+
+    Attributes:
+        rows: all of them; of its attributes `row` says nothing.
+        places: of the pieces that they are.
+        ends: for each piece how many bytes of digests there are up to its last row.
+    """
+
+    rows: Piece
+    places: list[tuple[int, int]]
+    ends: list[int]
+
+    def cut(self, digests: bytes) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """Yield the place of each piece and its digests, from those of all rows."""
+        start = 0
+        for place, end in zip(self.places, self.ends, strict=True):
+            yield place, digests[start:end]
+            start = end
+
+
+def spans(pieces: Iterable[Piece]) -> list[Span]:
+    """Pieces of whole rows, together where they lie together, up to what is digested at a time."""
+    groups: list[list[Piece]] = []
+    last, nbytes = None, 0
+    for piece in sorted(pieces, key=attrgetter("part", "at")):
+        length = piece.rows * piece.width
+        nbytes += length
+        if (piece.part, piece.at, piece.width) == last and nbytes <= _BATCH_BYTES:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+            nbytes = length
+        last = piece.part, piece.at + length, piece.width
+    return [
+        Span(
+            group[0]._replace(rows=sum(piece.rows for piece in group)),
+            [piece.place for piece in group],
+            [count * DIGEST_BYTES for count in accumulate(piece.rows for piece in group)],
+        )
+        for group in groups
+    ]
 
 
 class TensorPlan:
