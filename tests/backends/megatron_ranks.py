@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -373,9 +374,14 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case.get('ep', 1)}-{case['world']}"
     backend.begin_save(again, meetings().begin("the state"))[1]()
     dist.barrier()
-    spans = sorted(span[:2] for chunk in engine.module for span in chunk.buffers[0].param_index_map.values())
-    facts["contents"] = checkpoint_hashes(again, spans)
-    facts["contents_loaded"] = checkpoint_hashes(folder / case["load"], spans)
+    spans = [
+        sorted(
+            span[:2] for chunk in engine.module for buffer in of(chunk)[:1] for span in buffer.param_index_map.values()
+        )
+        for of in (attrgetter("buffers"), attrgetter("expert_parallel_buffers"))
+    ]
+    facts["contents"] = checkpoint_hashes(again, *spans)
+    facts["contents_loaded"] = checkpoint_hashes(folder / case["load"], *spans)
     return facts
 
 
@@ -693,11 +699,14 @@ def _optimizer_hash(engine: Any) -> str:
     return found.hexdigest()
 
 
-def checkpoint_hashes(folder: Path, spans: Sequence[tuple[int, int]] = ()) -> dict[str, str]:
+def checkpoint_hashes(
+    folder: Path, spans: Sequence[tuple[int, int]] = (), of_experts: Sequence[tuple[int, int]] = ()
+) -> dict[str, str]:
     """Hash of every whole tensor in a checkpoint's model and optimizer, by its key: the same in all layouts.
 
     Args:
         spans: where parameters lie in a buffer; what is saved as it lies there has padding of no meaning between them.
+        of_experts: where those of experts lie in theirs, which another optimizer has.
     """
     import torch
     from torch.distributed.checkpoint import FileSystemReader
@@ -715,7 +724,8 @@ def checkpoint_hashes(folder: Path, spans: Sequence[tuple[int, int]] = ()) -> di
         }
         _load_state_dict(state, storage_reader=reader, no_dist=True)
         for key, whole in state.items():
-            tensor = torch.cat([whole[a:b] for a, b in spans]) if "bucket_idx" in key else whole
+            held = of_experts if "chained_1." in key else spans
+            tensor = torch.cat([whole[a:b] for a, b in held]) if "bucket_idx" in key else whole
             found[f"{tree}: {key}"] = hashlib.sha256(
                 tensor.contiguous().view(torch.uint8).numpy().tobytes()
             ).hexdigest()
