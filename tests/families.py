@@ -62,6 +62,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """By `model_type` of transformers: the other fields of the config."""
 
+EXPERTS = [
+    "model.architecture.model_type=qwen3_moe",
+    "+model.architecture.num_experts=4",
+    "+model.architecture.num_experts_per_tok=2",
+    "+model.architecture.moe_intermediate_size=64",
+    "+model.architecture.norm_topk_prob=true",
+]
+"""What makes the default model of a run one with experts, on the command line."""
+
 EAGER = {"gpt_oss"}
 """Those that transformers computes with `attn_implementation=eager` only, on a CPU."""
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.families import EXPERTS
 from tests.test_config import refused
 from trinity_sync.config import check, compose, typed
 from trinity_sync.trainer.spec import worker_spec
@@ -20,14 +21,6 @@ from trinity_sync.trainer.spec import worker_spec
 def test_layouts_that_fit_the_ranks_pass(layout: tuple[int, int, int]) -> None:
     ranks, tp, pp = layout
     check(compose(["backend=megatron", f"backend.ranks={ranks}", f"backend.tp={tp}", f"backend.pp={pp}"]))
-
-
-EXPERTS = [
-    "model.architecture.model_type=qwen3_moe",
-    "+model.architecture.num_experts=4",
-    "+model.architecture.num_experts_per_tok=2",
-    "+model.architecture.moe_intermediate_size=24",
-]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +48,7 @@ def test_layouts_that_fit_the_experts_pass(layout: tuple[int, int, int, int]) ->
         (["+model.architecture.mlp_only_layers=[0]"], "backend", "mlp_only_layers; use backend=fsdp2"),
         (["+model.architecture.decoder_sparse_step=2"], "backend", "decoder_sparse_step"),
         (
-            ["model.architecture.num_experts_per_tok=1", "+model.architecture.norm_topk_prob=true"],
+            ["model.architecture.num_experts_per_tok=1"],
             "backend",
             "num_experts_per_tok=1",
         ),

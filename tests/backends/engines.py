@@ -427,20 +427,28 @@ def write_state(state: Any, form: str, actor: Path) -> None:
     dist.barrier()
 
 
-def _step(engine: Any, rank: int, number: int) -> None:
+def drawn_pairs(number: int, rank: int) -> list[tuple[Any, Any]]:
+    """The tokens, prompt and answer, of which a data-parallel rank takes this step."""
     import numpy as np
+
+    draw = np.random.default_rng([number, rank])
+    return [(draw.integers(3, 30, 5), draw.integers(3, 30, 4)) for _ in range(4)]
+
+
+def _step(engine: Any, rank: int, number: int) -> dict[str, Any]:
+    """Train a step; the engine's metrics."""
     from verl.workers.utils.losses import sft_loss
 
     from trinity_sync.trainer.batch import sft_batch
 
-    draw = np.random.default_rng([number, rank])
-    pairs = [(draw.integers(3, 30, 5), draw.integers(3, 30, 4)) for _ in range(4)]
+    pairs = drawn_pairs(number, rank)
     data = sft_batch(
         [prompt for prompt, _ in pairs], [answer for _, answer in pairs], micro_batch=2, global_mini_batch=4
     )
     with engine.train_mode():
-        engine.train_batch(data, loss_function=partial(sft_loss, None))
+        metrics: dict[str, Any] = engine.train_batch(data, loss_function=partial(sft_loss, None)).get("metrics", {})
     engine.lr_scheduler_step()
+    return metrics
 
 
 def refused(backend: Any, strategy: str, ranks: int) -> str | None:

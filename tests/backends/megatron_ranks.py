@@ -11,13 +11,14 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
-from tests.backends.engines import join_group, refused
+from tests.backends.engines import drawn_pairs, join_group, refused
 from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.parts import FileTuple
 
@@ -57,13 +58,15 @@ def make_models(folder: Path) -> None:
         ("qwen2", Qwen2Config, Qwen2ForCausalLM, False),
         ("llama-tied", LlamaConfig, LlamaForCausalLM, True),
         ("experts", Qwen3MoeConfig, Qwen3MoeForCausalLM, False),
+        ("experts-of-all", Qwen3MoeConfig, Qwen3MoeForCausalLM, False),
     ):
         torch.manual_seed(3)
         fields = {**sizes, "tie_word_embeddings": tied}
         if name == "qwen2":
             del fields["head_dim"]
-        if name == "experts":
-            fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        if model is Qwen3MoeForCausalLM:  # their weights are of the chosen ones, or of all
+            fields |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+            fields["norm_topk_prob"] = name == "experts"
         made = model(config(**fields))
         for parameter in made.parameters():  # transformers begins norms with ones and biases with zeros
             if parameter.dim() == 1:
@@ -216,8 +219,8 @@ def meetings(timeout_s: float = 60.0) -> Any:
     return Meetings.of_default_group(timeout_s)
 
 
-def _train(engine: Any, number: int) -> None:
-    step(engine, engine.get_data_parallel_rank(), number)
+def _train(engine: Any, number: int) -> dict[str, Any]:
+    return step(engine, engine.get_data_parallel_rank(), number)
 
 
 def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
@@ -230,7 +233,9 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     facts = {"file": state_digest(file, "BF16"), "initial": digest(backend, case["world"])}
     facts["refused"] = refused(backend, "megatron", case["world"])
     facts |= _log_probs(engine, models / case["model"])
-    _train(engine, 0)
+    # the learning rate warms up from 0, so the first step changes nothing
+    facts["gradient"] = _train(engine, 0).get("grad_norm")
+    facts["wanted_gradient"] = _gradient_norm(models / case["model"], engine.get_data_parallel_size())
     _train(engine, 1)
     facts["after_step"] = digest(backend, case["world"])
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
@@ -266,6 +271,21 @@ def _log_probs(engine: Any, model: Path) -> dict[str, Any]:
         worst = max(worst, (wanted - found).abs().max().item())
     entropy = output["model_output"]["entropy"].values()
     return {"log_probs": worst, "finite": bool(torch.isfinite(entropy).all())}
+
+
+def _gradient_norm(model: Path, ranks: int) -> float:
+    """Of the first step of all data-parallel ranks, by transformers in float32."""
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    pairs = [pair for rank in range(ranks) for pair in drawn_pairs(0, rank)]
+    for prompt, answer in pairs:
+        ids = torch.from_numpy(np.concatenate([prompt, answer]))
+        log_probs = reference(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])
+        (-log_probs[-len(answer) :].sum() / sum(len(answer) for _, answer in pairs)).backward()
+    return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in reference.parameters()]))
 
 
 def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
@@ -354,9 +374,14 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case.get('ep', 1)}-{case['world']}"
     backend.begin_save(again, meetings().begin("the state"))[1]()
     dist.barrier()
-    spans = sorted(span[:2] for chunk in engine.module for span in chunk.buffers[0].param_index_map.values())
-    facts["contents"] = checkpoint_hashes(again, spans)
-    facts["contents_loaded"] = checkpoint_hashes(folder / case["load"], spans)
+    spans = [
+        sorted(
+            span[:2] for chunk in engine.module for buffer in of(chunk)[:1] for span in buffer.param_index_map.values()
+        )
+        for of in (attrgetter("buffers"), attrgetter("expert_parallel_buffers"))
+    ]
+    facts["contents"] = checkpoint_hashes(again, *spans)
+    facts["contents_loaded"] = checkpoint_hashes(folder / case["load"], *spans)
     return facts
 
 
@@ -465,8 +490,10 @@ def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, 
 
     import torch
     from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+    from verl.utils.megatron_utils import unwrap_model
 
     from trinity_sync.backends.megatron import bridges
+    from trinity_sync.backends.megatron.backend import MegatronBackend
     from trinity_sync.errors import ConfigError
 
     said = []
@@ -484,6 +511,13 @@ def _refusals(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, 
             check(config)
         except ConfigError as error:
             said.append(str(error))
+    chunk = unwrap_model(engine.module[0]).decoder
+    chunk.register_parameter("unknown_weight", torch.nn.Parameter(torch.ones(2)))
+    try:
+        MegatronBackend(engine, "BF16")
+    except ConfigError as error:
+        said.append(str(error))
+    del chunk.unknown_weight
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 5e5}
     known = LlamaConfig(rope_parameters={**llama3, "original_max_position_embeddings": 8192})
     warnings: list[str] = []
@@ -665,11 +699,14 @@ def _optimizer_hash(engine: Any) -> str:
     return found.hexdigest()
 
 
-def checkpoint_hashes(folder: Path, spans: Sequence[tuple[int, int]] = ()) -> dict[str, str]:
+def checkpoint_hashes(
+    folder: Path, spans: Sequence[tuple[int, int]] = (), of_experts: Sequence[tuple[int, int]] = ()
+) -> dict[str, str]:
     """Hash of every whole tensor in a checkpoint's model and optimizer, by its key: the same in all layouts.
 
     Args:
         spans: where parameters lie in a buffer; what is saved as it lies there has padding of no meaning between them.
+        of_experts: where those of experts lie in theirs, which another optimizer has.
     """
     import torch
     from torch.distributed.checkpoint import FileSystemReader
@@ -687,7 +724,8 @@ def checkpoint_hashes(folder: Path, spans: Sequence[tuple[int, int]] = ()) -> di
         }
         _load_state_dict(state, storage_reader=reader, no_dist=True)
         for key, whole in state.items():
-            tensor = torch.cat([whole[a:b] for a, b in spans]) if "bucket_idx" in key else whole
+            held = of_experts if "chained_1." in key else spans
+            tensor = torch.cat([whole[a:b] for a, b in held]) if "bucket_idx" in key else whole
             found[f"{tree}: {key}"] = hashlib.sha256(
                 tensor.contiguous().view(torch.uint8).numpy().tobytes()
             ).hexdigest()

@@ -62,13 +62,20 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "pp2ep2": {"world": 4, "pp": 2, "ep": 2, "do": ["version", "save"], "save": "b"},
         "dp2ep2": {"world": 4, "ep": 2, "do": ["version", "save"], "save": "c"},
         "dp2ep2-to-ep4": {"world": 4, "ep": 4, "do": ["load"], "load": "c"},
+        "tp2ep2-to-pp2ep2": {"world": 4, "pp": 2, "ep": 2, "do": ["load"], "load": "a"},
+        "dp2ep2-same": {"world": 4, "ep": 2, "do": ["save"], "save": "g", "format": "dp_reshardable"},
         "tp2ep2-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "a"},
         "pp2ep2-to-tp2": {"world": 2, "tp": 2, "do": ["load"], "load": "b"},
+        "dp2ep2-to-dp2": {"world": 2, "do": ["load"], "load": "c"},
+        "dp2ep2-same-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "g", "format": "dp_reshardable"},
         "tp2": {"world": 2, "tp": 2, "do": ["version", "save"], "save": "d"},
         "tp2-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "d"},
         "dp2": {"world": 2, "do": ["version", "save"], "save": "e"},
         "dp2-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "e"},
         "ep2-same": {"world": 2, "ep": 2, "do": ["version", "save"], "save": "f", "format": "dp_reshardable"},
+        "late": {"world": 2, "ep": 2, "do": ["late"], "overlap_param_gather": True},
+        "prompt": {"world": 2, "ep": 2, "do": ["late"]},
+        "of-all": {"world": 2, "ep": 2, "model": "experts-of-all", "do": ["version"]},
         "tp2ep2-to-one": {"world": 1, "do": ["version", "load"], "load": "a"},
     }.items()
 }
@@ -141,6 +148,14 @@ def test_log_probs_are_those_of_transformers(case_facts: list[dict[str, Any]], r
     assert all(rank["finite"] for rank in found), "the padding of the vocabulary reaches the entropy"
 
 
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_gradients_are_as_large_as_those_of_transformers(case_facts: list[dict[str, Any]]) -> None:
+    """Of all layouts: tensors are shared by other ranks in each, and experts by others than the rest."""
+    found = [rank["gradient"] for rank in case_facts if rank["gradient"] is not None]
+    assert found == pytest.approx([case_facts[0]["wanted_gradient"]] * len(found), rel=0.02)
+    assert found
+
+
 @pytest.mark.parametrize(("start", "case"), _doing("save"))
 def test_a_resumed_engine_goes_on_bit_for_bit(case_facts: list[dict[str, Any]]) -> None:
     for rank in case_facts:
@@ -198,13 +213,24 @@ def test_a_load_in_another_layout_has_the_version_and_learning_rate_of_the_save(
         assert {rank["lr"] for rank in two[case]} == {0.01}
 
 
-def test_versions_are_right_when_parameters_are_gathered_during_the_next_forward_pass(two: Facts) -> None:
-    assert two["late"][0]["versions"] == two["prompt"][0]["versions"]
-    assert two["late"][0]["after_offload"] == two["prompt"][0]["after_offload"]
+STARTS = [pytest.param("two"), pytest.param("experts", marks=pytest.mark.all)]
 
 
-def test_versions_are_read_from_the_host_while_the_model_is_offloaded(two: Facts) -> None:
-    for rank in two["prompt"] + two["late"]:
+@pytest.mark.parametrize("start", STARTS)
+def test_versions_are_right_when_parameters_are_gathered_during_the_next_forward_pass(
+    request: pytest.FixtureRequest, start: str
+) -> None:
+    facts: Facts = request.getfixturevalue(start)
+    assert facts["late"][0]["versions"] == facts["prompt"][0]["versions"]
+    assert facts["late"][0]["after_offload"] == facts["prompt"][0]["after_offload"]
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_versions_are_read_from_the_host_while_the_model_is_offloaded(
+    request: pytest.FixtureRequest, start: str
+) -> None:
+    facts: Facts = request.getfixturevalue(start)
+    for rank in facts["prompt"] + facts["late"]:
         assert rank["storage"] == 0
         assert rank["offloaded"] == rank["versions"][-1]
 
@@ -266,7 +292,7 @@ def test_nothing_that_is_pickled_in_a_checkpoint_runs(two: Facts) -> None:
 
 
 def test_models_that_would_be_built_wrongly_are_refused(two: Facts) -> None:
-    family, bias, activation, rotary, uneven, dense, mixed = two["bad"][0]["said"]
+    family, bias, activation, rotary, uneven, dense, mixed, unknown = two["bad"][0]["said"]
     assert "llama, qwen2, qwen3" in family
     assert "gpt2" in family
     assert "attention_bias" in bias
@@ -275,6 +301,7 @@ def test_models_that_would_be_built_wrongly_are_refused(two: Facts) -> None:
     assert uneven == "backend.ep is 3; it must divide the model's num_experts (4)"
     assert dense == "backend.ep is 2; it must divide the model's num_experts (0)"
     assert "mlp_only_layers" in mixed
+    assert unknown.startswith("backend=megatron cannot publish decoder.unknown_weight of this model: ")
     assert two["bad"][0]["llama3"] == {"rotary_base": 5e5, "rope_scaling": True, "rope_scaling_factor": 8.0}
 
 

@@ -42,6 +42,19 @@ def test_another_layout_has_to_give_up_the_random_generators(tmp_path: Path, wan
     assert "tp=2 pp=1 dp=1" in said
 
 
+@pytest.mark.parametrize(("saved", "wanted"), [({"ep": 2}, 1), ({}, 2)], ids=["fewer", "of-a-time-before-experts"])
+def test_other_expert_ranks_are_another_layout(tmp_path: Path, saved: dict[str, int], wanted: int) -> None:
+    checkpoint = _checkpoint(tmp_path, tp=1, dp=2, **saved)
+    with pytest.raises(ConfigError, match=r"tp=1 pp=1 dp=2 ep=\d, .* set backend\.restore_rng=false"):
+        check_layout(_run(f"backend.ep={wanted}"), checkpoint)
+    assert check_layout(_run(f"backend.ep={wanted}", "backend.restore_rng=false"), checkpoint)
+    buckets = tmp_path / "buckets"
+    buckets.mkdir()
+    checkpoint = _checkpoint(buckets, tp=1, dp=2, **saved, optimizer_format="dp_reshardable")
+    with pytest.raises(ConfigError, match=rf"set backend\.tp=1 backend\.pp=1 backend\.ep={3 - wanted};"):
+        check_layout(_run(f"backend.ep={wanted}", "backend.restore_rng=false"), checkpoint)
+
+
 def test_an_optimizer_in_buckets_keeps_tp_and_pp(tmp_path: Path) -> None:
     checkpoint = _checkpoint(tmp_path, optimizer_format="dp_reshardable")
     with pytest.raises(ConfigError, match=r"set backend\.tp=2 backend\.pp=1.*fully_reshardable"):

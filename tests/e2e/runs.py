@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -115,6 +116,18 @@ class Run:
         assert all(len(span.parts) == 2 for span in lanes["checkpoints"])
         assert all(self.digests.get(event["version"]) for event in self.events("generate"))
         check(json.loads("".join(trace.document(run)))["traceEvents"])
+
+    def assert_begins_with(self, step: int) -> None:
+        """The newest attempt publishes the weights of the checkpoint of a step first, bit for bit."""
+        attempt = self.record["attempt"]
+        first = next(event for event in self.events("publish") if event["attempt"] == attempt)
+        assert (first["version"], first["digest"]) == (step, self.manifests[step]["digest"])
+
+    def go_back_to(self, step: int) -> None:
+        """Take away the checkpoints of later steps."""
+        for later in self.manifests.keys() - set(range(step + 1)):
+            shutil.rmtree(self.folder / f"checkpoints/global_step_{later}")
+        (self.folder / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(step))
 
     def assert_reproduced(self, *arguments: str) -> None:
         """Have `trinity-sync reproduce` repeat the run, and find the same."""

@@ -7,22 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Run, initial_digest, kill_at, launch, resume, start
-from trinity_sync.checkpoint.export import export_checkpoint
 
-EXPERTS = [
-    "model.architecture.model_type=qwen3_moe",
-    "+model.architecture.num_experts=4",
-    "+model.architecture.num_experts_per_tok=2",
-    "+model.architecture.moe_intermediate_size=64",
-    "+model.architecture.norm_topk_prob=true",
-]
 LAYOUTS = {
     "tp2": ["backend.tp=2"],
     "pp2": ["backend.pp=2"],
     "dp2": [],
     "tp2pp2": ["backend.ranks=4", "backend.tp=2", "backend.pp=2"],
-    "experts-dp2": EXPERTS,
-    "experts-ep2": [*EXPERTS, "backend.ep=2"],
 }
 MODES = ("checkpoint", "memory", "nccl")
 
@@ -80,17 +70,14 @@ def test_a_rank_that_is_killed_while_a_save_is_under_way_costs_that_save_only(tm
     newest = int((run.folder / "checkpoints/latest_checkpointed_iteration.txt").read_text())
     again = resume(run.folder, f"trainer.steps={newest + 2}")
     assert again.code == 0, again.output
-    _begins_with(again, newest)
+    again.assert_begins_with(newest)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path) -> None:
     settings = ("backend=megatron", "backend.tp=2", "trainer.lr_scheduler=cosine", "checkpoint.interval=2")
     whole = launch(tmp_path / "whole", *settings, "trainer.steps=5", "retention=[keep_all]")
     assert whole.code == 0, whole.output
-    for step in (4, 5):
-        for name in whole.folder.glob(f"checkpoints/global_step_{step}"):
-            name.rename(tmp_path / f"gone-{step}")
-    (whole.folder / "checkpoints/latest_checkpointed_iteration.txt").write_text("2")
+    whole.go_back_to(2)
     again = resume(whole.folder, "--skip-unreadable", "trainer.steps=5")
     assert again.code == 0, again.output
     assert again.digests == whole.digests
@@ -105,41 +92,14 @@ def test_a_run_goes_on_in_other_layouts_and_backends(tmp_path: Path) -> None:
     assert "set backend.restore_rng=false" in refused.output
     moved = resume(run.folder, "trainer.steps=4", "backend.tp=1", "backend.pp=2", "backend.restore_rng=false")
     assert moved.code == 0, moved.output
-    _begins_with(moved, 3)
+    moved.assert_begins_with(3)
 
     with_fsdp = resume(moved.folder, "trainer.steps=5", "backend=fsdp2")
     assert with_fsdp.code == 0, with_fsdp.output
     assert "averages begin anew" in with_fsdp.output
-    _begins_with(with_fsdp, 4)
+    with_fsdp.assert_begins_with(4)
 
     back = resume(with_fsdp.folder, "trainer.steps=6", "backend=megatron", "backend.ranks=2")
     assert back.code == 0, back.output
     assert "averages begin anew" in back.output
-    _begins_with(back, 5)
-
-
-def test_experts_are_the_same_version_on_fsdp2_and_go_on_there_and_on_fewer_expert_ranks(tmp_path: Path) -> None:
-    other = launch(tmp_path / "fsdp2", "backend=fsdp2", *EXPERTS, "trainer.steps=1")
-    assert other.code == 0, other.output
-    run = _started(tmp_path / "run", "experts-ep2", "retention=[keep_all]")
-    assert run.code == 0, run.output
-    assert run.digests[0] == other.digests[0]
-    exported = export_checkpoint(run.folder / "checkpoints" / "global_step_3", tmp_path / "exported")
-    assert exported.digest == exported.checked == run.digests[3]
-
-    refused = resume(run.folder, "trainer.steps=4", "backend.ep=1")
-    assert refused.code == 2
-    assert "set backend.restore_rng=false" in refused.output
-    moved = resume(run.folder, "trainer.steps=4", "backend.ep=1", "backend.restore_rng=false")
-    assert moved.code == 0, moved.output
-    _begins_with(moved, 3)
-    with_fsdp = resume(moved.folder, "trainer.steps=5", "backend=fsdp2")
-    assert with_fsdp.code == 0, with_fsdp.output
-    _begins_with(with_fsdp, 4)
-
-
-def _begins_with(run: Run, step: int) -> None:
-    """The resumed attempt publishes the weights of the checkpoint first, bit for bit."""
-    attempt = run.record["attempt"]
-    first = next(event for event in run.events("publish") if event["attempt"] == attempt)
-    assert (first["version"], first["digest"]) == (step, run.manifests[step]["digest"])
+    back.assert_begins_with(5)

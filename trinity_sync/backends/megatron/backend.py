@@ -167,7 +167,7 @@ class MegatronBackend:
                     hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
                     dtype = self._wire.of(hf_names[0], from_torch(parameter.dtype))
                     held = pieces(name, hf_names, parameter.shape, dtype, at)
-                except NotImplementedError as error:
+                except (NotImplementedError, LookupError) as error:  # of mbridge, by how many parts the name has
                     raise ConfigError(f"backend=megatron cannot publish {name} of this model: {error}") from error
                 replicas = shared if getattr(parameter, "allreduce", True) else experts
                 if replicas.take(parameter.numel()):

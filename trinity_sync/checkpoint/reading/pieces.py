@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from trinity_sync.errors import RunError
@@ -148,34 +149,38 @@ def assembled(name: str, info: TensorInfo, pieces: Sequence[Piece], *, grid: Seq
         if prod(piece.sizes):
             chosen.setdefault((piece.start, piece.sizes), piece)
     kept = sorted(chosen.values(), key=lambda piece: piece.start)
-    if clash := _overlap(kept, shape):
-        raise WeightsError(f"{clash[0].file} and {clash[1].file} hold the same elements of {name}")
-    missing = prod(shape) - sum(prod(piece.sizes) for piece in kept)
-    if missing:
-        files = listed(sorted({str(piece.file) for piece in pieces})) or "no file"
-        raise WeightsError(f"{missing} of the {prod(shape)} elements of {name} are missing; it is in {files}")
-    return Assembled(name, info, shape, tuple(kept))
+    fault = _first_fault(kept, shape)
+    if fault is None:
+        return Assembled(name, info, shape, tuple(kept))
+    held_by = [piece.file for piece in kept if _holds(piece, fault)]
+    if len(held_by) > 1:
+        raise WeightsError(f"{held_by[0]} and {held_by[1]} hold the same elements of {name}")
+    files = listed(sorted({str(piece.file) for piece in pieces})) or "no file"
+    raise WeightsError(f"elements of {name} are missing, the first of {list(shape)} at {list(fault)}; it is in {files}")
 
 
-def _overlap(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[Piece, Piece] | None:
-    """Find two pieces that overlap. Boxes that are cut along one dimension, the common case, are compared with the
-    next.
+def _first_fault(pieces: Sequence[Piece], shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Find the first element, in row-major order, that is not in exactly one of the pieces; None: there is none.
+
+    Takes n log n, whichever way boxes are cut: a model with experts has a tensor of 100 000 pieces. How often elements
+    are held is a sum of boxes, and its differences along all dimensions are not zero at corners of boxes only. They
+    determine it: where they are those of the whole box everywhere, each element is held once; the first element at
+    which they are not is the first that is not.
     """
-    cut = {
-        dim
-        for piece in pieces
-        for dim, (size, extent) in enumerate(zip(piece.sizes, shape, strict=True))
-        if size != extent
-    }
-    if len(cut) <= 1:
-        pairs = list(pairwise(pieces))
-    else:
-        pairs = [(one, other) for at, one in enumerate(pieces) for other in pieces[at + 1 :]]
-    for one, other in pairs:
-        spans = zip(one.start, one.stop, other.start, other.stop, strict=True)
-        if all(start < other_stop and other_start < stop for start, stop, other_start, other_stop in spans):
-            return one, other
-    return None
+    boxes = [((0,) * len(shape), shape), *((piece.start, piece.stop) for piece in pieces)]
+    ends = np.array(boxes, dtype=np.int64).reshape(len(boxes), 2, len(shape))
+    sides = np.array([*product((0, 1), repeat=len(shape))], dtype=np.intp).reshape(2 ** len(shape), len(shape))
+    corners = ends[:, sides, np.arange(len(shape))].reshape(len(boxes) * len(sides), len(shape))
+    weights = np.repeat([-1, *(1 for _ in pieces)], len(sides)) * np.tile((-1) ** sides.sum(1), len(boxes))
+    order = np.lexsort([weights, *corners.T[::-1]])
+    corners, weights = corners[order], weights[order]
+    begins = np.flatnonzero(np.append(True, (corners[1:] != corners[:-1]).any(1)))
+    faults = begins[np.add.reduceat(weights, begins) != 0]
+    return tuple(corners[faults[0]].tolist()) if len(faults) else None
+
+
+def _holds(piece: Piece, element: Sequence[int]) -> bool:
+    return all(start <= at < stop for start, at, stop in zip(piece.start, element, piece.stop, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
