@@ -10,13 +10,16 @@ import torch
 
 from tests.models.test_shapes import SMALL
 from trinity_sync.backends.bytes import BytesBackend
+from trinity_sync.errors import RunError
 from trinity_sync.models.shapes import SIZES, cut
 from trinity_sync.weights.shards import check_complete
 
 
 def ranks_of(folder: Path, ranks: int, **settings: object) -> list[BytesBackend]:
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(cut(SMALL, None)[1]))
+    fields = settings.pop("fields", SMALL)
+    assert isinstance(fields, dict)
+    (folder / "config.json").write_text(json.dumps(cut(fields, None)[1]))
     (folder / SIZES).write_text(json.dumps({"lora": settings.pop("lora", None)}))
     given: dict[str, object] = {"changed": 0.25, "master_dtype": "bf16", "optimizer": False, **settings}
     return [
@@ -70,3 +73,35 @@ def test_who_still_copies_is_called_before_weights_change(tmp_path: Path) -> Non
     backend.update(1)
     assert seen == [True]
     assert not equal(gathered([backend]), before)
+
+
+def test_a_checkpoint_of_another_model_or_without_the_optimizer_is_refused(tmp_path: Path) -> None:
+    (backend,) = ranks_of(tmp_path, 1, optimizer=True)
+    (adapter,) = ranks_of(tmp_path, 1, lora={"rank": 3, "targets": "all-linear"})
+    held = {name: torch.empty(saved.shape) for name, saved in adapter.saved().items()}
+    path = tmp_path / "model_world_size_1_rank_0.pt"
+    torch.save(held, path)
+    with pytest.raises(RunError, match=rf"^{path} is of another model, as .* go on with the model\.shapes"):
+        backend.load(tmp_path)
+    torch.save({name: torch.empty(shape) for name, shape in backend._shapes.items()}, path)
+    with pytest.raises(RunError, match=r"was saved with workload\.optimizer=false; set that$"):
+        backend.load(tmp_path)
+
+
+def test_a_share_of_one_changes_all_values_and_no_version_comes_back(tmp_path: Path) -> None:
+    (backend,) = ranks_of(tmp_path, 1, changed=1.0)
+    seen = [gathered([backend])]
+    seen[0] = {name: tensor.clone() for name, tensor in seen[0].items()}
+    for step in range(1, 9):
+        assert backend.update(step) == 1.0
+        now = {name: tensor.clone() for name, tensor in gathered([backend]).items()}
+        assert not any(torch.equal(tensor, seen[-1][name]) for name, tensor in now.items())
+        assert not any(equal(now, before) for before in seen)
+        seen.append(now)
+
+
+def test_no_share_changes_nothing(tmp_path: Path) -> None:
+    (backend,) = ranks_of(tmp_path, 1, changed=0.0)
+    before = {name: tensor.clone() for name, tensor in gathered([backend]).items()}
+    assert backend.update(1) == 0.0
+    assert equal(gathered([backend]), before)

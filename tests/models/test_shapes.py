@@ -11,8 +11,18 @@ from trinity_sync import config
 from trinity_sync.backends import bytes_option
 from trinity_sync.backends.option import backend_option
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.shapes import SIZES, adapter_list, bytes_by_layers, cut, empty_model, read_shapes, saved_shapes
+from trinity_sync.models.shapes import (
+    SIZES,
+    adapter_list,
+    bytes_by_layers,
+    check_made_of,
+    cut,
+    empty_model,
+    read_shapes,
+    saved_shapes,
+)
 from trinity_sync.weights.lora import saved_name
+from trinity_sync.weights.saved_views import Saved
 
 SMALL = {
     "model_type": "qwen3_moe",
@@ -62,6 +72,51 @@ def test_a_broken_file_is_refused_with_its_key(tmp_path: Path, content: str | No
     with pytest.raises(ConfigError, match=text) as caught:
         config.check(config.compose(["workload=bytes", f"model.shapes={path}"]))
     assert str(caught.value).startswith("model.shapes")
+
+
+def test_a_path_that_cannot_be_is_refused_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.shapes: x+ cannot be read"):
+        read_shapes("x" * 300)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"model_type": "t5"}, "of which transformers has no causal language model"),
+        ({"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text"}}, "stands under text_config"),
+        ({**SMALL, "hidden_size": "big"}, "does not take this file"),
+    ],
+)
+def test_a_file_of_another_kind_of_model_is_refused(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\.shapes: .*{text}"):
+        cut(fields, None)
+
+
+def test_what_transformers_cannot_make_is_refused_whatever_it_raises() -> None:
+    _, left = cut({**SMALL, "pad_token_id": 99}, None)  # an assertion of torch's
+    with pytest.raises(ConfigError, match=r"^model\.shapes: transformers makes no causal language model of this: "):
+        saved_shapes(left)
+
+
+def test_weights_that_are_moved_in_bf16_are_not_called_quantised() -> None:
+    whole, _ = cut({**SMALL, "quantization_config": {"quant_method": "fp8"}}, None)
+    assert "quantization_config" not in whole
+
+
+@pytest.mark.parametrize("changed", [{"shapes": {**SMALL, "vocab_size": 128}}, {"layers": 2}, {"lora": {"rank": 2}}])
+def test_a_run_goes_on_with_the_model_that_it_was_begun_with(tmp_path: Path, changed: dict[str, object]) -> None:
+    typed = config.typed(config.compose(["workload=bytes", "model.shapes=qwen3-8b"]))
+    option = backend_option(typed.backend)
+    engine = {**option.engine_fields(typed), "shapes": SMALL, "layers": 1}
+    option.make_model(engine, {}, 0, tmp_path)
+    check_made_of(tmp_path, engine)
+    with pytest.raises(ConfigError, match=rf"^model\.{next(iter(changed))} is not what .* was made of"):
+        check_made_of(tmp_path, {**engine, **changed})
+
+
+def test_an_adapter_that_the_last_layers_lack_counts_for_all_layers() -> None:
+    sums = bytes_by_layers({"model.layers.0.lora_A.weight": Saved.as_held("BF16", (2, 3), "x")}, 3)
+    assert sums == [0, 12, 12, 12]
 
 
 def test_a_model_type_that_nobody_knows_and_too_many_layers_are_refused() -> None:
@@ -114,7 +169,7 @@ def test_what_does_not_fit_is_refused_with_the_most_that_does(tmp_path: Path, mo
     assert not (tmp_path / "model").exists()
     option.make_model({**engine, "layers": 2}, {}, 0, tmp_path / "model")
     sizes = json.loads((tmp_path / "model" / SIZES).read_text())
-    assert sizes == {"bytes": sums[2], "bytes_whole": sums[3], "lora": None}
+    assert sizes == {"bytes": sums[2], "bytes_whole": sums[3], "shapes": SMALL, "layers": 2, "lora": None}
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "mlp.down_proj"]])

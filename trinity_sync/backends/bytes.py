@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Cut
@@ -35,6 +36,10 @@ from trinity_sync.weights.wire import Wire, kept_names
 
 _BLOCK = 1 << 20
 """Values that are drawn at random; what comes behind them in a tensor, and other tensors, are variations of them."""
+
+
+_MANTISSA = 7
+"""Bits of a bf16 value's mantissa."""
 
 
 class BytesBackend:
@@ -133,7 +138,7 @@ class BytesBackend:
         """Change the weights as `step` does; returns the share of the values that changed."""
         for callback in self._callbacks:
             callback()
-        count = round(self._changed * _BLOCK)
+        count, bit = round(self._changed * _BLOCK), _bit(step)
         places = np.sort(np.random.default_rng([self._seed, step]).permutation(_BLOCK)[:count])
         on_device = torch.from_numpy(places)
         changed = total = 0
@@ -147,6 +152,7 @@ class BytesBackend:
                 _key(step, name),
                 places,
                 on_device.to(flat.device),
+                bit,
             )
             total += len(flat)
         self._step.fill_(step)
@@ -190,13 +196,22 @@ class BytesBackend:
         return [config, sharding]
 
     def load(self, folder: Path) -> None:
-        model = load_file(folder / self._file("model"), mmap=True)
+        path, averages = folder / self._file("model"), folder / self._file("optim")
+        model = load_file(path, mmap=True)
+        found = {name: tuple(tensor.shape) for name, tensor in model.items()}
+        if odd := {name for name, _ in found.items() ^ self._shapes.items()}:
+            raise RunError(
+                f"{path} is of another model, as {listed(sorted(odd), 3)} show; go on with the model.shapes, "
+                "model.layers and model.lora with which it was saved"
+            )
+        if averages.exists() != bool(self._averages):
+            raise RunError(f"{folder} was saved with workload.optimizer={str(averages.exists()).lower()}; set that")
         for name, local in self._held.items():
             local.copy_(model[name].to_local())
         if self._averages:
-            averages = load_file(folder / self._file("optim"), mmap=True)
+            saved = load_file(averages, mmap=True)
             for name, local in self._averages.items():
-                local.copy_(averages[name])
+                local.copy_(saved[name])
         dist.barrier()
 
     def _file(self, name: str) -> str:
@@ -251,10 +266,19 @@ def _fill(flat: torch.Tensor, start: int, key: int, noise: torch.Tensor) -> None
         flat[first:last] = (noise[place : place + last - first] ^ low).view(torch.bfloat16)
 
 
-def _flip(flat: torch.Tensor, start: int, key: int, places: np.ndarray[Any, Any], on_device: torch.Tensor) -> int:
-    """Move values at some places of each block by one unit in the last place of bf16; returns how many."""
+def _bit(step: int) -> int:
+    """The bit of bf16's mantissa that a step changes, from the last place on. As in a Gray code, so that a value which
+    each step changes is what it was before after 128 steps, and not after two.
+    """
+    return min((step & -step).bit_length() - 1, _MANTISSA - 1)
+
+
+def _flip(
+    flat: torch.Tensor, start: int, key: int, places: NDArray[np.int64], on_device: torch.Tensor, bit: int
+) -> int:
+    """Change a bit of the bf16 values at some places of each block; returns how many."""
     wide = flat.element_size() == 4
-    patterns, one = flat.view(torch.int32 if wide else torch.int16), 1 << 16 if wide else 1
+    patterns, one = flat.view(torch.int32 if wide else torch.int16), 1 << (bit + 16 if wide else bit)
     count = 0
     for first, last, place, _ in _blocks(len(flat), start, key):
         begin, end = np.searchsorted(places, (place, place + last - first))

@@ -44,6 +44,7 @@ class BytesOption(BackendConfig, BackendOption):
 
     checks: ClassVar[tuple[Check, ...]] = (_check_engine_keys, _check_shapes)
     reads: ClassVar[frozenset[str]] = frozenset({"bytes"})
+    takes_weights: ClassVar[bool] = False
     trains_adapters: ClassVar[bool] = True
     worker: ClassVar[str] = "trinity_sync.trainer.bytes_worker.BytesWorker"
 
@@ -81,12 +82,14 @@ class BytesOption(BackendConfig, BackendOption):
     ) -> None:
         whole, left = cut(engine["shapes"], engine["layers"])
         all_bytes = bytes_by_layers(saved_shapes(whole))
-        sums = bytes_by_layers(saved_shapes(whole, engine["lora"])) if engine["lora"] else all_bytes
-        layers = len(sums) - 1 if engine["layers"] is None else int(engine["layers"])
+        count = len(all_bytes) - 1
+        sums = bytes_by_layers(saved_shapes(whole, engine["lora"]), count) if engine["lora"] else all_bytes
+        layers = count if engine["layers"] is None else int(engine["layers"])
         _check_memory(engine, sums, layers)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(left, indent=2, sort_keys=True) + "\n")
-        sizes = {"bytes": sums[layers], "bytes_whole": all_bytes[-1], "lora": engine["lora"]}
+        made_of = {key: engine[key] for key in ("shapes", "layers", "lora")}
+        sizes = {"bytes": sums[layers], "bytes_whole": all_bytes[-1], **made_of}
         (folder / SIZES).write_text(json.dumps(sizes) + "\n")
 
     def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:

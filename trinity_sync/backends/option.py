@@ -25,6 +25,7 @@ class BackendOption(ABC):
         engine_keys: fields of verl's engine config that other keys set, and those keys.
         reads: labels (`backend.strategy`) of the backends whose full checkpoints this one can load, as far as
             `check_resume` allows it. Of others it takes the weights.
+        takes_weights: whether it can begin with the weights of a checkpoint that it cannot load.
         trains_adapters: whether it trains a LoRA adapter in place of the weights (`model.lora`).
         worker: class of the ranks, made of a `trinity_sync.trainer.spec.WorkerSpec`; as text, since it lies above.
         writes_own_files: its checkpoints are more than one object per file, so it writes them itself.
@@ -36,6 +37,7 @@ class BackendOption(ABC):
     checks: ClassVar[tuple[Check, ...]] = ()
     engine_keys: ClassVar[Mapping[str, str]] = {}
     reads: ClassVar[frozenset[str]] = frozenset()
+    takes_weights: ClassVar[bool] = True
     writes_own_files: ClassVar[bool] = False
     trains_adapters: ClassVar[bool] = False
     worker: ClassVar[str] = "trinity_sync.trainer.worker.TrinityWorker"

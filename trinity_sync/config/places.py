@@ -14,7 +14,9 @@ from trinity_sync.config.composition import parse, quote
 
 _RESUME_FROM = "checkpoint.resume_from"
 """Counts in the digest as it is given, so that it is put together where it is read."""
-_PATHS = ("checkpoint.dir", "checkpoint.mirror", "model.path", "model.lora.path", "task.path")
+_PATHS = ("checkpoint.dir", "checkpoint.mirror", "model.path", "model.shapes", "model.lora.path", "task.path")
+_OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file}
+"""Of these, what may be a name as well, and which paths are none: a model on the hub, or one whose sizes are known."""
 
 
 def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
@@ -60,8 +62,9 @@ def _from(here: Path, text: str) -> str:
 
 
 def _absolute(key: str, value: str, folder: Path) -> str:
-    """What is no path stays: a URL, what a check refuses, and a model that is none in that folder but on the hub."""
+    """What is no path stays: a URL, what a check refuses, and what is a name and not found in that folder."""
     if not value.strip() or value.startswith("~") or "://" in value:
         return value
     place = folder / value
-    return value if key == "model.path" and not place.exists() else str(place)
+    is_there = _OR_NAMES.get(key)
+    return value if is_there is not None and not is_there(place) else str(place)

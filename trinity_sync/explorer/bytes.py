@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,6 +15,8 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.tensors import saved_tensors, to_torch
+from trinity_sync.weights.wire import kept_names
+from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
 
 
 class BytesEngine(RolloutEngine):
@@ -24,22 +25,27 @@ class BytesEngine(RolloutEngine):
     Args:
         model_path: folder of the model, as `BytesOption.make_model` writes it.
         dtype: of the weights: ``bf16``, ``fp32`` or ``fp16``.
+        keep_fp32: which are held in fp32 nevertheless, as for `HFEngine`.
         settings: of engines that generate; not used.
     """
 
-    def __init__(self, model_path: str, *, dtype: str, **settings: Any) -> None:
+    def __init__(
+        self, model_path: str, *, dtype: str, keep_fp32: Sequence[str] | None = None, **settings: object
+    ) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         folder, kind = Path(model_path), to_torch(dtype_name(dtype))
         lora = lora_of(folder)
         model = empty_model(folder, kind, "meta" if lora else device)
-        self._destinations = (
-            {
-                name: torch.empty(saved.shape, dtype=kind, device=device)
-                for name, saved in adapter_list(model, **lora).items()
+        if lora:
+            saved = adapter_list(model, **lora)
+            whole = kept_names(keep_fp32 or (), saved)
+            self._destinations = {
+                name: torch.empty(tensor.shape, dtype=torch.float32 if name in whole else kind, device=device)
+                for name, tensor in saved.items()
             }
-            if lora
-            else saved_tensors(model)
-        )
+        else:
+            hold_fp32(model, kept_by_class(model, dtype_name(dtype)) if keep_fp32 is None else keep_fp32)
+            self._destinations = saved_tensors(model)
 
     def destinations(self) -> Mapping[str, torch.Tensor]:
         return self._destinations

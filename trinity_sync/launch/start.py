@@ -292,6 +292,11 @@ def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
 def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:
     """Whether the run's engine can load all that another one saved; else it can take the weights."""
     option = backend_option(typed(cfg).backend)
+    if backend not in option.reads and not option.takes_weights:
+        raise ConfigError(
+            f"{path} was saved by backend={backend}, of which backend={option.strategy} takes nothing; go on with "
+            f"backend={backend}, or with a checkpoint that backend={option.strategy} saved"
+        )
     if backend not in option.reads:
         print(
             f"note: {path} was saved by backend={backend}, this run goes on with backend={option.strategy}: with the "

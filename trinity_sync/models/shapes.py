@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 SIZES = "shapes.json"
-"""Beside a model's config.json: bytes in bf16 of what is moved, those of the whole model, and `lora`: which adapter is
-moved in place of the weights, if any (`rank`, `targets`).
+"""Beside a model's config.json: `bytes` in bf16 of what is moved, `bytes_whole` of the whole model, and what was asked
+for: `shapes` (what `read_shapes` gave), `layers`, and `lora`, the adapter that is moved in place of the weights, if any
+(`rank`, `targets`).
 """
 ALL_LINEAR = "all-linear"
 """For peft: each linear layer but the one that gives the logits."""
@@ -40,13 +41,15 @@ def read_shapes(shapes: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is none, or it is broken; says which there are.
     """
-    own = _PUBLISHED / f"{shapes}.json"
-    path = own if own.parent == _PUBLISHED and own.is_file() else Path(shapes)
-    if not path.is_file():
-        names = ", ".join(sorted(file.stem for file in _PUBLISHED.glob("*.json")))
-        raise ConfigError(f"model.shapes is {shapes}, which is no file; give one of {names}, or a config.json")
+    published = {file.stem: file for file in _PUBLISHED.glob("*.json")}
+    path = published.get(shapes, Path(shapes))
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        names = ", ".join(sorted(published))
+        raise ConfigError(
+            f"model.shapes is {shapes}, which is no file; give one of {names}, or a config.json"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.shapes: {path} cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict) or not isinstance(fields.get("model_type"), str):
@@ -73,14 +76,25 @@ def cut(fields: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], 
     model_type = fields["model_type"]
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(f"model.shapes: model_type is {model_type!r}, which transformers does not know; try qwen3")
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise ConfigError(
+            f"model.shapes: model_type is {model_type}, of which transformers has no causal language model; try qwen3"
+        )
     kind = CONFIG_MAPPING[model_type]
     try:
-        whole: dict[str, Any] = kind.from_dict(dict(fields)).to_dict()
-        # whoever reads a checkpoint goes by it
-        whole["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+        config = kind.from_dict(dict(fields))
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.shapes: {kind.__name__} does not take this file: {reason}") from error
+    if config.get_text_config() is not config:
+        raise ConfigError(
+            f"model.shapes: {model_type} is made of several models; give the config of its language model alone, "
+            "which stands under text_config"
+        )
+    whole: dict[str, Any] = config.to_dict()
+    # whoever reads a checkpoint goes by these
+    whole["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    whole.pop("quantization_config", None)
     key = kind.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     count = whole.get(key)
     if not isinstance(count, int) or count < 1:
@@ -168,8 +182,29 @@ def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrai
     return _made(_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
 
 
-def bytes_by_layers(saved: Mapping[str, Saved]) -> list[int]:
-    """Bytes in bf16 of what is left of a model with 0, 1, ... and all of its layers."""
+def check_made_of(folder: Path, engine: Mapping[str, Any]) -> None:
+    """Check that a model is the one that is asked for: a run that goes on has its own already.
+
+    Args:
+        folder: of the model, as `BytesOption.make_model` wrote it.
+        engine: what `BytesOption.engine_fields` gave.
+
+    Raises:
+        ConfigError: it is another; names the key.
+    """
+    made = json.loads((folder / SIZES).read_text(encoding="utf-8"))
+    for key in ("shapes", "layers", "lora"):
+        if made[key] != engine[key]:
+            raise ConfigError(f"model.{key} is not what {folder} was made of; leave it as it was, or begin a new run")
+
+
+def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
+    """Bytes in bf16 of what is left of a model with 0, 1, ... and all of its layers.
+
+    Args:
+        saved: by name.
+        layers: of the model, at least; nothing may be saved of the last ones.
+    """
     sizes: dict[int, int] = {}
     for name, (_, shape, *_) in saved.items():
         found = _LAYER.search(name)
@@ -179,7 +214,7 @@ def bytes_by_layers(saved: Mapping[str, Saved]) -> list[int]:
         layer = int(found[1]) if found else -1
         sizes[layer] = sizes.get(layer, 0) + 2 * numel
     sums = [sizes.get(-1, 0)]
-    for layer in range(max(sizes, default=-1) + 1):
+    for layer in range(max(layers, max(sizes, default=-1) + 1)):
         sums.append(sums[-1] + sizes.get(layer, 0))
     return sums
 
@@ -198,6 +233,6 @@ def _made(config: PreTrainedConfig, device: str, dtype: torch.dtype | None) -> P
 
     try:
         return unfilled_model(config, dtype or torch.bfloat16, device, attn_implementation="eager")
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"model.shapes: transformers makes no causal language model of this: {reason}") from error

@@ -15,7 +15,7 @@ import torch
 from trinity_sync.actors.rank import RankInfo
 from trinity_sync.backends.bytes import BytesBackend
 from trinity_sync.host.logs import story
-from trinity_sync.models.shapes import SIZES
+from trinity_sync.models.shapes import SIZES, check_made_of
 from trinity_sync.tracking import units
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.rendezvous import join_group
@@ -36,9 +36,14 @@ class BytesWorker(Member):
         join_group("gloo", spec.timeout_s)
 
     def initialise(self) -> RankInfo:
-        """Make the weights. Collective."""
+        """Make the weights. Collective.
+
+        Raises:
+            ConfigError: the run goes on, and was begun with another model.
+        """
         spec, rank = self._spec, int(os.environ["RANK"])
         folder = Path(spec.model_path)
+        check_made_of(folder, spec.engine)
         sizes = json.loads((folder / SIZES).read_text())
         self._share = sizes["bytes"] / sizes["bytes_whole"]
         self._probe = _Probe() if rank == 0 else None
