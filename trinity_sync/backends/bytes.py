@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,10 +29,13 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.safe_loading import load_file
 from trinity_sync.backends.saved import on_the_wire
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
+from trinity_sync.models.shapes import LoraShape, adapter_list, empty_model, lora_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
 from trinity_sync.weights.wire import Wire, kept_names
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _BLOCK = 1 << 20
 """Values that are drawn at random; what comes behind them in a tensor, and other tensors, are variations of them."""
@@ -219,7 +222,7 @@ class BytesBackend:
 
 
 def _adapter(
-    model: torch.nn.Module, lora: Mapping[str, Any], wire_dtype: str, keep_fp32: Sequence[str] | None
+    model: PreTrainedModel, lora: LoraShape, wire_dtype: str, keep_fp32: Sequence[str] | None
 ) -> dict[str, Saved]:
     """What is published of an adapter, as `on_the_wire` of a model."""
     saved = adapter_list(model, **lora)
