@@ -110,7 +110,7 @@ def test_a_process_begins_with_what_the_server_has_imported(server: Server) -> N
 
 @pytest.mark.parametrize(
     ("death", "told"),
-    [("os._exit(3)", "ended with 3"), ("os.kill(os.getpid(), 9)", "was ended by signal 9 (Killed)")],
+    [("os._exit(3)", "ended with exit code 3"), ("os.kill(os.getpid(), 9)", "was ended by signal 9 (Killed)")],
 )
 def test_how_one_ended_that_did_not_end_well_is_in_the_log(server: Server, death: str, told: str) -> None:
     (server.folder / "dies.py").write_text(f"import os\nprint(os.getpid(), flush=True)\n{death}\n")

@@ -195,7 +195,7 @@ def _draw_own_numbers() -> None:
 def _how(status: int) -> str:
     """Args: what `waitpid` gave."""
     code = os.waitstatus_to_exitcode(status)
-    return f"ended with {code}" if code > 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 def _fork() -> int | None:
