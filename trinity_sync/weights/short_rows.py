@@ -1,8 +1,8 @@
 """xxh3_128 of many short rows of one length at a time, in numpy.
 
 One call of xxhash for each row costs several times what it computes where rows are as short as those of an adapter's
-factors. Inputs of 17 to 128 bytes are hashed by a few multiplications of 64 bits each (``XXH3_len_17to128_128b`` of the
-specification); here each step is done for all rows.
+factors. Inputs of 9 to 128 bytes are hashed by a few multiplications of 64 bits each (``XXH3_len_9to16_128b`` and
+``XXH3_len_17to128_128b`` of the reference implementation); here each step is done for all rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     Words = NDArray[np.uint64]
 
-LENGTHS = range(17, 129)
+LENGTHS = range(9, 129)
 """Bytes of a row."""
 _ROWS = 4096
 """At a time: what is worked out of them stays in the cache."""
@@ -30,6 +30,7 @@ _SECRET = np.frombuffer(
     "<u8",
 )
 _PRIME_1, _PRIME_2, _PRIME_4 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x85EBCA77C2B2AE63  # XXH_PRIME64_*
+_PRIME_32 = np.uint64(0x85EBCA77)  # XXH_PRIME32_2
 _MIXER = np.uint64(0x165667919E3779F9)
 _HALF, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)
 
@@ -42,8 +43,9 @@ def worth_while(length: int) -> int:
 def digests(matrix: NDArray[np.uint8]) -> bytes:
     """The concatenated digests of the rows of a contiguous uint8 matrix; the length of a row is one of `LENGTHS`."""
     found = np.empty((len(matrix), 2), ">u8")
+    digest = _digest_shortest if matrix.shape[1] <= 16 else _digest_longer
     for first in range(0, len(matrix), _ROWS):
-        _digest(matrix[first : first + _ROWS], found[first : first + _ROWS])
+        digest(matrix[first : first + _ROWS], found[first : first + _ROWS])
     return found.tobytes()
 
 
@@ -52,16 +54,31 @@ def _steps(length: int) -> int:
     return (length + 31) // 32
 
 
-def _digest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
+def _digest_shortest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
+    """Of 9 to 16 bytes."""
+    length = matrix.shape[1]
+    first, last = _word(matrix, 0), _word(matrix, length - 8)
+    mixed = first ^ last ^ (_SECRET[4] ^ _SECRET[5])
+    low = mixed * _wrapped(_PRIME_1)
+    high = _upper(mixed, np.full_like(mixed, _wrapped(_PRIME_1)))
+    low += _wrapped((length - 1) << 54)
+    flipped = last ^ (_SECRET[6] ^ _SECRET[7])
+    high += flipped
+    high += (flipped & _LOW) * (_PRIME_32 - np.uint64(1))
+    low ^= high.byteswap()
+    found[:, 1] = _avalanche(low * _wrapped(_PRIME_2))
+    high *= _wrapped(_PRIME_2)
+    high += _upper(low, np.full_like(low, _wrapped(_PRIME_2)))
+    found[:, 0] = _avalanche(high)
+
+
+def _digest_longer(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
+    """Of more than 16 bytes."""
     rows, length = matrix.shape
-
-    def word(at: int) -> Words:
-        return np.ndarray((rows,), "<u8", matrix, at, (length,))
-
     low, high = np.full(rows, _wrapped(length * _PRIME_1)), np.zeros(rows, np.uint64)
     for step in reversed(range(_steps(length))):  # from the middle of the row outwards
         front, back = 16 * step, length - 16 * (step + 1)
-        first, second, third, fourth = word(front), word(front + 8), word(back), word(back + 8)
+        first, second, third, fourth = (_word(matrix, at) for at in (front, front + 8, back, back + 8))
         secret = _SECRET[4 * step :]
         low += _folded(first ^ secret[0], second ^ secret[1])
         low ^= third + fourth
@@ -75,12 +92,25 @@ def _digest(matrix: NDArray[np.uint8], found: NDArray[np.uint64]) -> None:
     found[:, 0] = np.negative(_avalanche(low))
 
 
+def _word(matrix: NDArray[np.uint8], at: int) -> Words:
+    """The 8 bytes of each row from one on."""
+    rows, length = matrix.shape
+    return np.ndarray((rows,), "<u8", matrix, at, (length,))
+
+
 def _wrapped(number: int) -> np.uint64:
     return np.uint64(number & 0xFFFFFFFFFFFFFFFF)
 
 
 def _folded(a: Words, b: Words) -> Words:
     """Both halves of the products of 128 bits, combined by exclusive or."""
+    found = _upper(a, b)
+    found ^= a * b
+    return found
+
+
+def _upper(a: Words, b: Words) -> Words:
+    """The upper halves of the products of 128 bits."""
     a_low, a_high, b_low, b_high = a & _LOW, a >> _HALF, b & _LOW, b >> _HALF
     carry = a_low * b_low
     carry >>= _HALF
@@ -93,7 +123,6 @@ def _folded(a: Words, b: Words) -> Words:
     a_high *= b_high
     a_high += middle
     a_high += a_low
-    a_high ^= a * b
     return a_high
 
 
