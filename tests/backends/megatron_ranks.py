@@ -668,8 +668,38 @@ def _received(engine: Any, send: Any, kept: list[str]) -> str | None:
     return state_digest({name: named[name] for name in kept}, "BF16")
 
 
+def _uneven(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """Rows that ranks have or want in other numbers, gathered and summed over gloo, and the gradients of both."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    sizes = [3, 0, 2, 4][: dist.get_world_size()]
+    wholes = [torch.rand(sum(sizes), 2, generator=torch.Generator().manual_seed(of)) for of in range(len(sizes))]
+    begin = sum(sizes[:rank])
+    of_rank = slice(begin, begin + sizes[rank])
+    mine, all_rows = wholes[0][of_rank].clone().requires_grad_(), wholes[rank].clone().requires_grad_()
+    gathered = gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=sizes)
+    (gathered * wholes[rank]).sum().backward()
+    summed = reduce_scatter_to_sequence_parallel_region(all_rows, group=group, input_split_sizes=sizes)
+    (summed * wholes[0][of_rank]).sum().backward()
+    total = torch.stack(wholes).sum(0)
+    pairs = {
+        "gathered": (gathered, wholes[0]),
+        "gradient of gathered": (mine.grad, total[of_rank]),
+        "summed": (summed, total[of_rank]),
+        "gradient of summed": (all_rows.grad, wholes[0]),
+    }
+    return {"uneven": {name: bool(torch.allclose(found, wanted)) for name, (found, wanted) in pairs.items()}}
+
+
 _ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late, "functions": _functions} | {
     "poisoned": _poisoned,
+    "uneven": _uneven,
     "failing": _failing,
     "refusals": _refusals,
 }

@@ -24,7 +24,15 @@ TWO: dict[str, dict[str, Any]] = {
     "dp2-to-tp2": {"world": 2, "tp": 2, "pp": 1, "model": "llama-tied", "do": ["load"], "load": "c"},
     "late": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"], "overlap_param_gather": True},
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
-    "ep2": {"world": 2, "tp": 1, "pp": 1, "ep": 2, "model": "experts", "do": ["version", "save"], "save": "h"},
+    "ep2": {
+        "world": 2,
+        "tp": 1,
+        "pp": 1,
+        "ep": 2,
+        "model": "experts",
+        "do": ["version", "uneven", "save"],
+        "save": "h",
+    },
     "bad": {"world": 2, "tp": 2, "pp": 1, "model": "qwen2", "do": ["failing", "refusals"]},
     "tp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3", "do": ["load"], "load": "a"},
     "poisoned": {"world": 1, "tp": 1, "pp": 1, "model": "qwen2", "do": ["poisoned"]},
@@ -289,6 +297,12 @@ def test_nothing_that_is_pickled_in_a_checkpoint_runs(two: Facts) -> None:
         assert error.startswith("RunError: "), name
         assert "cannot be" in error
     assert two["poisoned"][0]["sound"]
+
+
+def test_tokens_of_other_numbers_on_each_rank_are_gathered_and_summed_over_gloo(two: Facts) -> None:
+    """As experts get them that tensor-parallel ranks share: on four ranks, as in the long tests."""
+    for rank in two["ep2"]:
+        assert set(rank["uneven"].values()) == {True}, rank["uneven"]
 
 
 def test_models_that_would_be_built_wrongly_are_refused(two: Facts) -> None:
