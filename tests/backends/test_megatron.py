@@ -71,7 +71,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "dp2ep2": {"world": 4, "ep": 2, "do": ["version", "save"], "save": "c"},
         "dp2ep2-to-ep4": {"world": 4, "ep": 4, "do": ["load"], "load": "c"},
         "tp2ep2-to-pp2ep2": {"world": 4, "pp": 2, "ep": 2, "do": ["load"], "load": "a"},
-        "dp2ep2-same": {"world": 4, "ep": 2, "do": ["save"], "save": "g", "format": "dp_reshardable"},
+        "dp2ep2-same": {"world": 4, "ep": 2, "do": ["version", "save"], "save": "g", "format": "dp_reshardable"},
         "tp2ep2-to-ep2": {"world": 2, "ep": 2, "do": ["load"], "load": "a"},
         "pp2ep2-to-tp2": {"world": 2, "tp": 2, "do": ["load"], "load": "b"},
         "dp2ep2-to-dp2": {"world": 2, "do": ["load"], "load": "c"},
