@@ -51,7 +51,7 @@ DEEPSEEK = {
 
 KEPT = "e_score_correction_bias"
 
-LIMIT_S = 240
+LIMIT_S = 480
 
 _PRELOADED = [
     "torch.distributed.fsdp",
