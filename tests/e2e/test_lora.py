@@ -17,18 +17,22 @@ from trinity_sync.cli.main import main
 from trinity_sync.weights.lora import is_adapter, saved_name
 
 BACKENDS, MODES = ("fsdp", "fsdp2"), ("checkpoint", "memory", "nccl")
-SHORT = ("fsdp2", "memory")
+SHORT = ("fsdp2", "memory", "backend.ranks=1")
+HYBRID = "backend.fsdp_size=1"
+"""Of two ranks: each holds all, and the first contributes."""
 
 CASES = [
-    pytest.param(*case, marks=() if case == SHORT else pytest.mark.all, id="-".join(case))
-    for case in itertools.product(BACKENDS, MODES)
+    pytest.param(*SHORT, id="short"),
+    *(pytest.param(*case, marks=pytest.mark.all) for case in itertools.product(BACKENDS, MODES, ["backend.ranks=2"])),
+    pytest.param("fsdp2", "nccl", HYBRID, marks=pytest.mark.all),
 ]
 
 
-@pytest.mark.parametrize(("backend", "mode"), CASES)
-def test_the_adapter_is_the_same_at_trainer_explorer_and_checkpoint(tmp_path: Path, backend: str, mode: str) -> None:
-    ranks = 1 if (backend, mode) == SHORT else 2
-    run = launch(tmp_path / "run", f"backend={backend}", f"sync={mode}", f"backend.ranks={ranks}", "model.lora.rank=4")
+@pytest.mark.parametrize(("backend", "mode", "ranks"), CASES)
+def test_the_adapter_is_the_same_at_trainer_explorer_and_checkpoint(
+    tmp_path: Path, backend: str, mode: str, ranks: str
+) -> None:
+    run = launch(tmp_path / "run", f"backend={backend}", f"sync={mode}", ranks, "model.lora.rank=4")
     assert run.code == 0, run.output
     assert sorted(run.digests) == [0, 1, 2, 3]
     assert len(set(run.digests.values())) == 4
@@ -103,6 +107,11 @@ def test_what_is_exported_computes_what_was_trained_and_is_gone_on_from(
     run = launch(tmp_path / "run", "model=path", f"model.path={base}", f"model.lora.path={adapter}", "backend.ranks=1")
     assert run.code == 0, run.output
     assert run.digests[0] == learnt.digests[40]
+
+    refused = launch(tmp_path / "other", f"model.lora.path={adapter}", "backend.ranks=1")
+    assert refused.code == 2
+    known = learnt.manifests[40]["base"]["digest"]
+    assert f"{adapter} was trained on a base with the digest {known}" in " ".join(refused.output.split())
 
 
 def test_targets_that_the_model_does_not_have_are_refused_before_training(tmp_path: Path) -> None:

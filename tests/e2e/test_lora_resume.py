@@ -27,8 +27,18 @@ SETTINGS = (
 uninterrupted = completed(*SETTINGS)
 
 
-def test_merged_versions_are_what_is_exported_of_the_adapters_that_are_saved(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", "backend=fsdp2", "backend.ranks=1", "model.lora.rank=4", "sync.what=merged")
+@pytest.mark.parametrize(
+    ("mode", "ranks"),
+    [
+        ("memory", "backend.ranks=1"),
+        pytest.param("nccl", "backend.ranks=2", marks=pytest.mark.all),
+        pytest.param("memory", "backend.fsdp_size=1", marks=pytest.mark.all),
+    ],
+)
+def test_merged_versions_are_what_is_exported_of_the_adapters_that_are_saved(
+    tmp_path: Path, mode: str, ranks: str
+) -> None:
+    run = launch(tmp_path / "run", "backend=fsdp2", f"sync={mode}", ranks, "model.lora.rank=4", "sync.what=merged")
     assert run.code == 0, run.output
     assert run.digests[0] == initial_digest(run.folder)  # B is zero
     loads = run.events("load")
