@@ -9,7 +9,7 @@ from typing import Any
 from trinity_sync.protocol.decisions import LeftOut
 from trinity_sync.weights.wire import Wire
 
-BASE_NOTE = "trinity_sync.base"
+BASE_NOTE = "trinity_base"
 """Key in the header of an exported adapter's file, where what the manifest says of its base stands as JSON."""
 
 
