@@ -55,9 +55,10 @@ def test_another_rank_and_other_targets_are_refused_by_name(tmp_path: Path) -> N
         check_adapter(tmp_path, 8, None)
     with pytest.raises(ConfigError, match=r"for q_proj, v_proj, this run asks for model\.lora\.targets=q_proj"):
         check_adapter(tmp_path, 4, ["q_proj"])
-    path.write_text("[]")
-    with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
-        check_adapter(tmp_path, 4, None)
+    for broken in ("[]", '{"r": 4, "target_modules": null}', '{"r": 4, "target_modules": ["q_proj", 1]}'):
+        path.write_text(broken)
+        with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
+            check_adapter(tmp_path, 4, None)
 
 
 def test_a_file_of_peft_notes_no_base_and_one_that_is_damaged_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.manifest_fields import BASE_NOTE, Base
 from trinity_sync.checkpoint.places import ADAPTER, ADAPTER_CONFIG
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.lora import target_names
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.wire import Wire
 
@@ -55,14 +56,15 @@ def check_adapter(folder: Path, rank: int, targets: str | Collection[str] | None
     path = folder / "actor" / ADAPTER_CONFIG
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        found, modules = int(saved["r"]), saved["target_modules"]
+        found, modules = int(saved["r"]), target_names(saved["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read, by which a run goes on with an adapter: {error}") from error
     if found != rank:
         raise ConfigError(f"{folder} holds an adapter of rank {found}, this run asks for model.lora.rank={rank}")
-    if targets is not None and _names(modules) != _names(targets):
+    if targets is not None and modules != target_names(targets):
         raise ConfigError(
-            f"{folder} holds an adapter for {_shown(modules)}, this run asks for model.lora.targets={_shown(targets)}"
+            f"{folder} holds an adapter for {', '.join(modules)}, this run asks for "
+            f"model.lora.targets={', '.join(target_names(targets))}"
         )
 
 
@@ -114,11 +116,3 @@ def check_base(folder: Path, known: Base | None, base: Base) -> None:
 
 def _dtypes(wire: Wire) -> str:
     return f"{wire.dtype}, in fp32 {listed(sorted(wire.keep_fp32)) or 'none'}"
-
-
-def _names(targets: str | Collection[str]) -> set[str]:
-    return {targets} if isinstance(targets, str) else set(targets)
-
-
-def _shown(targets: str | Collection[str]) -> str:
-    return ", ".join(sorted(_names(targets)))
