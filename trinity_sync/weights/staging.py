@@ -150,18 +150,16 @@ def _stage_cuda(
     source: torch.Tensor | Computed, place: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]
 ) -> None:
     """Enqueue one source's cast and copy on its device's side stream, which the caller waits for."""
-    stream = streams.get(source.device)
-    if stream is None:
-        stream = streams[source.device] = torch.cuda.Stream(source.device)
-    stream.wait_stream(torch.cuda.current_stream(source.device))  # each time: it may be computed when it is asked for
-    # Temporaries come from the side stream's own pool, so the allocator reuses them in stream order.
-    with torch.cuda.stream(stream):
+    if source.device not in streams:
+        streams[source.device] = torch.cuda.Stream(source.device)
+        streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
+    # Temporaries, and what is computed, come from the side stream's own pool: the allocator reuses them in stream order.
+    with torch.cuda.stream(streams[source.device]):
         done = 0
         for chunk in _chunks(made(source), _CHUNK_BYTES // place.element_size()):
             flat = chunk.to(place.dtype).reshape(-1)
             place[done : done + flat.numel()].copy_(flat, non_blocking=True)
             done += flat.numel()
-    source.record_stream(stream)  # who computed it lets it go before it is copied
 
 
 def _chunks(source: torch.Tensor, numel: int) -> Iterator[torch.Tensor]:
