@@ -67,16 +67,28 @@ def test_base_and_adapter_are_named_together(uninterrupted: Run) -> None:
         assert manifest["digest"] == uninterrupted.digests[step]
 
 
-@pytest.mark.all
-def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: Run, tmp_path: Path) -> None:
-    started = start(tmp_path / "run", *SETTINGS)
+def killed_and_resumed(folder: Path, *overrides: str) -> Run:
+    started = start(folder, *SETTINGS, *overrides)
     started.wait_for_line("step 5/8")
     os.killpg(started.process.pid, signal.SIGKILL)
     assert started.finish().code == -signal.SIGKILL
     resumed = resume(started.folder)
     assert resumed.code == 0, resumed.output
+    return resumed
+
+
+@pytest.mark.all
+def test_a_killed_run_goes_on_bit_for_bit(uninterrupted: Run, tmp_path: Path) -> None:
+    resumed = killed_and_resumed(tmp_path / "run")
     assert resumed.digests == uninterrupted.digests
     assert resumed.manifests[8]["digest"] == uninterrupted.manifests[8]["digest"]
+
+
+@pytest.mark.all
+def test_so_does_one_whose_versions_are_merged(tmp_path: Path) -> None:
+    reference = launch(tmp_path / "reference", *SETTINGS, "sync.what=merged")
+    assert reference.code == 0, reference.output
+    assert killed_and_resumed(tmp_path / "run", "sync.what=merged").digests == reference.digests
 
 
 @pytest.mark.all

@@ -35,7 +35,9 @@ def folder_of(tmp_path: Path, architecture: dict[str, Any], add: dict[str, int],
 
 def found(folder: Path) -> tuple[str, ...]:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        config = AutoConfig.from_pretrained(folder)
+        config.num_nextn_predict_layers = 0  # as verl does
+        model = AutoModelForCausalLM.from_config(config)
     return left_out(folder, model, saved_list(model))
 
 

@@ -51,7 +51,7 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
             f"{listed(absent, 4)}; training would begin with random numbers in their place: name a whole model"
         )
     surplus = _but(sorted(name for name, held in others.items() if held is None), _COMPUTED)
-    unknown = _but(surplus, [*(model._keys_to_ignore_on_load_unexpected or ()), *_draft_layers(model)])
+    unknown = _but(surplus, [*(model._keys_to_ignore_on_load_unexpected or ()), *_draft_layers(folder, model)])
     if unknown:
         raise ConfigError(
             f"model.path={folder} holds {len(unknown)} tensors that {type(model).__name__} has no place for: "
@@ -95,10 +95,17 @@ def _targets(names: Iterable[str], model: PreTrainedModel, state: dict[str, Any]
     return {name: target(name) for name in names}
 
 
-def _draft_layers(model: PreTrainedModel) -> list[str]:
-    """Patterns of the layers that predict tokens further ahead, which stand behind the others."""
-    config = model.config.get_text_config()
-    layers, drafts = getattr(config, "num_hidden_layers", 0), getattr(config, "num_nextn_predict_layers", 0) or 0
+def _draft_layers(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Patterns of the layers that predict tokens further ahead, which stand behind the others.
+
+    How many there are the folder's own config.json says: verl sets them to none in the model's, which trains none.
+    """
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        drafts = int(said.get("text_config", said).get("num_nextn_predict_layers") or 0)
+    except (OSError, ValueError, TypeError, AttributeError):
+        drafts = 0
     return [rf"(^|\.)layers\.{layers + number}\." for number in range(drafts)]
 
 
