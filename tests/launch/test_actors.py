@@ -12,6 +12,7 @@ import pytest
 import trinity_sync.sync
 import trinity_sync.trainer.spec
 from trinity_sync.actors.calls import Call
+from trinity_sync.actors.rank import RankInfo
 from trinity_sync.checkpoint.lock import locked, writer_of
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
@@ -56,7 +57,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def started(*, sees: list[bool], monitor: Any = None) -> None:
         ranks = [Rank(number, one) for number, one in enumerate(sees)]
-        trainer = SimpleNamespace(ranks=ranks, initialise=list)
+        infos = [RankInfo(rank=rank, part="", layout=None, node="here", pid=0) for rank in range(len(ranks))]
+        trainer = SimpleNamespace(ranks=ranks, initialise=lambda: infos)
         trainer.all = lambda ask, timeout_s: [ask(rank).result(timeout_s) for rank in ranks]
         setup: Any = {
             "cfg": compose(["algorithm=sft", "task=pairs", "task.path=none", "model.path=org/name"]),
