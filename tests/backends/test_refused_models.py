@@ -84,9 +84,7 @@ def test_what_the_engine_holds_and_no_version_would_have_is_refused(fsdp1: bool)
         model.model.register_buffer("passing", torch.ones(3), persistent=False)
         model.model.register_buffer("seen", torch.ones(3))
 
-    with pytest.raises(
-        ConfigError, match=r"the engine holds model\.seen, of which save_pretrained would write nothing"
-    ):
+    with pytest.raises(ConfigError, match=r"the engine holds model\.seen, of which save_pretrained would"):
         backend_of("llama", fields, count, fsdp1=fsdp1)
 
 

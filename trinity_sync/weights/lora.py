@@ -44,7 +44,7 @@ def saved_name(held: str) -> str:
 
 
 def adapter_name(held: str) -> str | None:
-    """Return the name under which a model that peft has wrapped holds a tensor of the adapter; None: it is the base's."""
+    """Return the name by which a model that peft has wrapped holds a tensor of its adapter; None: it is the base's."""
     return held if is_adapter(held) else None
 
 
