@@ -23,6 +23,7 @@ from trinity_sync.checkpoint.layout import (
     parse_manifest,
     read_manifest,
 )
+from trinity_sync.checkpoint.lora_resume import noted_base
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.reading import WeightsError, open_weights
 from trinity_sync.checkpoint.verification import verify
@@ -112,6 +113,7 @@ def test_an_export_loads_in_peft_and_computes_the_same(tmp_path: Path, base: Pat
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(loaded.eval()(tokens).logits, adapted().eval()(tokens).logits)
+    assert noted_base(tmp_path / "out") == read_manifest(tmp_path / "global_step_3").base
     again = open_weights(tmp_path / "out")
     assert again.digest("BF16") == done.checked, "an export is read as well"
 

@@ -86,6 +86,11 @@ def pairs(names: Iterable[str]) -> dict[str, Pair]:
     return found
 
 
+def target_names(targets: str | Iterable[str]) -> list[str]:
+    """Return what an adapter is for, sorted: names of linear layers, or the one word that peft knows for them."""
+    return [targets] if isinstance(targets, str) else sorted(set(targets))
+
+
 def not_plain(config: Mapping[str, object]) -> list[str]:
     """Return the keys of an ``adapter_config.json`` that make of an adapter more than products of two factors."""
     keys = ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
