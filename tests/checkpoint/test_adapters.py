@@ -154,6 +154,16 @@ def test_a_base_with_tensors_in_fp32_and_draft_heads_is_known_again(tmp_path: Pa
     assert done.digest == state_digest(exported, wire)
 
 
+def test_a_base_whose_folder_has_a_tied_tensor_twice_is_known_again(tmp_path: Path, base: Path) -> None:
+    step = committed(tmp_path, base)
+    export_checkpoint(step, tmp_path / "once", form="merged")
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    done = export_checkpoint(step, tmp_path / "out", form="merged")
+    assert done.digest == open_weights(tmp_path / "once").digest("BF16")
+
+
 def test_an_adapter_in_another_wire_dtype_is_merged(tmp_path: Path, base: Path) -> None:
     wire = Wire("F16")
     step = committed(tmp_path, base, digest=state_digest(adapter_of(adapted()), wire), wire=wire)

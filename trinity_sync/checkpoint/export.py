@@ -19,7 +19,7 @@ from typing import Literal
 
 import torch
 
-from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_left_out, wire_of
+from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_left_out, wires_of
 from trinity_sync.checkpoint.hf_files import by_width, nbytes, plan_files, write_file, write_index
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.manifest_fields import BASE_NOTE
@@ -131,7 +131,7 @@ def export_checkpoint(
         )
     if weights.adapter and weights.adapter_config is None:
         raise ConfigError(f"no {ADAPTER_CONFIG} was found in or beside {folder}, without which peft cannot load it")
-    wire = _wire(opened, merged=form == "merged")
+    wire = _wire(opened, weights)
     target = Wire(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
     manifest = opened.manifest
@@ -175,10 +175,10 @@ def export_checkpoint(
     )
 
 
-def _wire(opened: Weights, *, merged: bool) -> Wire:
+def _wire(opened: Weights, weights: Weights) -> Wire:
     """The dtypes of the digests: of an adapter that is merged those of its base."""
-    known = opened.manifest.base if opened.manifest is not None else None
-    return (known.wire if merged and known is not None else None) or wire_of(opened)
+    known = opened.manifest.base if opened.manifest is not None and weights is not opened else None
+    return (known.wire if known is not None else None) or wires_of(weights)[0]
 
 
 def _write_adapter_config(weights: Weights, folder: Path) -> None:

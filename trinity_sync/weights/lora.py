@@ -43,6 +43,11 @@ def saved_name(held: str) -> str:
     return held.removesuffix(_HELD) if held.endswith(_HELD) else held.replace(f"{_HELD}.", ".")
 
 
+def adapter_name(held: str) -> str | None:
+    """Return the name by which a model that peft has wrapped holds a tensor of its adapter; None: it is the base's."""
+    return held if is_adapter(held) else None
+
+
 def base_name(held: str) -> str | None:
     """Return the name that a tensor of a model that peft has wrapped has in the model itself; None: it is the
     adapter's.

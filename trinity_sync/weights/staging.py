@@ -153,7 +153,7 @@ def _stage_cuda(
     if source.device not in streams:
         streams[source.device] = torch.cuda.Stream(source.device)
         streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
-    # Temporaries, and what is computed, come from the side stream's own pool: the allocator reuses them in stream order.
+    # Temporaries, and what is computed, come from the side stream's own pool: it reuses them in stream order.
     with torch.cuda.stream(streams[source.device]):
         done = 0
         for chunk in _chunks(made(source), _CHUNK_BYTES // place.element_size()):
