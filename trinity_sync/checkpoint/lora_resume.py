@@ -40,12 +40,12 @@ def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
         )
 
 
-def check_adapter(folder: Path, rank: int, targets: str | Collection[str] | None) -> None:
-    """Check that the adapter in a full checkpoint has the rank and the targets of the one that is to be trained.
+def check_adapter(folder: Path, rank: int, alpha: float, targets: str | Collection[str] | None) -> None:
+    """Check that the adapter in a full checkpoint has the rank, alpha and targets of the one that is to be trained.
 
     Args:
         folder: the step folder.
-        rank: of the adapter to be trained.
+        rank, alpha: of the adapter to be trained.
         targets: names of the modules that it is for, as peft has resolved them; None: not compared.
 
     Raises:
@@ -54,11 +54,16 @@ def check_adapter(folder: Path, rank: int, targets: str | Collection[str] | None
     path = folder / "actor" / ADAPTER_CONFIG
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        found, modules = int(saved["r"]), saved["target_modules"]
+        found, counted, modules = int(saved["r"]), float(saved["lora_alpha"]), saved["target_modules"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read, by which a run goes on with an adapter: {error}") from error
     if found != rank:
         raise ConfigError(f"{folder} holds an adapter of rank {found}, this run asks for model.lora.rank={rank}")
+    if counted != alpha:
+        raise ConfigError(
+            f"{folder} holds an adapter with alpha {counted:g}, this run asks for model.lora.alpha={alpha:g}: the same "
+            "tensors would be another policy"
+        )
     if targets is not None and _names(modules) != _names(targets):
         raise ConfigError(
             f"{folder} holds an adapter for {_shown(modules)}, this run asks for model.lora.targets={_shown(targets)}"
