@@ -40,13 +40,16 @@ def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
         )
 
 
-def check_adapter(folder: Path, rank: int, alpha: float, targets: str | Collection[str] | None) -> None:
-    """Check that the adapter in a full checkpoint has the rank, alpha and targets of the one that is to be trained.
+def check_adapter(
+    folder: Path, rank: int, alpha: float, targets: str | Collection[str] | None, *, rslora: bool = False
+) -> None:
+    """Check that the adapter in a full checkpoint has the rank, scale and targets of the one that is to be trained.
 
     Args:
         folder: the step folder.
         rank, alpha: of the adapter to be trained.
         targets: names of the modules that it is for, as peft has resolved them; None: not compared.
+        rslora: it counts alpha / sqrt(rank) times, and not alpha / rank times.
 
     Raises:
         ConfigError: it has others, or nothing tells.
@@ -63,6 +66,11 @@ def check_adapter(folder: Path, rank: int, alpha: float, targets: str | Collecti
         raise ConfigError(
             f"{folder} holds an adapter with alpha {counted:g}, this run asks for model.lora.alpha={alpha:g}: the same "
             "tensors would be another policy"
+        )
+    if (by_root := bool(saved.get("use_rslora"))) != rslora:
+        raise ConfigError(
+            f"{folder} holds an adapter that is scaled by {_scale(by_root)}, that of this run by {_scale(rslora)}; go "
+            "on with the same model.lora.path, or without one, as the run that saved it"
         )
     if targets is not None and _names(modules) != _names(targets):
         raise ConfigError(
@@ -97,6 +105,10 @@ def check_base(folder: Path, manifest: Manifest, base: Base) -> None:
 
 def _dtypes(wire: Wire) -> str:
     return f"{wire.dtype}, in fp32 {listed(sorted(wire.keep_fp32)) or 'none'}"
+
+
+def _scale(rslora: bool) -> str:
+    return "alpha / sqrt(rank)" if rslora else "alpha / rank"
 
 
 def _names(targets: str | Collection[str]) -> set[str]:
