@@ -16,7 +16,7 @@ class Base:
 
     Args:
         digest: version digest of its weights in wire dtype, hex.
-        path: `model.path` of the run, as given.
+        path: `model.path` of the run: a folder's absolute path, or a hub id as given.
         what: what is trained on it: ``lora``.
         wire: the dtypes of which `digest` is; None where it is not known.
     """
