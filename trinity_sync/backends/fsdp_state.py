@@ -17,6 +17,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -200,6 +201,20 @@ def peft_config(module: torch.nn.Module) -> Any | None:
     """Return peft's config of the adapter that an engine's model trains; None: it trains the model itself."""
     configs = getattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config", None)
     return None if configs is None else configs["default"]
+
+
+def adapter_fields(config: Any) -> dict[str, Any]:
+    """Return what peft writes into an ``adapter_config.json``, with names in order.
+
+    Args:
+        config: peft's.
+    """
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        fields: dict[str, Any] = json.loads(Path(folder, "adapter_config.json").read_text())
+    if isinstance(fields["target_modules"], list):
+        fields["target_modules"].sort()
+    return fields
 
 
 def write_adapter_config(config: Any, folder: Path) -> list[Path]:

@@ -202,8 +202,8 @@ class Actors:
     @property
     def base(self) -> Base | None:
         """The base of the adapter that is trained; None: the model itself is trained."""
-        read = self.infos[0].base
-        return None if read is None else Base(read.digest, self.model_path, wire=read.wire)
+        read, adapter = self.infos[0].base, self.infos[0].adapter
+        return None if read is None else Base(read.digest, self.model_path, wire=read.wire, adapter=adapter)
 
     @property
     def left_out(self) -> LeftOut | None:
