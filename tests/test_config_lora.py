@@ -53,6 +53,20 @@ def test_an_adapter_that_is_gone_on_from_says_what_it_is(tmp_path: Path) -> None
     check(compose([f"model.lora.path={path}", *agreed]))
 
 
+def test_an_adapter_that_is_scaled_by_the_root_of_its_rank_is_carried_so(tmp_path: Path) -> None:
+    path = saved(tmp_path / "adapter", use_rslora=True)
+    assert adapter(f"model.lora.path={path}") == Adapter(4, 32, ("v_proj", "q_proj"), str(path), rslora=True)
+
+
+def test_what_peft_saves_of_a_plain_adapter_is_understood(tmp_path: Path) -> None:
+    from peft import LoraConfig
+
+    path = saved(tmp_path / "adapter")
+    plain = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj"], lora_dropout=0.1, init_lora_weights="gaussian")
+    plain.save_pretrained(path)
+    assert adapter(f"model.lora.path={path}") == Adapter(4, 32, ("q_proj",), str(path))
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -74,6 +88,10 @@ def test_what_is_given_beside_an_adapter_has_to_agree_with_it(tmp_path: Path, gi
         ({"peft_type": "IA3"}, "is of no LoRA adapter: peft_type IA3"),
         ({"r": 0}, "r 0"),
         ({"use_dora": True}, "an adapter with use_dora, which is not trained here"),
+        ({"layers_to_transform": 0}, "an adapter with layers_to_transform, which"),
+        ({"exclude_modules": ["v_proj"], "bias": "all"}, "an adapter with bias, exclude_modules, which"),
+        ({"init_lora_weights": "pissa_niter_4"}, "an adapter with init_lora_weights, which"),
+        ({"of_a_later_peft": {"beta": 0.5}}, "an adapter with of_a_later_peft, which"),
     ],
 )
 def test_a_folder_of_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.models.test_shapes import SMALL
 from trinity_sync.backends.bytes import BytesBackend
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError
 from trinity_sync.models.shapes import SIZES, cut
 from trinity_sync.weights.shards import check_complete
 
@@ -81,10 +81,10 @@ def test_a_checkpoint_of_another_model_or_without_the_optimizer_is_refused(tmp_p
     held = {name: torch.empty(saved.shape) for name, saved in adapter.saved().items()}
     path = tmp_path / "model_world_size_1_rank_0.pt"
     torch.save(held, path)
-    with pytest.raises(RunError, match=rf"^{path} is of another model, as .* go on with the model\.shapes"):
+    with pytest.raises(ConfigError, match=rf"^{path} is of another model, as .* go on with the model\.shapes"):
         backend.load(tmp_path)
     torch.save({name: torch.empty(shape) for name, shape in backend._shapes.items()}, path)
-    with pytest.raises(RunError, match=r"was saved with workload\.optimizer=false; set that$"):
+    with pytest.raises(ConfigError, match=r"was saved with workload\.optimizer=false; set that$"):
         backend.load(tmp_path)
 
 

@@ -35,6 +35,7 @@ def _examine(case: Mapping[str, Any], models: Path, saves: Path, rank: int, rank
         "base_wanted": wanted,
         "base": check_held(str(model), alone.base(), "BF16", told=True).digest,
     }
+    facts["config"] = alone.adapter_config()
     facts["merged_at_first"] = _digest(merged, ranks)  # B is zero
     for number in range(3):
         _step(engine, rank, number)
@@ -88,6 +89,11 @@ class TestVersions:
         for of_rank in facts[case]:
             assert of_rank["merged_at_first"] == of_rank["base_wanted"]
             assert of_rank["merged"] == of_rank["merged_saved"] != of_rank["base_wanted"]
+
+    def test_its_config_is_what_peft_saves_of_it(self, facts: Any, case: int) -> None:
+        config = facts[case][0]["config"]
+        assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
+        assert config["target_modules"] == sorted(config["target_modules"])
 
     def test_the_base_is_the_folder_s(self, facts: Any, case: int) -> None:
         assert facts[case][0]["base"] == facts[case][0]["base_wanted"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -116,6 +116,23 @@ def test_an_export_loads_in_peft_and_computes_the_same(tmp_path: Path, base: Pat
     assert noted_base(tmp_path / "out") == read_manifest(tmp_path / "global_step_3").base
     again = open_weights(tmp_path / "out")
     assert again.digest("BF16") == done.checked, "an export is read as well"
+
+
+@pytest.mark.parametrize("form", ["adapter", "merged"])
+def test_weights_without_a_full_step_are_exported_by_what_their_manifest_says(
+    tmp_path: Path, base: Path, form: Literal["adapter", "merged"]
+) -> None:
+    """As `sync=checkpoint` writes them: the adapter's config lies in full checkpoints alone."""
+    config = adapted().peft_config["default"]
+    config.save_pretrained(tmp_path)
+    digest = state_digest(saved_tensors(AutoModelForCausalLM.from_pretrained(base)), "BF16")
+    known = Base(digest, str(base), adapter=json.loads((tmp_path / "adapter_config.json").read_text()))
+    step = committed(tmp_path / "run" / "checkpoints", base, "parts", known, kind="state_dict")
+    (step / "actor" / "adapter_config.json").unlink()
+    export_checkpoint(step, tmp_path / "out", form=form)
+    if form == "adapter":
+        found = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        assert (found["r"], found["lora_alpha"]) == (2, 3)
 
 
 def test_a_merged_export_is_what_peft_merges(tmp_path: Path, base: Path) -> None:
@@ -240,11 +257,21 @@ def test_the_commands_tell_of_the_base(tmp_path: Path, base: Path, capsys: pytes
 def test_a_manifest_keeps_its_base_and_others_have_none() -> None:
     with_base = Manifest(step=1, attempt=0, kind="full", base=Base("ab", "m"))
     assert parse_manifest(with_base.to_text(), "it", 1) == with_base
+    with_adapter = replace(with_base, base=Base("ab", "m", adapter={"r": 2, "target_modules": ["q_proj"]}))
+    assert parse_manifest(with_adapter.to_text(), "it", 1) == with_adapter
     in_dtypes = replace(with_base, base=Base("ab", "m", wire=Wire("BF16", frozenset(["n"]))))
     assert parse_manifest(in_dtypes.to_text(), "it", 1) == in_dtypes
     assert "base" not in replace(with_base, base=None).to_json()
     odd_wire = {"digest": "ab", "path": "m", "what": "lora", "wire": {"dtype": "BF16", "keep_fp32": "norm"}}
-    for odd in ({"digest": 3, "path": "m", "what": "lora"}, {"digest": "ab", "path": "m"}, "ab", None, odd_wire):
+    odd_adapter = {"digest": "ab", "path": "m", "what": "lora", "adapter": ["r"]}
+    for odd in (
+        {"digest": 3, "path": "m", "what": "lora"},
+        {"digest": "ab", "path": "m"},
+        "ab",
+        None,
+        odd_wire,
+        odd_adapter,
+    ):
         body = with_base.to_json() | {"base": odd}
         del body["self"]
         with pytest.raises(ManifestError, match="is not valid"):

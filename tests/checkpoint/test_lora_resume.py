@@ -45,20 +45,32 @@ def test_a_digest_of_other_dtypes_is_not_held_against_the_base() -> None:
         check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=Wire("BF16", frozenset(["norm"]))))
 
 
-def test_another_rank_and_other_targets_are_refused_by_name(tmp_path: Path) -> None:
+def test_another_rank_alpha_and_other_targets_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "actor").mkdir()
     path = tmp_path / "actor" / "adapter_config.json"
-    path.write_text(json.dumps({"r": 4, "target_modules": ["q_proj", "v_proj"]}))
-    check_adapter(tmp_path, 4, ["v_proj", "q_proj"])
-    check_adapter(tmp_path, 4, None)
+    path.write_text(json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}))
+    check_adapter(tmp_path, 4, 8, ["v_proj", "q_proj"])
+    check_adapter(tmp_path, 4, 8, None)
     with pytest.raises(ConfigError, match=r"an adapter of rank 4, this run asks for model\.lora\.rank=8"):
-        check_adapter(tmp_path, 8, None)
+        check_adapter(tmp_path, 8, 8, None)
+    with pytest.raises(ConfigError, match=r"an adapter with alpha 8, this run asks for model\.lora\.alpha=16"):
+        check_adapter(tmp_path, 4, 16, None)
     with pytest.raises(ConfigError, match=r"for q_proj, v_proj, this run asks for model\.lora\.targets=q_proj"):
-        check_adapter(tmp_path, 4, ["q_proj"])
-    for broken in ("[]", '{"r": 4, "target_modules": null}', '{"r": 4, "target_modules": ["q_proj", 1]}'):
+        check_adapter(tmp_path, 4, 8, ["q_proj"])
+    path.write_text(json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True}))
+    check_adapter(tmp_path, 4, 8, None, rslora=True)
+    with pytest.raises(
+        ConfigError, match=r"scaled by alpha / sqrt\(rank\), that of this run by alpha / rank; .*lora\.path"
+    ):
+        check_adapter(tmp_path, 4, 8, None)
+    for broken in (
+        "[]",
+        '{"r": 4, "lora_alpha": 8, "target_modules": null}',
+        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", 1]}',
+    ):
         path.write_text(broken)
         with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
-            check_adapter(tmp_path, 4, None)
+            check_adapter(tmp_path, 4, 8, None)
 
 
 def test_a_file_of_peft_notes_no_base_and_one_that_is_damaged_is_refused(tmp_path: Path) -> None:

@@ -29,6 +29,12 @@ def test_weights_without_an_engine_are_published_loaded_saved_and_gone_on_with(t
     assert digests[1] == digests[2] == digests[0]
     step = tmp_path / "0" / "checkpoints" / "global_step_3"
     export_checkpoint(step, tmp_path / "exported")  # compares with the manifest
+    settings = (tmp_path / "0" / ".hydra" / "config.yaml").read_text()
+    for changed, key in (("model.layers=1", "model.layers"), ("workload.optimizer=true", "workload.optimizer=false")):
+        refused = resume(tmp_path / "0", "trainer.steps=5", changed)
+        assert refused.code == 2, refused.output
+        assert key in refused.output
+        assert (tmp_path / "0" / ".hydra" / "config.yaml").read_text() == settings
     longer = launch(tmp_path / "longer", *common, "trainer.steps=5", small=False)
     resumed = resume(tmp_path / "0", "trainer.steps=5")
     assert resumed.code == 0, resumed.output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ def saved(path: Path) -> Path:
 
 
 def loaded(path: Path, saved: Path, **changes: Any) -> Any:
-    engine = engine_of(path, adapter=ADAPTER, **changes)
+    engine = engine_of(path, **{"adapter": ADAPTER, **changes})
     weights = load_file(saved / "adapter_model.safetensors")
     destinations = engine.destinations()
     assert destinations.keys() == weights.keys()
@@ -62,6 +65,18 @@ def test_an_adapter_that_was_loaded_is_added_as_peft_adds_it(path: Path, saved: 
     assert torch.equal(found, expected)
     assert not torch.equal(found, without)
     assert all(tensor.dtype == engine.model.dtype for tensor in engine.destinations().values())
+
+
+def test_an_adapter_is_scaled_as_it_is_trained(path: Path, saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_rslora": True}))
+    engine = loaded(path, saved, adapter=replace(ADAPTER, rslora=True), dtype="fp32")
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    ids = torch.arange(3, 25)[None]
+    with torch.inference_mode():
+        expected = PeftModel.from_pretrained(base, tmp_path / "adapter", autocast_adapter_dtype=False)(ids).logits
+        assert torch.equal(engine.model(ids).logits, expected)
 
 
 def test_it_generates_and_what_it_says_hangs_on_the_adapter(path: Path, saved: Path) -> None:

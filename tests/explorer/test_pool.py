@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,13 @@ def pool(all_pools: Pools) -> ExplorerPool:
 
 def test_explorers_have_the_base_that_the_trainer_has(all_pools: Pools) -> None:
     engine = {"model_path": "models/seven", "base": "cd"}
-    all_pools.make(replicas=1, max_restarts=0, base="cd", engine=engine)
+    all_pools.make(replicas=1, max_restarts=1, base="cd", engine=engine)
     with pytest.raises(ConfigError, match=r"models/seven: explorer-0 has .* the digest cd, the trainer's has ab"):
         all_pools.make(replicas=1, max_restarts=0, base="ab", engine=engine)
+    good = all_pools.made[-2]
+    good._spec = replace(good._spec, engine={**engine, "base": "ef"})
+    with pytest.raises(RunError, match=r"^explorer-0 cannot be started again: .* the digest ef, the trainer's has cd"):
+        good.replace("explorer-0", RunError("it hangs"))
     for pool in (all_pools.made.pop(), all_pools.made.pop()):  # the pools of the other tests need the processors
         for client in pool.clients.values():
             ray.kill(client.handle)

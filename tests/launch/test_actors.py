@@ -12,13 +12,14 @@ import pytest
 import trinity_sync.sync
 import trinity_sync.trainer.spec
 from trinity_sync.actors.calls import Call
-from trinity_sync.actors.rank import RankInfo
+from trinity_sync.actors.rank import Digested, RankInfo, Untrained
 from trinity_sync.checkpoint.lock import locked, writer_of
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import actors as module
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.start import Start
+from trinity_sync.weights.wire import Wire
 
 
 class Answer(Call[Any]):
@@ -43,6 +44,22 @@ class Rank:
         return Answer(writer_of(Path(folder)) if self._sees else None)
 
 
+def setup(tmp_path: Path, model: str) -> Setup:
+    """Of a run without explorers, that has a file of pairs to learn."""
+    found: Any = {
+        "cfg": compose(["algorithm=sft", "task=pairs", "task.path=none", f"model.path={model}"]),
+        "folder": SimpleNamespace(logs=tmp_path, model=tmp_path, slots=tmp_path),
+        "start": Start(0, False, tmp_path / "checkpoints", None),
+        "recorder": SimpleNamespace(attempt=0, phase=lambda what: None),
+        "cluster": SimpleNamespace(namespace="none"),
+        "run_key": "run",
+        "use_gpu": False,
+        "last_step": 1,
+        "stop": None,
+    }
+    return Setup(**found)
+
+
 class AgentsCome(Exception):  # noqa: N818 - an event
     """The actors have come so far that agents would be started."""
 
@@ -60,18 +77,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         infos = [RankInfo(rank=rank, part="", layout=None, node="here", pid=0) for rank in range(len(ranks))]
         trainer = SimpleNamespace(ranks=ranks, initialise=lambda: infos)
         trainer.all = lambda ask, timeout_s: [ask(rank).result(timeout_s) for rank in ranks]
-        setup: Any = {
-            "cfg": compose(["algorithm=sft", "task=pairs", "task.path=none", "model.path=org/name"]),
-            "folder": SimpleNamespace(logs=tmp_path, model=tmp_path, slots=tmp_path),
-            "start": Start(0, False, tmp_path / "checkpoints", None),
-            "recorder": SimpleNamespace(attempt=0, phase=lambda what: None),
-            "cluster": SimpleNamespace(namespace="none"),
-            "run_key": "run",
-            "use_gpu": False,
-            "last_step": 1,
-            "stop": None,
-        }
-        made: Any = Actors(Setup(**setup))
+        made: Any = Actors(setup(tmp_path, "org/name"))
         made._make_trainer = lambda: trainer
         made._make_monitor = lambda mirror: SimpleNamespace(describe=lambda: Answer(monitor), handle=None)
         made.start(None)
@@ -94,3 +100,19 @@ def test_who_does_not_see_the_checkpoint_folder_is_named(start: Callable[..., No
 def test_a_monitor_that_cannot_start_ends_the_start(start: Callable[..., None]) -> None:
     with pytest.raises(RunError, match="the checkpoint monitor could not start"):
         start(sees=[True], monitor=RunError("the checkpoint monitor could not start: no folder"))
+
+
+@pytest.mark.parametrize("model", ["models/seven", "org/name"])
+def test_manifests_name_the_models_folder_wherever_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    (tmp_path / "models" / "seven").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    actors = Actors(setup(tmp_path, model))
+    base, left_out = Digested("ab", Wire("BF16")), Untrained(("mtp",), "cd")
+    actors.infos = [RankInfo(rank=0, part="", layout=None, node="", pid=1, base=base, left_out=left_out)]
+    expected = str(tmp_path / model) if model == "models/seven" else model
+    assert actors.base is not None
+    assert actors.base.path == expected
+    assert actors.left_out is not None
+    assert actors.left_out["path"] == expected

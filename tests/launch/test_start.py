@@ -44,7 +44,9 @@ def saved(
     """A committed full checkpoint."""
     files = {"actor/dcp/.metadata": "x"} if dcp else {"actor/model_world_size_2_rank_0.pt": "x"}
     if lora_rank:
-        files["actor/adapter_config.json"] = json.dumps({"r": lora_rank, "target_modules": ["q_proj", "v_proj"]})
+        files["actor/adapter_config.json"] = json.dumps(
+            {"r": lora_rank, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+        )
     folder = commits.prepare_staging(root, step, 0)
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -86,6 +88,7 @@ LORA = ("backend.ranks=2", "model.lora.rank=4")
         (4, ("backend.ranks=2",), "is of a LoRA adapter on models/seven, this run trains the whole model"),
         (0, LORA, r"is a checkpoint of a whole model, this run trains a LoRA adapter \(model.lora\)"),
         (8, LORA, "holds an adapter of rank 8, this run asks for model.lora.rank=4"),
+        (4, (*LORA, "model.lora.alpha=64"), "holds an adapter with alpha 16, this run asks for model.lora.alpha=64"),
         (4, (*LORA, "model.lora.targets=[q_proj]"), "for q_proj, v_proj, this run asks for .*targets=q_proj"),
     ],
 )

@@ -53,7 +53,9 @@ def test_a_transposed_weight_gets_the_transposed_product() -> None:
     assert torch.equal(lora.merged(weight.T, a, b, 0.5, transposed=True), whole.T)
 
 
-@pytest.mark.parametrize("more", [{"use_dora": True}, {"target_parameters": ["experts.down_proj"]}, {"r": 0}])
+@pytest.mark.parametrize(
+    "more", [{"use_dora": True}, {"target_parameters": ["experts.down_proj"]}, {"bias": "all"}, {"r": 0}]
+)
 def test_what_is_no_plain_product_is_refused_by_name(more: Mapping[str, object]) -> None:
     with pytest.raises(RunError, match=next(iter(more))):
         lora.scaling({"r": 4, "lora_alpha": 8} | dict(more))
@@ -62,6 +64,10 @@ def test_what_is_no_plain_product_is_refused_by_name(more: Mapping[str, object])
 def test_factors_without_their_other_half_are_refused() -> None:
     with pytest.raises(RunError, match=r"q_proj\.lora_B\.weight"):
         lora.pairs([f"{lora.PREFIX}q_proj.lora_A.weight"])
+
+
+def test_which_layers_it_is_for_is_told_by_the_tensors() -> None:
+    assert lora.scaling({"r": 4, "lora_alpha": 8, "layers_to_transform": [0], "exclude_modules": "q_proj"}) == 2.0
 
 
 def test_rslora_scales_by_the_root() -> None:

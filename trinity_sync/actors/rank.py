@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -49,6 +49,7 @@ class RankInfo:
         node: Ray's id of the rank's node.
         pid: its process id, shown where the process dies.
         base: rank 0 of a run that trains an adapter: what the model's folder has of the adapter's base.
+        adapter: rank 0 of such a run: what the adapter's ``adapter_config.json`` says.
         left_out: rank 0: tensors of the model's folder that the engine has no use for; None: there are none.
     """
 
@@ -59,6 +60,7 @@ class RankInfo:
     pid: int
     saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
     base: Digested | None = None
+    adapter: dict[str, Any] | None = None
     left_out: Untrained | None = None
 
 

@@ -204,12 +204,12 @@ class BytesBackend:
         model = load_file(path, mmap=True)
         found = {name: tuple(tensor.shape) for name, tensor in model.items()}
         if odd := {name for name, _ in found.items() ^ self._shapes.items()}:
-            raise RunError(
+            raise ConfigError(
                 f"{path} is of another model, as {listed(sorted(odd), 3)} show; go on with the model.shapes, "
                 "model.layers and model.lora with which it was saved"
             )
         if averages.exists() != bool(self._averages):
-            raise RunError(f"{folder} was saved with workload.optimizer={str(averages.exists()).lower()}; set that")
+            raise ConfigError(f"{folder} was saved with workload.optimizer={str(averages.exists()).lower()}; set that")
         for name, local in self._held.items():
             local.copy_(model[name].to_local())
         if self._averages:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from trinity_sync.backends import dcp_files
 from trinity_sync.backends.base import Deadline, Format, HeldBase
 from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.fsdp_parts import FsdpParts
-from trinity_sync.backends.fsdp_state import FsdpState, peft_config, write_adapter_config
+from trinity_sync.backends.fsdp_state import FsdpState, adapter_fields, peft_config, write_adapter_config
 from trinity_sync.backends.held import HeldSources
 from trinity_sync.backends.lora import adapter_by
 from trinity_sync.backends.lora_merged import MergedSources
@@ -70,6 +70,7 @@ class FsdpBackend:
         held = HeldSources(
             FsdpParts(engine.module, trained, None if adapter is None else adapter_name).find(), keep=not offloads
         )
+        self._adapter = adapter
         self._whole = self._saved = whole
         self._sources: HeldSources | MergedSources = held
         if adapter is not None and merged:
@@ -92,6 +93,11 @@ class FsdpBackend:
         """Return what the adapter is trained on, of an engine that trains one. Collective where the engine offloads."""
         held = self._base(keep=False)
         return HeldBase(self._whole, held.shards(), held.now())
+
+    def adapter_config(self) -> dict[str, Any]:
+        """Return what an ``adapter_config.json`` says of the adapter, of an engine that trains one."""
+        assert self._adapter is not None
+        return adapter_fields(self._adapter)
 
     def _base(self, *, keep: bool) -> HeldSources:
         return HeldSources(FsdpParts(self._engine.module, self._whole, base_name).find(), keep=keep)

@@ -17,6 +17,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -206,6 +207,20 @@ def peft_config(module: torch.nn.Module) -> LoraConfig | None:
         return None
     config: LoraConfig = configs["default"]
     return config
+
+
+def adapter_fields(config: LoraConfig) -> dict[str, Any]:
+    """Return what peft writes into an ``adapter_config.json``, with names in order.
+
+    Args:
+        config: peft's.
+    """
+    with TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        fields: dict[str, Any] = json.loads(Path(folder, "adapter_config.json").read_text())
+    if isinstance(fields["target_modules"], list):
+        fields["target_modules"].sort()
+    return fields
 
 
 def write_adapter_config(config: LoraConfig, folder: Path) -> list[Path]:

@@ -85,10 +85,6 @@ class BackendOption(ABC):
         """
         return None
 
-    def moved(self, checkpoint: Path) -> bool:
-        """Whether what the ranks hold is divided otherwise than among those that saved a checkpoint, a good one."""
-        return False
-
     # -- in a rank of the trainer
 
     def make_model(

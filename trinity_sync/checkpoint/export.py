@@ -25,7 +25,6 @@ from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.manifest_fields import BASE_NOTE
 from trinity_sync.checkpoint.places import ADAPTER, ADAPTER_CONFIG, check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
-from trinity_sync.checkpoint.reading.adapter import read_adapter_config
 from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX, Stored
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder
@@ -184,7 +183,7 @@ def _wire(opened: Weights, weights: Weights) -> Wire:
 def _write_adapter_config(weights: Weights, folder: Path) -> None:
     """Write the adapter's config, which names its base."""
     assert weights.adapter_config is not None, "was checked"
-    body = read_adapter_config(weights.adapter_config)
+    body = dict(weights.adapter_config)
     if weights.manifest is not None and weights.manifest.base is not None:
         body["base_model_name_or_path"] = weights.manifest.base.path
     body["inference_mode"] = True

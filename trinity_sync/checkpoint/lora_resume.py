@@ -42,13 +42,16 @@ def check_kind(folder: Path, manifest: Manifest, *, lora: bool) -> None:
         )
 
 
-def check_adapter(folder: Path, rank: int, targets: str | Collection[str] | None) -> None:
-    """Check that the adapter in a full checkpoint has the rank and the targets of the one that is to be trained.
+def check_adapter(
+    folder: Path, rank: int, alpha: float, targets: str | Collection[str] | None, *, rslora: bool = False
+) -> None:
+    """Check that the adapter in a full checkpoint has the rank, scale and targets of the one that is to be trained.
 
     Args:
         folder: the step folder.
-        rank: of the adapter to be trained.
+        rank, alpha: of the adapter to be trained.
         targets: names of the modules that it is for, as peft has resolved them; None: not compared.
+        rslora: it counts alpha / sqrt(rank) times, and not alpha / rank times.
 
     Raises:
         ConfigError: it has others, or nothing tells.
@@ -56,11 +59,21 @@ def check_adapter(folder: Path, rank: int, targets: str | Collection[str] | None
     path = folder / "actor" / ADAPTER_CONFIG
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        found, modules = int(saved["r"]), target_names(saved["target_modules"])
+        found, counted, modules = int(saved["r"]), float(saved["lora_alpha"]), target_names(saved["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read, by which a run goes on with an adapter: {error}") from error
     if found != rank:
         raise ConfigError(f"{folder} holds an adapter of rank {found}, this run asks for model.lora.rank={rank}")
+    if counted != alpha:
+        raise ConfigError(
+            f"{folder} holds an adapter with alpha {counted:g}, this run asks for model.lora.alpha={alpha:g}: the same "
+            "tensors would be another policy"
+        )
+    if (by_root := bool(saved.get("use_rslora"))) != rslora:
+        raise ConfigError(
+            f"{folder} holds an adapter that is scaled by {_scale(by_root)}, that of this run by {_scale(rslora)}; go "
+            "on with the same model.lora.path, or without one, as the run that saved it"
+        )
     if targets is not None and modules != target_names(targets):
         raise ConfigError(
             f"{folder} holds an adapter for {', '.join(modules)}, this run asks for "
@@ -116,3 +129,7 @@ def check_base(folder: Path, known: Base | None, base: Base) -> None:
 
 def _dtypes(wire: Wire) -> str:
     return f"{wire.dtype}, in fp32 {listed(sorted(wire.keep_fp32)) or 'none'}"
+
+
+def _scale(rslora: bool) -> str:
+    return "alpha / sqrt(rank)" if rslora else "alpha / rank"

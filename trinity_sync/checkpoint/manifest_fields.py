@@ -19,15 +19,18 @@ class Base:
 
     Args:
         digest: version digest of its weights in wire dtype, hex.
-        path: `model.path` of the run, as given.
+        path: `model.path` of the run: a folder's absolute path, or a hub id as given.
         what: what is trained on it: ``lora``.
         wire: the dtypes of which `digest` is; None where it is not known.
+        adapter: the adapter's ``adapter_config.json``, which weights-only checkpoints have no file of; None where it is
+            not known.
     """
 
     digest: str
     path: str
     what: str = "lora"
     wire: Wire | None = None
+    adapter: Mapping[str, Any] | None = None
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Base:
@@ -40,12 +43,17 @@ class Base:
         if body["what"] != "lora":
             raise ValueError(f"what is on its base is {body['what']!r}")
         wire = Wire.from_json(body["wire"]) if "wire" in body else None
-        return cls(body["digest"], body["path"], body["what"], wire)
+        adapter = body.get("adapter")
+        if not (adapter is None or isinstance(adapter, dict)):
+            raise ValueError(f"the adapter on its base is {adapter!r}")
+        return cls(body["digest"], body["path"], body["what"], wire, adapter)
 
     def to_json(self) -> dict[str, Any]:
         """Return the object in the manifest."""
         body: dict[str, Any] = {"digest": self.digest, "path": self.path, "what": self.what}
-        return body if self.wire is None else body | {"wire": self.wire.to_json()}
+        if self.wire is not None:
+            body["wire"] = self.wire.to_json()
+        return body if self.adapter is None else body | {"adapter": dict(self.adapter)}
 
 
 def left_out_of(body: Mapping[str, Any]) -> LeftOut:

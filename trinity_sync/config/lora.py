@@ -31,12 +31,14 @@ class Adapter:
         rank, alpha: the adapter counts alpha / rank times.
         targets: names of linear layers, or what peft has a word for.
         path: of the adapter that is gone on from; None: a new one.
+        rslora: it counts alpha / sqrt(rank) times instead.
     """
 
     rank: int
     alpha: int
     targets: str | tuple[str, ...]
     path: str | None
+    rslora: bool = False
 
     @property
     def of_peft(self) -> str | list[str]:
@@ -58,7 +60,8 @@ def adapter_of(lora: LoraConfig) -> Adapter | None:
             return None
         targets = ALL_LINEAR if lora.targets is None else lora.targets
         return Adapter(lora.rank, ALPHA if lora.alpha is None else lora.alpha, _named(targets), None)
-    rank, alpha, targets = _read(lora.path)
+    found = _read(lora.path)
+    rank, alpha, targets = found.rank, found.alpha, found.targets
     if lora.rank and lora.rank != rank:
         raise ConfigError(f"model.lora.rank is {lora.rank}, the adapter at model.lora.path has {rank}; leave it out")
     if lora.alpha is not None and lora.alpha != alpha:
@@ -68,7 +71,7 @@ def adapter_of(lora: LoraConfig) -> Adapter | None:
             f"model.lora.targets is {_shown(lora.targets)}, the adapter at model.lora.path is for "
             f"{_shown(targets)}; leave it out"
         )
-    return Adapter(rank, alpha, targets, lora.path)
+    return found
 
 
 def travels(cfg: Config) -> str:
@@ -119,8 +122,8 @@ def check_lora(get: Get) -> Iterator[Problem]:
         )
 
 
-def _read(path: str) -> tuple[int, int, str | tuple[str, ...]]:
-    """Rank, alpha and targets of the adapter in a folder."""
+def _read(path: str) -> Adapter:
+    """The adapter in a folder."""
     folder = Path(path)
     for name in _FILES:
         if not (folder / name).is_file():
@@ -138,7 +141,7 @@ def _read(path: str) -> tuple[int, int, str | tuple[str, ...]]:
         )
     if odd := not_plain(body):
         raise ConfigError(f"model.lora.path is {path}, an adapter with {', '.join(odd)}, which is not trained here")
-    return rank, alpha, _named(targets)
+    return Adapter(rank, alpha, _named(targets), path, rslora=bool(body.get("use_rslora")))
 
 
 def _named(targets: Any) -> str | tuple[str, ...]:

@@ -73,6 +73,7 @@ def add_adapter(adapter: Adapter, model: PreTrainedModel) -> None:
         task_type=TaskType.CAUSAL_LM,
         r=adapter.rank,
         lora_alpha=adapter.alpha,
+        use_rslora=adapter.rslora,
         target_modules=adapter.of_peft,
         bias="none",
         inference_mode=True,

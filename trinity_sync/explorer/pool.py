@@ -206,6 +206,9 @@ class ExplorerPool:
 
         Returns:
             False: no restart is left; the explorer is gone for good.
+
+        Raises:
+            RunError: what it is started from is not what it was, such as the base of an adapter.
         """
         while self._may_restart():
             self._on_fault(name, str(why))
@@ -240,7 +243,10 @@ class ExplorerPool:
 
     def _start_anew(self, name: str) -> None:
         self.clients[name] = self._create(name)
-        self._connect({name: self.clients[name].start()})
+        try:
+            self._connect({name: self.clients[name].start()})
+        except ConfigError as error:  # in the middle of a run that began with the same settings
+            raise RunError(f"{name} cannot be started again: {error}") from error
 
     def _replace(self, death: Exception) -> None:
         assert isinstance(death, MemberDied)

@@ -100,7 +100,7 @@ class Actors:
         infos: what each rank holds, in the order of the ranks.
         agents: Ray node id -> the agent of that node.
         pool: the explorers; None where the algorithm needs none.
-        model_path: folder or hub id of the model that ranks and explorers begin with.
+        model_path: folder, absolute, or hub id of the model that ranks and explorers begin with.
     """
 
     trainer: TrainerGroup
@@ -129,6 +129,8 @@ class Actors:
         self.model_path = str(cfg.model.path or folder.model)
         if start.weights_only:
             self.model_path = str(start.taken_weights(folder.model))
+        if Path(self.model_path).is_dir():  # manifests name it, which are read from other folders
+            self.model_path = str(Path(self.model_path).absolute())
 
     def start(self, mirror: RunMirror | None) -> None:
         """Build and connect them, and restore what the run begins with.
@@ -200,8 +202,8 @@ class Actors:
     @property
     def base(self) -> Base | None:
         """The base of the adapter that is trained; None: the model itself is trained."""
-        read = self.infos[0].base
-        return None if read is None else Base(read.digest, self.model_path, wire=read.wire)
+        read, adapter = self.infos[0].base, self.infos[0].adapter
+        return None if read is None else Base(read.digest, self.model_path, wire=read.wire, adapter=adapter)
 
     @property
     def left_out(self) -> LeftOut | None:
@@ -209,7 +211,7 @@ class Actors:
         found = self.infos[0].left_out
         if found is None:
             return None
-        return {"path": str(Path(self.model_path).absolute()), "names": found.names, "digest": found.digest}
+        return {"path": self.model_path, "names": found.names, "digest": found.digest}
 
     @property
     def published_base(self) -> str | None:

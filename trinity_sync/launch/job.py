@@ -8,8 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trinity_sync.backends.option import backend_option
-from trinity_sync.config import build, config_digest, plain, typed
+from trinity_sync.config import build, config_digest, plain
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.data import free_data, lockstep_data
@@ -160,11 +159,9 @@ class Job:
         if actors.free and actors.pool is not None:
             return FreeLoop(settings, source=free_data(cfg, self._start, actors.pool, self._recorder), **common)
         data = lockstep_data(cfg, actors.model_path, actors.pool, mode)
-        return TrainingLoop(settings, data=data, restored=self._restored(published, parts), **common)
+        return TrainingLoop(settings, data=data, restored=self._restored(published), **common)
 
-    def _restored(
-        self, published: PublishedState, parts: list[str]
-    ) -> tuple[int, Callable[[Version, int], None]] | None:
+    def _restored(self, published: PublishedState) -> tuple[int, Callable[[Version, int], None]] | None:
         """Return what explorers held when the checkpoint was saved from which this run goes on: the step of that
         version, and what fills a slot with it. None where that cannot be restored.
         """
@@ -173,12 +170,13 @@ class Job:
         folder = self._start.folder
         if folder is None or not self.actors.explores or not (folder / EXPLORER).is_dir():
             return None
-        moved = self._start.weights_only or backend_option(typed(self._cfg).backend).moved(folder)
-        step = None if moved else published_step(folder, parts)
+        layouts = [info.layout for info in self.actors.infos if info.layout is not None]
+        step = None if self._start.weights_only else published_step(folder, layouts)
         if step is None:
             print(
-                f"note: {folder} was saved by other trainer ranks, so the explorers begin with its own weights: "
-                f"the resumed run is not bit for bit the same",
+                f"note: {folder} was saved by other trainer ranks, or with another sync.what, sync.wire_dtype or "
+                "sync.keep_fp32, so the explorers begin with its own weights: the resumed run is not bit for bit the "
+                "same",
                 file=sys.stderr,
             )
             return None

@@ -287,7 +287,8 @@ def _check_lora(cfg: DictConfig, folder: Path, manifest: Manifest) -> None:
     check_kind(folder, manifest, lora=adapter is not None)
     if adapter is not None:
         # What peft takes "all-linear" for shows when the model is there.
-        check_adapter(folder, adapter.rank, None if adapter.targets == ALL_LINEAR else adapter.targets)
+        targets = None if adapter.targets == ALL_LINEAR else adapter.targets
+        check_adapter(folder, adapter.rank, adapter.alpha, targets, rslora=adapter.rslora)
 
 
 def _check_engine(cfg: DictConfig, path: Path, backend: str, world_size: int) -> bool:

@@ -323,8 +323,8 @@ class NodeAgent:
     def _read_into(self, slot: int, folder: Path) -> None:
         for part, layout in self._layouts.items():
             with ShardFile(folder / f"{part}.safetensors") as file:
-                if file.layout.digest != layout.digest:
-                    raise RunError(f"{file.path} is laid out for other trainer ranks than this run's")
+                if not file.layout.lies_as(layout):
+                    raise RunError(f"{file.path} is laid out otherwise than this run's versions")
                 file.read(0, memoryview(self._maps[slot, part])[: layout.nbytes])
 
     async def reserve_state(self, part: str, nbytes: int) -> tuple[str, list[str]]:

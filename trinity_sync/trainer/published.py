@@ -16,6 +16,8 @@ from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.versions import Version
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shard_file import ShardFile
 
 EXPLORER = "explorer"
 """Folder of the shard files below the checkpoint's."""
@@ -61,20 +63,31 @@ class PublishedState:
         results(calls, self._timeout_s)
 
 
-def published_step(folder: Path, parts: Sequence[str]) -> int | None:
-    """Read the step of the version in a checkpoint's folder that explorers held; None: the checkpoint's own.
+def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:
+    """Read the step of the version in a checkpoint's folder that explorers held; None: there is none, or it cannot be
+    restored part by part.
 
     Args:
         folder: the checkpoint's folder.
-        parts: names of the run's parts; where other ones were saved, the version cannot be restored part by part.
+        layouts: of the run's parts. Those that were saved are others where other ranks saved them, or where something
+            else was published, or in other dtypes.
+
+    Raises:
+        RunError: a file cannot be read.
     """
     path = folder / EXPLORER / _FILE
     if not path.exists():
         return None
-    saved = {file.name for file in (folder / EXPLORER).glob("*.safetensors")}
-    if saved != {f"{part}.safetensors" for part in parts}:
+    wanted = {f"{layout.part}.safetensors": layout for layout in layouts}
+    saved = {file.name: file for file in (folder / EXPLORER).glob("*.safetensors")}
+    if saved.keys() != wanted.keys() or not all(_layout_of(file).lies_as(wanted[name]) for name, file in saved.items()):
         return None
     return int(json.loads(path.read_text())["step"])
+
+
+def _layout_of(path: Path) -> PartLayout:
+    with ShardFile(path) as file:
+        return file.layout
 
 
 def _part(node: str) -> str:

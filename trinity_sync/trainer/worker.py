@@ -80,7 +80,7 @@ class TrinityWorker(Member, TrainingWorker):
         told, info = self.rank == 0, self.hold(self._spec, view, self.rank)
         if self._spec.lora:
             base = check_held(self._spec.model_path, view.base(), self._spec.wire_dtype, told=told)
-            info = replace(info, base=base)
+            info = replace(info, base=base, adapter=view.adapter_config() if told else None)
         if told and left_out:
             stored = open_hugging_face(Path(self.model_config.local_path))
             info = replace(info, left_out=Untrained(left_out, digest_left_out(stored, left_out)))

@@ -210,6 +210,10 @@ class PartLayout:
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return str(xxhash.xxh3_128_hexdigest(text.encode()))
 
+    def lies_as(self, other: PartLayout) -> bool:
+        """Whether a segment of the other layout holds the same part, byte for byte; in which buckets does not count."""
+        return (self.part, self.entries) == (other.part, other.entries)
+
     def to_json(self) -> LayoutJson:
         """A dict of plain values, from which `from_json` makes an equal layout."""
         return {

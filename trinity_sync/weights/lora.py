@@ -7,7 +7,7 @@ do verl's files. Imports no torch: a configuration is checked with what stands h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import RunError
@@ -24,6 +24,35 @@ PREFIX = "base_model.model."
 
 _HELD = ".default"
 _A, _B = ".lora_A.weight", ".lora_B.weight"
+
+_PLAIN = frozenset(
+    {
+        "peft_type",
+        "task_type",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+        "peft_version",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "target_modules",
+        "fan_in_fan_out",
+        "lora_dropout",
+        "qalora_group_size",
+        "megatron_core",
+    }
+)
+"""Keys of an ``adapter_config.json`` with which, whatever they say, an adapter is a plain one; the last two are read
+with others alone.
+"""
+_PLACES = frozenset({"exclude_modules", "layers_to_transform", "layers_pattern"})
+_OFF: Mapping[str, Sequence[object]] = {
+    "bias": ["none"],
+    "init_lora_weights": [True, "gaussian", "orthogonal", "eva"],  # with others the base is changed as well
+}
+_EMPTY: Sequence[object] = ("", [], {})
 
 
 class Pair(NamedTuple):
@@ -91,10 +120,21 @@ def target_names(targets: str | Iterable[str]) -> list[str]:
     return [targets] if isinstance(targets, str) else sorted(set(targets))
 
 
-def not_plain(config: Mapping[str, object]) -> list[str]:
-    """Return the keys of an ``adapter_config.json`` that make of an adapter more than products of two factors."""
-    keys = ("use_dora", "target_parameters", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias")
-    return [key for key in keys if config.get(key)]
+def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str]:
+    """Return the keys of an ``adapter_config.json`` that make of an adapter more than products of two factors, with one
+    scale, for all layers that `target_modules` names. What is not known here is among them, unless it is off.
+
+    Args:
+        placed: the names of its tensors are known, and tell which layers it is for.
+    """
+    known = _PLAIN | _PLACES if placed else _PLAIN
+    return sorted(
+        key
+        for key, value in config.items()
+        if key not in known
+        and value not in _OFF.get(key, ())
+        and not (value is None or value is False or value in _EMPTY)
+    )
 
 
 def scaling(config: Mapping[str, object]) -> float:
@@ -103,7 +143,7 @@ def scaling(config: Mapping[str, object]) -> float:
     Raises:
         RunError: it asks for something that is not added as a product alone; says what.
     """
-    if refused := not_plain(config):
+    if refused := not_plain(config, placed=True):
         raise RunError(f"an adapter with {', '.join(refused)} is not merged here; merge it with peft")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):

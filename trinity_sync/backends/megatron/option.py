@@ -209,9 +209,6 @@ class MegatronOption(MegatronConfig, BackendOption):
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
         return check_layout(self, checkpoint)
 
-    def moved(self, checkpoint: Path) -> bool:
-        return check_layout(self, checkpoint) is not None
-
     def prepare(self) -> None:
         from trinity_sync.backends.megatron.engine import prepare
 

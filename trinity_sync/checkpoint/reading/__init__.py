@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trinity_sync.checkpoint.layout import Manifest, NoManifestError, read_manifest
 from trinity_sync.checkpoint.places import find_adapter_config, find_config, weights_folder
-from trinity_sync.checkpoint.reading.adapter import adapter_form, merge
+from trinity_sync.checkpoint.reading.adapter import adapter_form, merge, read_adapter_config
 from trinity_sync.checkpoint.reading.distributed import open_distributed
 from trinity_sync.checkpoint.reading.hugging_face import is_hugging_face, open_hugging_face
 from trinity_sync.checkpoint.reading.megatron import megatron_folder, open_megatron
@@ -48,7 +49,7 @@ class Weights:
             are stored, and tied tensors may appear twice.
         manifest: the checkpoint's manifest, None where it has none.
         adapter: these are a LoRA adapter, without its base.
-        adapter_config: the adapter's ``adapter_config.json``; None where none was found.
+        adapter_config: what the adapter's ``adapter_config.json`` says; None where none was found.
     """
 
     folder: Path
@@ -57,7 +58,7 @@ class Weights:
     manifest: Manifest | None
     _sources: Mapping[str, Source]
     adapter: bool = False
-    adapter_config: Path | None = None
+    adapter_config: Mapping[str, Any] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -148,10 +149,18 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
         raise WeightsError(_nothing(place))
     adapter = adapter_form(sources, place)
     if adapter is not None:
-        return Weights(folder, f"LoRA adapter, {name}", given, manifest, adapter, True, find_adapter_config(folder))
+        return Weights(folder, f"LoRA adapter, {name}", given, manifest, adapter, True, _config_of(folder, manifest))
     if config is not None and not saved:
         sources = saved_form(sources, config)
     return Weights(folder, name, config, manifest, sources)
+
+
+def _config_of(folder: Path, manifest: Manifest | None) -> Mapping[str, Any] | None:
+    """What the manifest says of an adapter, else a file in or beside the folder."""
+    if manifest is not None and manifest.base is not None and manifest.base.adapter is not None:
+        return manifest.base.adapter
+    path = find_adapter_config(folder)
+    return None if path is None else read_adapter_config(path)
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:

@@ -54,26 +54,25 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     return body
 
 
-def merge(adapter: Mapping[str, Source], config: Path, base: Mapping[str, Source]) -> dict[str, Source]:
+def merge(adapter: Mapping[str, Source], config: Mapping[str, Any], base: Mapping[str, Source]) -> dict[str, Source]:
     """Return the tensors of the base with the adapter's products added.
 
     Args:
         adapter: see `adapter_form`.
-        config: the ``adapter_config.json``.
+        config: what the ``adapter_config.json`` says.
         base: the whole model's tensors by the names it is saved by.
 
     Raises:
         WeightsError: the adapter is not one of this model, or not of a kind that is merged here.
     """
-    body = read_adapter_config(config)
     try:
-        scale, pairs = lora.scaling(body), lora.pairs(adapter)
+        scale, pairs = lora.scaling(config), lora.pairs(adapter)
     except RunError as error:
-        raise WeightsError(f"{config}: {error}") from error
+        raise WeightsError(f"the adapter cannot be merged: {error}") from error
     absent = sorted(pairs.keys() - base.keys())
     if absent:
         raise WeightsError(f"the adapter belongs to another model: the base has no {listed(absent)}")
-    transposed = bool(body.get("fan_in_fan_out"))
+    transposed = bool(config.get("fan_in_fan_out"))
     found = dict(base)
     for name, pair in pairs.items():
         a, b = adapter[pair.a], adapter[pair.b]

@@ -22,6 +22,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def check_export(manager: FSDPCheckpointManager) -> None:
+    """Check that a manager's model can be saved in Hugging Face format.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if manager._has_lora():
+        raise ConfigError(
+            "hf_model in save_contents (save_as_hf) of a model with a LoRA adapter is not a model that anybody loads; "
+            "leave it out, and export with verl's merger or, saved with save_lora_only, `trinity-sync ckpt export`"
+        )
+
+
 class Copies:
     """Copies of one save after another, in memory that is kept.
 
@@ -49,12 +62,8 @@ class Copies:
             What writes each content that is this rank's, by name.
         """
         rank = self._manager.rank
-        if contents.EXPORT in todo and self._manager._has_lora():
-            raise ConfigError(
-                "hf_model in save_contents (save_as_hf) of a model with a LoRA adapter is not a model that anybody "
-                "loads; leave it out, and export with verl's merger or, saved with save_lora_only, `trinity-sync ckpt "
-                "export`"
-            )
+        if contents.EXPORT in todo:
+            check_export(self._manager)
         together(f"copy the state of step {step}", lambda: self._take(step, todo))
         found: dict[str, SaveFn] = {
             name: self._copy.writer(self._file(name), folder, staging, durable=self._durable)

@@ -32,7 +32,7 @@ from trinity_sync.checkpoint.monitor import ACTOR_NAME
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents, files
 from trinity_sync.integrations.verl.commits import Commits
-from trinity_sync.integrations.verl.copies import Copies
+from trinity_sync.integrations.verl.copies import Copies, check_export
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import check_files, hold, step_at
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
@@ -60,6 +60,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         timeout_s: limit of every wait, seconds.
 
     Raises:
+        ConfigError: `save_contents` asks for an export of a model with an adapter.
         RunError: there is no checkpoint monitor in the namespace.
     """
 
@@ -72,6 +73,8 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         **kwargs: object,
     ) -> None:
         super().__init__(*args, trust_remote_code=trust_remote_code, **kwargs)
+        if self.should_save_hf_model:
+            check_export(self)
         self.previous_saved_paths: list[str] = []
         namespace = ray_namespace or None
         try:
