@@ -142,14 +142,14 @@ class FsdpParts:
             if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
                 continue
             handle = module._handle
-            if handle._sharding_strategy in _HYBRID and dist.get_rank(module._inter_node_pg):
-                continue
-            if handle._sharding_strategy is HandleShardingStrategy.NO_SHARD and self._rank:
-                continue
+            strategy = handle._sharding_strategy
+            repeats = (strategy in _HYBRID and dist.get_rank(module._inter_node_pg)) or (
+                strategy is HandleShardingStrategy.NO_SHARD and self._rank
+            )
             flat = handle.flat_param
             for fqn, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
                 name = self._own([_joined(prefix, each) for each in _names(flat, fqn)])
-                if name is None or not info.in_shard:
+                if name is None or repeats or not info.in_shard:
                     continue
                 assert info.intra_param_start_idx is not None
                 assert info.intra_param_end_idx is not None
