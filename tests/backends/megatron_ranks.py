@@ -169,6 +169,7 @@ def build(case: Mapping[str, Any], models: Path) -> Any:
 
     parallel_state.destroy_model_parallel()
     late = case.get("overlap_param_gather", False)
+    again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     engine = EngineRegistry.new(
         "language_model",
         "megatron",
@@ -186,6 +187,7 @@ def build(case: Mapping[str, Any], models: Path) -> Any:
                 "gradient_accumulation_fusion": False,
                 "persist_layer_norm": False,
                 "sequence_parallel": case.get("sequence_parallel", case["tp"] > 1),
+                **(again if case.get("recompute") else {}),
             },
         ),
         optimizer_config=McoreOptimizerConfig(

@@ -37,6 +37,7 @@ TWO: dict[str, dict[str, Any]] = {
     "tp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3", "do": ["load"], "load": "a"},
     "poisoned": {"world": 1, "tp": 1, "pp": 1, "model": "qwen2", "do": ["poisoned"]},
     "pp2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "qwen3-tied", "do": ["version", "load"], "load": "b"},
+    "recompute": {"world": 1, "tp": 1, "pp": 1, "model": "qwen2", "do": ["version"], "recompute": True},
     "ep2-to-one": {"world": 1, "tp": 1, "pp": 1, "model": "experts", "do": ["load"], "load": "h"},
 }
 # On two ranks, for four to load.
@@ -84,6 +85,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "late": {"world": 2, "ep": 2, "do": ["late"], "overlap_param_gather": True},
         "prompt": {"world": 2, "ep": 2, "do": ["late"]},
         "of-all": {"world": 2, "ep": 2, "model": "experts-of-all", "do": ["version"]},
+        "recompute": {"world": 2, "ep": 2, "do": ["version"], "recompute": True},
         "tp2ep2-to-one": {"world": 1, "do": ["version", "load"], "load": "a"},
     }.items()
 }

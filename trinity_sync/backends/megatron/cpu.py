@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
+from functools import wraps
 from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _CPU = torch.device("cpu")
 
@@ -92,11 +97,24 @@ def install() -> None:
     for name, stand_in in STAND_INS.items():
         owner, attribute = _owner(name)
         setattr(owner, attribute, stand_in)
+    # autograd calls it from outside of the mode, and it runs a part of the model again
+    random.CheckpointFunction.backward = staticmethod(inside_mode(random.CheckpointFunction.backward))
     from trinity_sync.backends.megatron import cpu_experts
 
     cpu_experts.install()
     # It warns whenever the host's generator moves inside a fork of the device's; here they are the same one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def inside_mode(call: Callable[P, T]) -> Callable[P, T]:
+    """Have each call of a function run inside of `CudaMeansCpu`."""
+
+    @wraps(call)
+    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
+        with CudaMeansCpu():
+            return call(*args, **kwargs)
+
+    return inside
 
 
 def _owner(name: str) -> tuple[ModuleType, str]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -22,9 +19,6 @@ with warnings.catch_warnings():
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
     from trinity_sync.backends.megatron import bridges  # noqa: F401 - registers the families
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 # verl chooses an engine by this variable's value, before the device that it finds.
 DEVICE = "trinity"
@@ -47,15 +41,6 @@ class MegatronEngine(MegatronEngineWithLMHead):
     """A rank's engine. All its calls are collective."""
 
 
-def _on_cpu(call: Callable[P, T]) -> Callable[P, T]:
-    @wraps(call)
-    def inside(*args: P.args, **kwargs: P.kwargs) -> T:
-        with cpu.CudaMeansCpu():
-            return call(*args, **kwargs)
-
-    return inside
-
-
 def prepare() -> None:
     """Have verl build this engine in this process, and on a machine without an accelerator install the CPU adapter."""
     os.environ["VERL_ENGINE_DEVICE"] = DEVICE
@@ -63,4 +48,4 @@ def prepare() -> None:
         return
     cpu.install()
     for name in _CALLS:
-        setattr(MegatronEngine, name, _on_cpu(getattr(MegatronEngine, name)))
+        setattr(MegatronEngine, name, cpu.inside_mode(getattr(MegatronEngine, name)))
