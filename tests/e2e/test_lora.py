@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.runs import Run, launch
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.cli.main import main
+from trinity_sync.config import compose, typed
+from trinity_sync.models.factory import make_model
 from trinity_sync.weights.lora import is_adapter, saved_name
 
 BACKENDS, MODES = ("fsdp", "fsdp2"), ("checkpoint", "memory", "nccl")
@@ -112,6 +116,29 @@ def test_what_is_exported_computes_what_was_trained_and_is_gone_on_from(
     assert refused.code == 2
     known = learnt.manifests[40]["base"]["digest"]
     assert f"{adapter} was trained on a base with the digest {known}" in " ".join(refused.output.split())
+
+
+@pytest.mark.all
+def test_a_base_with_tensors_in_fp32_and_draft_heads_is_exported_as_it_is_published(tmp_path: Path) -> None:
+    folder = make_model(typed(compose()).model.architecture or {}, 0, tmp_path / "model")
+    drafts = {"model.layers.2.eh_proj.weight": torch.randn(4, 8)}
+    save_file(load_file(folder / "model.safetensors") | drafts, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    settings = [
+        "backend.ranks=1",
+        "model.lora.rank=4",
+        "sync.what=merged",
+        "sync.keep_fp32=[norm]",
+        "explorer.dtype=fp32",
+    ]
+    run = launch(tmp_path / "run", "model=path", f"model.path={folder}", *settings)
+    assert run.code == 0, run.output
+    done = export_checkpoint(run.folder / "checkpoints/global_step_3", tmp_path / "merged", form="merged")
+    assert (done.digest, done.left_out, done.missing) == (run.digests[3], tuple(drafts), ())
+    exported = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor) for name, tensor in drafts.items())
+    assert {tensor.dtype for name, tensor in exported.items() if "norm" in name} == {torch.float32}
 
 
 def test_targets_that_the_model_does_not_have_are_refused_before_training(tmp_path: Path) -> None:
