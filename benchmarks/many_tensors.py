@@ -1,7 +1,8 @@
 """What a tensor costs the data plane beyond its bytes: shards of a mixture-of-experts model as FSDP2 ranks hold it.
 
 Each layer has fused experts, ``[experts, 2 * inner, hidden]`` and ``[experts, hidden, inner]``, cut along the experts;
-every expert's three matrices travel under their own names. Weights are random; no engine, no Ray::
+every expert's three matrices travel under their own names, in the order in which they lie in memory, as backends give
+them (``--by-expert``: expert by expert). Weights are random; no engine, no Ray::
 
     python benchmarks/many_tensors.py --json
     python benchmarks/many_tensors.py --layers 2 --inner 768 --hidden 2048    # real sizes, 2.4 GB
@@ -17,6 +18,7 @@ import json
 import pickle
 import time
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -45,16 +47,22 @@ def experts(arguments: argparse.Namespace) -> tuple[list[Held], dict[str, torch.
             first, last = min(rank * per_rank, count), min((rank + 1) * per_rank, count)
             own_up = torch.randn(last - first, 2 * inner, hidden).to(dtype)
             own_down = torch.randn(last - first, hidden, inner).to(dtype)
+            of_experts = []
             for expert in range(first, last):
                 stem = f"model.layers.{layer}.mlp.experts.{expert}"
                 here = expert - first
-                for name, mine, theirs in (
-                    (f"{stem}.gate_proj.weight", own_up[here, :inner], up[expert, :inner]),
-                    (f"{stem}.up_proj.weight", own_up[here, inner:], up[expert, inner:]),
-                    (f"{stem}.down_proj.weight", own_down[here], down[expert]),
-                ):
-                    shards.append(whole(name, "BF16", tuple(mine.shape)))
-                    sources[name], destinations[name] = mine, theirs
+                of_experts.append(
+                    [
+                        (f"{stem}.gate_proj.weight", own_up[here, :inner], up[expert, :inner]),
+                        (f"{stem}.up_proj.weight", own_up[here, inner:], up[expert, inner:]),
+                        (f"{stem}.down_proj.weight", own_down[here], down[expert]),
+                    ]
+                )
+            if not arguments.by_expert:
+                of_experts = [[part for one in of_experts for part in one[:2]], [one[2] for one in of_experts]]
+            for name, mine, theirs in chain.from_iterable(of_experts):
+                shards.append(whole(name, "BF16", tuple(mine.shape)))
+                sources[name], destinations[name] = mine, theirs
     return held, destinations
 
 
@@ -149,6 +157,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--dense", type=int, default=0, metavar="TENSORS", help="so many tensors, cut by rows, instead")
     parser.add_argument("--megabytes", type=int, default=512, help="with --dense: all of them together")
+    parser.add_argument("--by-expert", action="store_true", help="in the order of the experts")
     parser.add_argument("--cast", action="store_true", help="the trainer holds fp32")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", action="store_true")

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync import config
 from trinity_sync.config import (
+    anchored,
     build_task,
     check,
     check_inputs,
@@ -629,3 +630,11 @@ def test_a_configuration_does_not_differ_from_what_was_saved_of_it(tmp_path: Pat
 )
 def test_a_quoted_value_comes_out_of_hydras_parser_as_it_went_in(text: str) -> None:
     assert OverridesParser.create().parse_override(f"key={config.quote(text)}").value() == text
+
+
+def test_shapes_of_a_file_count_from_where_the_run_was_started_and_names_are_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    (tmp_path / "qwen3-8b").mkdir()  # as a download of it may be called
+    for name, meant in (("mine.json", str(tmp_path / "mine.json")), ("qwen3-8b", "qwen3-8b")):
+        cfg = compose(["workload=bytes", f"model.shapes={name}"])
+        assert anchored(cfg, tmp_path).model.shapes == meant

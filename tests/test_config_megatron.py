@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.families import EXPERTS
+from tests.families import EXPERTS, FAMILIES
 from tests.test_config import refused
 from trinity_sync.config import check, compose, typed
 from trinity_sync.trainer.spec import worker_spec
@@ -87,6 +87,13 @@ def test_what_cannot_be_is_refused_with_its_key(overrides: list[str], key: str, 
     message = refused("backend=megatron", *overrides)
     assert message.startswith(f"{key} ")
     assert right in message
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe"}))
+def test_other_families_are_refused_by_name(family: str) -> None:
+    message = refused("backend=megatron", f"model.architecture.model_type={family}")
+    assert message.startswith("backend is megatron, which trains models of the families llama, qwen2, qwen3, qwen3_moe")
+    assert f"this one is {family}; use backend=fsdp2" in message
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 from tests import local_ray
 from trinity_sync.actors import calls as module
 from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.deaths import why_gone
+from trinity_sync.actors.deaths import ends_noted_in, why_gone
 
 LIMIT = 60.0
 ID = "91b9ed2c0ba909b7f13d67a1a0b5a6c4e2f8d0c9b7a6958473625140"
@@ -100,6 +101,17 @@ def test_a_death_is_told_with_what_ray_knows_of_it(cluster: None, die: Callable[
 )
 def test_a_reason_is_one_short_line_without_ids(error: Exception, why: str) -> None:
     assert why_gone(error) == why
+
+
+def test_how_the_system_ended_a_process_is_told_where_it_was_noted(tmp_path: Path) -> None:
+    log, error = tmp_path / "forks.log", RayActorError(error_msg=f"{FIELDS}The actor is dead because it fell.")
+    log.write_text("77 ended with exit code 1\n7 was ended by signal 9 (Killed)\n")
+    with ends_noted_in(log):
+        assert why_gone(error) == "it fell; its process was ended by signal 9 (Killed)"
+        log.unlink()
+        assert why_gone(error) == "it fell"
+    log.write_text("7 ended with exit code 1\n")
+    assert why_gone(error) == "it fell"
 
 
 def test_who_was_ended_for_want_of_memory_has_died(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ DEEPSEEK = {
 
 KEPT = "e_score_correction_bias"
 
-LIMIT_S = 240
+LIMIT_S = 480
 
 Examine = Callable[[Mapping[str, Any], Path, Path, int, int], dict[str, Any]]
 """What is found out of a case: of the case, the folder of the models, one for its own files, the rank, and of how many

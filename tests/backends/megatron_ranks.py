@@ -236,6 +236,7 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     # the learning rate warms up from 0, so the first step changes nothing
     facts["gradient"] = _train(engine, 0).get("grad_norm")
     facts["wanted_gradient"] = _gradient_norm(models / case["model"], engine.get_data_parallel_size())
+    facts["clipped_of_experts"] = _clipped_of_experts(engine)
     _train(engine, 1)
     facts["after_step"] = digest(backend, case["world"])
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
@@ -273,8 +274,23 @@ def _log_probs(engine: Any, model: Path) -> dict[str, Any]:
     return {"log_probs": worst, "finite": bool(torch.isfinite(entropy).all())}
 
 
-def _gradient_norm(model: Path, ranks: int) -> float:
-    """Of the first step of all data-parallel ranks, by transformers in float32."""
+def _clipped_of_experts(engine: Any) -> float:
+    """Norm of the clipped gradients of experts in the first step, as Adam's first average has them; 0 without experts.
+    Collective.
+    """
+    import torch
+    import torch.distributed as dist
+
+    squares = torch.zeros(())
+    for one in getattr(engine.optimizer, "chained_optimizers", [])[1:]:
+        states = one.optimizer.state.values()
+        squares += sum(state["exp_avg"].square().sum() for state in states) / (1 - one.config.adam_beta1) ** 2
+    dist.all_reduce(squares)
+    return float(squares.sqrt())
+
+
+def _gradient_norm(model: Path, ranks: int) -> tuple[float, float]:
+    """Of the first step of all data-parallel ranks, by transformers in float32; and that of experts alone."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM
@@ -285,7 +301,10 @@ def _gradient_norm(model: Path, ranks: int) -> float:
         ids = torch.from_numpy(np.concatenate([prompt, answer]))
         log_probs = reference(ids[None]).logits[0].log_softmax(-1)[:-1].gather(-1, ids[1:, None])
         (-log_probs[-len(answer) :].sum() / sum(len(answer) for _, answer in pairs)).backward()
-    return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in reference.parameters()]))
+    gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    of_experts = [gradient for name, gradient in gradients.items() if ".experts." in name]
+    norm = torch.nn.utils.get_total_norm
+    return float(norm(gradients.values())), float(norm(of_experts))
 
 
 def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
@@ -668,8 +687,38 @@ def _received(engine: Any, send: Any, kept: list[str]) -> str | None:
     return state_digest({name: named[name] for name in kept}, "BF16")
 
 
+def _uneven(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:
+    """Rows that ranks have or want in other numbers, gathered and summed over gloo, and the gradients of both."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel.mappings import (
+        gather_from_sequence_parallel_region,
+        reduce_scatter_to_sequence_parallel_region,
+    )
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    sizes = [3, 0, 2, 4][: dist.get_world_size()]
+    wholes = [torch.rand(sum(sizes), 2, generator=torch.Generator().manual_seed(of)) for of in range(len(sizes))]
+    begin = sum(sizes[:rank])
+    of_rank = slice(begin, begin + sizes[rank])
+    mine, all_rows = wholes[0][of_rank].clone().requires_grad_(), wholes[rank].clone().requires_grad_()
+    gathered = gather_from_sequence_parallel_region(mine, group=group, output_split_sizes=sizes)
+    (gathered * wholes[rank]).sum().backward()
+    summed = reduce_scatter_to_sequence_parallel_region(all_rows, group=group, input_split_sizes=sizes)
+    (summed * wholes[0][of_rank]).sum().backward()
+    total = torch.stack(wholes).sum(0)
+    pairs = {
+        "gathered": (gathered, wholes[0]),
+        "gradient of gathered": (mine.grad, total[of_rank]),
+        "summed": (summed, total[of_rank]),
+        "gradient of summed": (all_rows.grad, wholes[0]),
+    }
+    return {"uneven": {name: bool(torch.allclose(found, wanted)) for name, (found, wanted) in pairs.items()}}
+
+
 _ACTIONS = {"version": _version, "save": _save, "load": _load, "late": _late, "functions": _functions} | {
     "poisoned": _poisoned,
+    "uneven": _uneven,
     "failing": _failing,
     "refusals": _refusals,
 }

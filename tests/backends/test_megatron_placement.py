@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.backends.megatron.placement import Geometry, among_all_experts, pieces
+from trinity_sync.backends.megatron.placement import Geometry, among_all_experts, dtypes_of, pieces
+from trinity_sync.errors import ConfigError
 from trinity_sync.weights.shards import check_cover
+from trinity_sync.weights.wire import Wire
 
 Q, K, V = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 
@@ -36,7 +38,8 @@ def _put_together(parts: list[list[tuple[object, torch.Tensor]]]) -> dict[str, n
 
 
 def _held(name: str, hf_names: list[str], local: torch.Tensor, at: Geometry) -> list[tuple[object, torch.Tensor]]:
-    return [(piece.shard, piece.view(local)) for piece in pieces(name, hf_names, local.shape, "F32", at)]
+    dtypes = dict.fromkeys(hf_names, "F32")
+    return [(piece.shard, piece.view(local)) for piece in pieces(name, hf_names, local.shape, dtypes, at)]
 
 
 @given(ranks=st.sampled_from([1, 2, 4]), per_group=st.integers(1, 3), bias=st.booleans())
@@ -128,4 +131,22 @@ def test_the_first_rank_contributes_what_all_hold(name: str) -> None:
 
 def test_a_parameter_of_an_unknown_kind_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"mlp\.router\.expert_bias"):
-        pieces("decoder.layers.0.mlp.router.expert_bias", ["x"], (4, 4), "F32", _at(0, 1))
+        pieces("decoder.layers.0.mlp.router.expert_bias", ["x"], (4, 4), {"x": "F32"}, _at(0, 1))
+
+
+GATE, UP = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up"))
+
+
+def test_a_part_of_a_parameter_travels_in_its_own_dtype() -> None:
+    dtypes = dtypes_of([GATE, UP], "F32", Wire("BF16", frozenset([UP])))
+    assert dtypes == {GATE: "BF16", UP: "F32"}
+    held = pieces("decoder.layers.0.mlp.linear_fc1.weight", [GATE, UP], (6, 4), dtypes, _at(0, 1))
+    assert {piece.shard.name: piece.shard.dtype for piece in held} == dtypes
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_what_the_engine_has_rounded_is_not_said_to_be_kept(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^sync\.keep_fp32 keeps {UP} in fp32, which backend=megatron trains"):
+        dtypes_of([GATE, UP], "BF16", Wire(dtype, frozenset([UP])))
+    assert dtypes_of([GATE, UP], "BF16", Wire("F32", frozenset([UP]))) == {GATE: "F32", UP: "F32"}
+    assert dtypes_of([GATE, UP], "BF16", Wire(dtype)) == {GATE: dtype, UP: dtype}

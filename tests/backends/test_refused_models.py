@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from tests.families import architecture
 from trinity_sync.backends.fsdp import FsdpBackend
@@ -19,13 +20,24 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.weights.saved_views import Saved
 
 
-def backend_of(model_type: str, fields: dict[str, Any], wider: int = 0) -> FsdpBackend:
-    """The backend of a model on one rank, whose feed-forward layers are wider than its config says."""
-    made = CONFIG_MAPPING[model_type](**(fields | {"intermediate_size": fields["intermediate_size"] + wider}))
+def backend_of(
+    model_type: str,
+    fields: dict[str, Any],
+    change: Callable[[PreTrainedModel], object] = lambda _: None,
+    *,
+    fsdp1: bool = False,
+    **other: Any,
+) -> FsdpBackend:
+    """The backend of a model on one rank, which was made with other fields than its config says, and changed."""
     with torch.device("cpu"):
-        module = AutoModelForCausalLM.from_config(made)
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    config = CONFIG_MAPPING[model_type](**fields, architectures=[type(module).__name__.removeprefix("FSDP")])
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**(fields | other)))
+    change(model)
+    config = CONFIG_MAPPING[model_type](**fields, architectures=[type(model).__name__])
+    module = (
+        FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+        if fsdp1
+        else fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    )
     engine: Any = SimpleNamespace(
         module=module,
         model_config=SimpleNamespace(hf_config=config, trust_remote_code=False),
@@ -54,8 +66,26 @@ def test_a_model_whose_saved_tensors_are_not_views_of_the_held_ones_is_refused(m
 def test_a_model_of_other_sizes_than_its_config_has_is_refused() -> None:
     fields = {name: value for name, value in architecture("llama").items() if name != "model_type"}
     with pytest.raises(ConfigError, match=r"the engine holds model\.layers\.0\.mlp\.\w+\.weight as .* has 1536$"):
-        backend_of("llama", fields, wider=8)
+        backend_of("llama", fields, intermediate_size=fields["intermediate_size"] + 8)
     assert backend_of("llama", fields).shards()
+
+
+@pytest.mark.parametrize("fsdp1", [False, True])
+def test_what_the_engine_holds_and_no_version_would_have_is_refused(fsdp1: bool) -> None:
+    fields = {name: value for name, value in architecture("llama").items() if name != "model_type"}
+    tied = fields | {"tie_word_embeddings": True}
+    names = [shard.name for shard in backend_of("llama", tied, fsdp1=fsdp1).shards()]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    with pytest.raises(ConfigError, match=r"the engine holds lm_head\.weight, .* set tie_word_embeddings=false in its"):
+        backend_of("llama", tied, fsdp1=fsdp1, tie_word_embeddings=False)
+
+    def count(model: PreTrainedModel) -> None:
+        model.model.register_buffer("passing", torch.ones(3), persistent=False)
+        model.model.register_buffer("seen", torch.ones(3))
+
+    with pytest.raises(ConfigError, match=r"the engine holds model\.seen, of which save_pretrained would"):
+        backend_of("llama", fields, count, fsdp1=fsdp1)
 
 
 @pytest.mark.parametrize(

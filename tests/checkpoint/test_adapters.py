@@ -23,6 +23,7 @@ from trinity_sync.checkpoint.layout import (
     parse_manifest,
     read_manifest,
 )
+from trinity_sync.checkpoint.lora_resume import noted_base
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.reading import WeightsError, open_weights
 from trinity_sync.checkpoint.verification import verify
@@ -112,6 +113,7 @@ def test_an_export_loads_in_peft_and_computes_the_same(tmp_path: Path, base: Pat
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(loaded.eval()(tokens).logits, adapted().eval()(tokens).logits)
+    assert noted_base(tmp_path / "out") == read_manifest(tmp_path / "global_step_3").base
     again = open_weights(tmp_path / "out")
     assert again.digest("BF16") == done.checked, "an export is read as well"
 
@@ -167,6 +169,16 @@ def test_a_base_with_tensors_in_fp32_and_draft_heads_is_known_again(tmp_path: Pa
     assert torch.equal(exported.pop(next(iter(drafts))), drafts["model.layers.9.eh_proj.weight"])
     assert torch.equal(exported[KEPT], tensors[KEPT])
     assert done.digest == state_digest(exported, wire)
+
+
+def test_a_base_whose_folder_has_a_tied_tensor_twice_is_known_again(tmp_path: Path, base: Path) -> None:
+    step = committed(tmp_path, base)
+    export_checkpoint(step, tmp_path / "once", form="merged")
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    done = export_checkpoint(step, tmp_path / "out", form="merged")
+    assert done.digest == open_weights(tmp_path / "once").digest("BF16")
 
 
 def test_an_adapter_in_another_wire_dtype_is_merged(tmp_path: Path, base: Path) -> None:

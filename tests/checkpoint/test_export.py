@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from tests.backends.engines import DEEPSEEK, KEPT
 from tests.checkpoint import written
 from trinity_sync.checkpoint import export as export_module
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
@@ -20,6 +21,7 @@ from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.factory import make_model
 from trinity_sync.weights.tensors import saved_tensors, state_digest
 from trinity_sync.weights.wire import Wire
 
@@ -174,6 +176,24 @@ def test_the_weights_have_the_manifests_digest_whatever_the_wire_dtype(tmp_path:
     done = export_checkpoint(committed(tmp_path, digest=digest), tmp_path / "out", dtype=dtype)
     assert done.checked == digest
     assert (done.digest == digest) == ((wire, dtype) in {("BF16", "bf16"), ("F32", "fp32")})
+
+
+def test_what_the_class_keeps_in_fp32_is_exported_so_where_nothing_tells(tmp_path: Path) -> None:
+    """Of a plain folder, and of a checkpoint whose manifest does not say its dtypes and has a digest in bf16."""
+    model = make_model({"model_type": "deepseek_v3", **DEEPSEEK}, 3, tmp_path / "model")
+    name, tensors = f"model.layers.1.mlp.gate.{KEPT}", load_file(model / "model.safetensors")
+    tensors[name] = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    export_checkpoint(model, tmp_path / "plain")
+    actor = prepare_staging(tmp_path, 3, 0) / "actor"
+    held = AutoModelForCausalLM.from_pretrained(model)
+    written.write_companions(held, actor)
+    written.write_verl(actor, held.state_dict(), (2,))
+    digest = state_digest(saved_tensors(held), "BF16")
+    commit_folder(tmp_path, Manifest(step=3, attempt=0, kind="full", digest=digest))
+    assert export_checkpoint(tmp_path / "global_step_3", tmp_path / "old").checked == digest
+    for folder in ("plain", "old"):
+        assert torch.equal(load_file(tmp_path / folder / "model.safetensors")[name], tensors[name])
 
 
 def test_weights_of_another_digest_are_not_exported(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trinity_sync.checkpoint.layout import Manifest
-from trinity_sync.checkpoint.lora_resume import check_adapter, check_base, check_kind
+from trinity_sync.checkpoint.lora_resume import check_adapter, check_base, check_kind, noted_base
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.wire import Wire
@@ -28,9 +30,9 @@ def test_an_adapter_goes_on_as_an_adapter_and_a_model_as_a_model() -> None:
 
 
 def test_another_base_is_refused_with_both_digests_and_the_folder() -> None:
-    check_base(FOLDER, ADAPTER, Base("ab" * 16, "elsewhere", wire=Wire("BF16")))
+    check_base(FOLDER, ADAPTER.base, Base("ab" * 16, "elsewhere", wire=Wire("BF16")))
     with pytest.raises(ConfigError, match=f"{FOLDER}.*{'ab' * 16}.*{'cd' * 16}"):
-        check_base(FOLDER, ADAPTER, Base("cd" * 16, "models/base", wire=Wire("BF16")))
+        check_base(FOLDER, ADAPTER.base, Base("cd" * 16, "models/base", wire=Wire("BF16")))
 
 
 def test_a_digest_of_other_dtypes_is_not_held_against_the_base() -> None:
@@ -38,9 +40,9 @@ def test_a_digest_of_other_dtypes_is_not_held_against_the_base() -> None:
     with pytest.raises(
         ConfigError, match=r"go on with the sync\.wire_dtype and sync\.keep_fp32 .* \(BF16, in fp32 norm\)"
     ):
-        check_base(FOLDER, known, Base("cd" * 16, "m", wire=Wire("F32")))
+        check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=Wire("F32")))
     with pytest.raises(ConfigError, match="an adapter goes on upon its own base only"):
-        check_base(FOLDER, known, Base("cd" * 16, "m", wire=Wire("BF16", frozenset(["norm"]))))
+        check_base(FOLDER, known.base, Base("cd" * 16, "m", wire=Wire("BF16", frozenset(["norm"]))))
 
 
 def test_another_rank_alpha_and_other_targets_are_refused_by_name(tmp_path: Path) -> None:
@@ -61,6 +63,24 @@ def test_another_rank_alpha_and_other_targets_are_refused_by_name(tmp_path: Path
         ConfigError, match=r"scaled by alpha / sqrt\(rank\), that of this run by alpha / rank; .*lora\.path"
     ):
         check_adapter(tmp_path, 4, 8, None)
-    path.write_text("[]")
-    with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
-        check_adapter(tmp_path, 4, 8, None)
+    for broken in (
+        "[]",
+        '{"r": 4, "lora_alpha": 8, "target_modules": null}',
+        '{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", 1]}',
+    ):
+        path.write_text(broken)
+        with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read"):
+            check_adapter(tmp_path, 4, 8, None)
+
+
+def test_a_file_of_peft_notes_no_base_and_one_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({"a": torch.ones(1)}, file)
+    assert noted_base(tmp_path) is None
+    check_base(tmp_path, None, Base("cd" * 16, "m"))
+    save_file({"a": torch.ones(1)}, file, metadata={"trinity_base": '{"digest": 3}'})
+    with pytest.raises(ConfigError, match=r"model\.lora\.path=.*the base that .* was trained on cannot be told"):
+        noted_base(tmp_path)
+    file.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.lora\.path=.*cannot be told"):
+        noted_base(tmp_path)

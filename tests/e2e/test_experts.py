@@ -73,7 +73,6 @@ def test_a_run_of_experts_goes_on_with_other_expert_ranks_and_backends(tmp_path:
         ["backend.ep=2", "backend.restore_rng=false"],
         ["backend.ep=1", "backend.restore_rng=false"],
         ["backend=fsdp2"],
-        ["backend=fsdp"],
         ["backend=megatron", "backend.ranks=2", "backend.ep=2"],
     ):
         run = resume(run.folder, f"trainer.steps={step + 1}", *settings)

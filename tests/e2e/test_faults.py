@@ -96,6 +96,7 @@ def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> No
     run = started.finish(limit_s=60)
     assert run.code == 1
     assert "trainer rank 1 died while it was to" in run.output
+    assert "its process was ended by signal 9 (Killed)" in run.output
     assert run.record["status"] == "failed"
     assert "trainer rank 1 died" in run.record["error"]
     assert_ended_clean(run, started.process.pid)

@@ -74,6 +74,13 @@ def test_an_empty_model_that_was_given_weights_is_the_pretrained_one(
         assert torch.equal(engine.model(ids).logits, expected(ids).logits)
 
 
+@pytest.mark.parametrize("kept", ["*layernorm*", "self_attn.q_proj", "embed_tokens"])
+def test_what_could_not_compute_with_the_rest_is_refused_at_the_start(path: Path, kept: str) -> None:
+    with pytest.raises(ConfigError, match=r"^sync\.keep_fp32 keeps model\..* explorer\.dtype=bfloat16: .*dtype"):
+        engine_of(path, dtype="bf16", keep_fp32=[kept])
+    engine_of(path, keep_fp32=[kept])
+
+
 def test_an_empty_model_draws_no_random_numbers(path: Path) -> None:
     before = torch.get_rng_state()
     engine_of(path)

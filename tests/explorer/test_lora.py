@@ -90,3 +90,11 @@ def test_it_generates_and_what_it_says_hangs_on_the_adapter(path: Path, saved: P
     for tensor in engine.destinations().values():
         tensor.zero_()
     assert samples().texts != first.texts
+
+
+def test_a_base_of_which_some_is_kept_in_fp32_computes_as_one_of_which_nothing_is(path: Path, saved: Path) -> None:
+    """Rotary frequencies included."""
+    ids = torch.arange(3, 25)[None]
+    with torch.inference_mode():
+        plain, kept = (loaded(path, saved, dtype="bf16", keep_fp32=keep).model(ids).logits for keep in (None, []))
+    assert torch.equal(plain, kept)

@@ -108,6 +108,19 @@ def test_a_process_begins_with_what_the_server_has_imported(server: Server) -> N
         assert mine != other
 
 
+@pytest.mark.parametrize(
+    ("death", "told"),
+    [("os._exit(3)", "ended with exit code 3"), ("os.kill(os.getpid(), 9)", "was ended by signal 9 (Killed)")],
+)
+def test_how_one_ended_that_did_not_end_well_is_in_the_log(server: Server, death: str, told: str) -> None:
+    (server.folder / "dies.py").write_text(f"import os\nprint(os.getpid(), flush=True)\n{death}\n")
+    pid = server.ask(program="dies.py").strip()
+    deadline = time.monotonic() + 30
+    while f"{pid} {told}\n" not in server.log:
+        assert time.monotonic() < deadline, server.log
+        time.sleep(0.01)
+
+
 def test_who_was_begun_leaves_no_zombie(server: Server) -> None:
     pid = json.loads(server.ask())["pid"]
     deadline = time.monotonic() + 30

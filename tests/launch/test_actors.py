@@ -74,9 +74,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
     def started(*, sees: list[bool], monitor: Any = None) -> None:
         ranks = [Rank(number, one) for number, one in enumerate(sees)]
-        trainer = SimpleNamespace(
-            ranks=ranks, initialise=lambda: [RankInfo(rank=0, part="", layout=None, node="", pid=1)]
-        )
+        infos = [RankInfo(rank=rank, part="", layout=None, node="here", pid=0) for rank in range(len(ranks))]
+        trainer = SimpleNamespace(ranks=ranks, initialise=lambda: infos)
         trainer.all = lambda ask, timeout_s: [ask(rank).result(timeout_s) for rank in ranks]
         made: Any = Actors(setup(tmp_path, "org/name"))
         made._make_trainer = lambda: trainer

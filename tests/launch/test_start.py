@@ -410,6 +410,13 @@ def test_a_run_that_does_not_go_on_makes_its_model_anew(
     assert made == seeds
 
 
+def test_ranks_that_train_nothing_take_no_weights_of_an_engine(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "other", 10)
+    asked = config(f"checkpoint.resume_from={folder}", "workload=bytes", "model.shapes=qwen3-0.6b")
+    with pytest.raises(ConfigError, match=r"saved by backend=fsdp2, of which backend=bytes takes nothing; go on with"):
+        Start.find(asked, tmp_path / "own", resume=None)
+
+
 @pytest.mark.parametrize(("version", "backend"), [(1, "fsdp"), (2, "fsdp2")])
 def test_a_new_run_may_go_on_from_a_checkpoint_of_verls(tmp_path: Path, version: int, backend: str) -> None:
     folder = verls(tmp_path / "verl", version=version)

@@ -35,7 +35,9 @@ def folder_of(tmp_path: Path, architecture: dict[str, Any], add: dict[str, int],
 
 def found(folder: Path) -> tuple[str, ...]:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        config = AutoConfig.from_pretrained(folder)
+        config.num_nextn_predict_layers = 0  # as verl does
+        model = AutoModelForCausalLM.from_config(config)
     return left_out(folder, model, saved_list(model))
 
 
@@ -80,5 +82,46 @@ def test_other_forms_of_a_folder_are_known(tmp_path: Path) -> None:
     save_file({"scale": torch.ones(1)}, tied / "model.safetensors")
     (tied / "config.json").write_text(json.dumps(quantised))
     assert found(tied) == ()
-    (tied / "model.safetensors").write_bytes(b"torn")
-    assert found(tied) == ()
+
+
+def without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def test_all_parts_of_what_the_model_holds_as_one_have_to_be_there(tmp_path: Path) -> None:
+    """In a folder of older names, where a part is found by what transformers makes of its name."""
+    folder = folder_of(tmp_path, MOE, {}, [])
+    tensors = without_prefix(load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors")
+    assert found(folder) == ()
+    del tensors["layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks 1 of .*: model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight; train"):
+        found(folder)
+
+
+def test_tied_tensors_that_differ_are_refused(tmp_path: Path) -> None:
+    """transformers would not tie them."""
+    folder = folder_of(tmp_path, {**QWEN, "tie_word_embeddings": True}, {}, [])
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"holds lm_head\.weight and model\.embed_tokens\.weight with other values"):
+        found(folder)
+
+
+def test_what_cannot_be_read_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, QWEN, {}, [])
+    file, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: model\.safetensors is damaged or cannot be read: .*cover"):
+        found(folder)
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
+    with pytest.raises(ConfigError, match=r": model-00001-of-00001\.safetensors is damaged or cannot be read: File"):
+        found(folder)
+    index.write_text("{}")
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is damaged or cannot be read: KeyError"):
+        found(folder)
+    index.unlink()
+    file.rename(folder / "pytorch_model.bin")
+    assert found(folder) == ()

@@ -134,6 +134,7 @@ def test_a_model_type_that_nobody_knows_and_too_many_layers_are_refused() -> Non
         (["model.layers=2"], "model.layers is 2, which cuts model.shapes"),
         (["workload=bytes", "model.shapes=qwen3-8b", "backend=fsdp2"], "backend is fsdp2, but workload=bytes"),
         (["backend=bytes"], "a part of workload=bytes"),
+        (["workload=bytes", "model.shapes=qwen3-8b", "model.layers=37"], "model.layers is 37, but the model has 36"),
         (["workload=bytes", "model.shapes=qwen3-8b", "workload.changed=1.5"], "workload.changed is 1.5; must be at"),
         (["workload=bytes", "model.shapes=qwen3-8b", "trainer.schedule=free"], "set trainer.schedule=lockstep"),
         (["workload=bytes", "model.shapes=qwen3-8b", "model.lora.rank=4", "sync.what=merged"], "holds no base"),

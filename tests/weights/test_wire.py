@@ -8,7 +8,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from trinity_sync.backends.saved import on_the_wire
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.apply import MismatchError, Receiver
 from trinity_sync.weights.digests import version_digest
@@ -16,9 +18,9 @@ from trinity_sync.weights.dtypes import is_floating
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 from trinity_sync.weights.staging import stage
-from trinity_sync.weights.tensors import state_digest
+from trinity_sync.weights.tensors import from_torch, saved_tensors, state_digest
 from trinity_sync.weights.wire import Wire, found_in, kept_names
-from trinity_sync.weights.wire_cast import cast_model
+from trinity_sync.weights.wire_cast import cast_model, hold_fp32
 
 NAMES = st.sampled_from(["lm_head.weight", "model.norm.weight", "layers.0.gate.bias", "layers.11.gate.bias"])
 DTYPES = st.sampled_from(["BF16", "F16", "F32", "I64", "BOOL"])
@@ -73,10 +75,37 @@ def test_a_cast_model_keeps_what_is_to_be_kept_whole() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     bias, mean = model[0].bias.detach().clone(), torch.randn(3)
     model[1].running_mean.copy_(mean)  # type: ignore[operator, union-attr]
+    model[1].register_buffer("computed", torch.randn(3), persistent=False)
     cast_model(model, torch.bfloat16, ["0.bias", "running_mean"])
+    assert model[1].computed.dtype == torch.float32, "no state dict has it, so nothing brings it back"
     found = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     kept = {name for name, dtype in found.items() if dtype == torch.float32}
     assert kept == {"0.bias", "1.running_mean"}
     assert torch.equal(model[0].bias, bias)
     assert torch.equal(model.state_dict()["1.running_mean"], mean)
     assert found["1.num_batches_tracked"] == torch.int64
+
+
+EXPERTS = {
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 4,
+}
+
+
+def test_what_is_kept_goes_by_the_names_that_tensors_are_saved_by() -> None:
+    """Experts are held as one tensor, under another name."""
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS)).to(torch.bfloat16)
+    kept = hold_fp32(model, ["experts.*down_proj"])
+    assert kept == [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in range(2)]
+    published = {name: saved.dtype for name, saved in on_the_wire(model, "BF16", ["experts.*down_proj"]).items()}
+    assert {name: from_torch(tensor.dtype) for name, tensor in saved_tensors(model).items()} == published
+    with pytest.raises(ConfigError, match=r"keeps .*0\.up_proj\.weight in fp32 and not .*gate_up_proj, of one"):
+        hold_fp32(model, ["up_proj"])

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
+
+if TYPE_CHECKING:
+    pass
 
 _BLOCK = 1 << 20
 """Values that are drawn at random; what comes behind them in a tensor, and other tensors, are variations of them."""

@@ -30,12 +30,18 @@ def _check_engine_keys(get: Get) -> Iterator[Problem]:
 
 
 def _check_shapes(get: Get) -> Iterator[Problem]:
-    if (shapes := get("model.shapes")) is not None:
-        try:
-            read_shapes(shapes)
-        except ConfigError as error:
-            key, _, text = str(error).partition(" ")
-            yield Problem(key.rstrip(":"), text)
+    if (shapes := get("model.shapes")) is None:
+        return
+    try:
+        fields = read_shapes(shapes)
+    except ConfigError as error:
+        key, _, text = str(error).partition(" ")
+        yield Problem(key.rstrip(":"), text)
+        return
+    # families that call it otherwise are told by `cut`, in a rank
+    layers, count = get("model.layers"), fields.get("num_hidden_layers")
+    if layers is not None and isinstance(count, int) and layers > count:
+        yield Problem("model.layers", f"is {layers}, but the model has {count}; give at most that")
 
 
 @dataclass(kw_only=True)

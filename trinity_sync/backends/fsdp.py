@@ -31,7 +31,7 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.computed import Sources
-from trinity_sync.weights.lora import base_name
+from trinity_sync.weights.lora import adapter_name, base_name
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
 from trinity_sync.weights.wire import FP32
@@ -67,7 +67,9 @@ class FsdpBackend:
         _check_kept(whole, wire_dtype, engine)
         adapter = peft_config(engine.module)
         trained = whole if adapter is None else adapter_by(engine.model_config, adapter, wire_dtype, keep_fp32)
-        held = HeldSources(FsdpParts(engine.module, trained).find(), keep=not offloads)
+        held = HeldSources(
+            FsdpParts(engine.module, trained, None if adapter is None else adapter_name).find(), keep=not offloads
+        )
         self._adapter = adapter
         self._whole = self._saved = whole
         self._sources: HeldSources | MergedSources = held
@@ -95,6 +97,7 @@ class FsdpBackend:
 
     def adapter_config(self) -> dict[str, Any]:
         """Return what an ``adapter_config.json`` says of the adapter, of an engine that trains one."""
+        assert self._adapter is not None
         return adapter_fields(self._adapter)
 
     def _device(self) -> torch.device:

@@ -7,7 +7,8 @@ With hybrid sharding every group of ranks holds the same; the first group contri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -30,13 +31,13 @@ _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_S
 
 
 class FsdpParts:
-    """Finds what a rank contributes. Replicas contribute nothing.
+    """Finds what a rank contributes. Replicas contribute nothing. Nothing that the model holds is left out in silence.
 
     Args:
         module: the engine's model, wrapped by FSDP or FSDP2.
         saved: what is to be contributed, see `saved_by`.
-        name_of: the name that `Saved.held` has of a tensor that the model holds under this one; None: it is none of
-            these. Not given: the same.
+        name_of: the name that `Saved.held` has of a tensor that the model holds under this one; None: it is not to be
+            contributed. Not given: the same.
     """
 
     def __init__(
@@ -54,15 +55,17 @@ class FsdpParts:
         """Yield the parts in the order in which they lie in memory.
 
         Raises:
-            ConfigError: a tensor is cut, or has a size, that is not known.
+            ConfigError: a tensor is cut, or has a size, that is not known; or nothing is saved of one.
         """
+        buffers = sorted(self._buffers())
         if fsdp_version(self._module) == 1:
             yield from self._flat_parts()
         else:
             yield from self._dtensor_parts()
         if self._rank:
             return
-        for name, buffer in sorted(self._buffers().items()):
+        for name in buffers:
+            buffer = self._buffers()[name]
             # A copy: what is staged beside the next forward pass must not be what that pass changes.
             yield HeldPart(
                 partial(self._buffer, name), self._parts.of(name, buffer.shape, 0, buffer.numel()), is_copy=True
@@ -75,15 +78,44 @@ class FsdpParts:
         return self._buffers()[name].clone(memory_format=torch.contiguous_format)
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        return {self._named(name): buffer for name, buffer in self._module.named_buffers()}
+        """Those that a state dict has, by the name that `Saved.held` has of them."""
+        held: dict[str, torch.Tensor] = {}
+        for prefix, module in self._module.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or name in module._non_persistent_buffers_set:
+                    continue
+                own = self._own([_joined(prefix, name)])
+                if own is not None:
+                    held[own] = buffer
+        return held
 
-    def _named(self, name: str) -> str:
-        """Return the name of a tensor as `Saved.held` has it; empty for one that is not to be contributed."""
-        return self._name_of(clean_tensor_name(name)) or ""
+    def _own(self, names: Sequence[str]) -> str | None:
+        """Return the name that `Saved.held` has of a tensor; None: it is not to be contributed.
+
+        Args:
+            names: those by which the model holds it, several of one that is tied.
+
+        Raises:
+            ConfigError: it is to be contributed, and nothing is saved of it.
+        """
+        named = [own for name in names if (own := self._name_of(clean_tensor_name(name))) is not None]
+        found = next((own for own in named if own in self._parts.held), None)
+        if named and found is None:
+            raise ConfigError(
+                f"model.path: the engine holds {named[0]}, of which save_pretrained would write nothing by the model's "
+                "config, so it would be trained and in no version; where the config ties it to another tensor and the "
+                "folder stores both, set tie_word_embeddings=false in its config.json"
+            )
+        return found
 
     def _dtensor_parts(self) -> Iterator[HeldPart]:
-        for held, parameter in self._module.named_parameters():
-            name = self._named(held)
+        names = defaultdict(list)
+        for held, parameter in self._module.named_parameters(remove_duplicate=False):
+            names[parameter].append(held)
+        for parameter, held_as in names.items():
+            name = self._own(held_as)
+            if name is None:
+                continue
             shape = tuple(parameter.shape)
             if not isinstance(parameter, DTensor):
                 if self._rank == 0:
@@ -105,7 +137,6 @@ class FsdpParts:
             yield HeldPart(partial(_local_rows, parameter), self._parts.of(name, shape, start, start + prod(local)))
 
     def _flat_parts(self) -> Iterator[HeldPart]:
-        names = set(self._parts.held)
         root = self._module
         for prefix, module in root.named_modules():
             if not isinstance(module, FullyShardedDataParallel) or module._handle is None:
@@ -117,8 +148,7 @@ class FsdpParts:
                 continue
             flat = handle.flat_param
             for fqn, shape, info in zip(flat._fqns, flat._shapes, flat._shard_param_infos, strict=True):
-                own = self._named(f"{prefix}.{fqn}" if prefix else fqn)
-                name = own if own in names else self._shared_name(flat, prefix, fqn, names)
+                name = self._own([_joined(prefix, each) for each in _names(flat, fqn)])
                 if name is None or not info.in_shard:
                     continue
                 assert info.intra_param_start_idx is not None
@@ -129,18 +159,21 @@ class FsdpParts:
                 cuts = self._parts.of(name, shape, info.intra_param_start_idx, info.intra_param_end_idx + 1)
                 yield HeldPart(partial(_local_range, handle, begin, count), cuts)
 
-    def _shared_name(self, flat: FlatParameter, prefix: str, fqn: str, names: set[str]) -> str | None:
-        """FSDP1 names a tied tensor by its first owner; the name that is saved may be the other one. None: it is not
-        saved under any name of the model's own.
-        """
-        for info in flat._shared_param_infos:
-            prime = f"{info.prim_module_name}.{info.prim_param_name}" if info.prim_module_name else info.prim_param_name
-            other = f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
-            if prime == fqn:
-                name = self._named(f"{prefix}.{other}" if prefix else other)
-                if name in names:
-                    return name
-        return None
+
+def _names(flat: FlatParameter, first: str) -> list[str]:
+    """All names of a tensor that FSDP1 knows by its first owner: a tied one has several."""
+    return [
+        first,
+        *(
+            _joined(info.module_name, info.param_name)
+            for info in flat._shared_param_infos
+            if _joined(info.prim_module_name, info.prim_param_name) == first
+        ),
+    ]
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
 
 
 def _local_rows(parameter: DTensor) -> torch.Tensor:

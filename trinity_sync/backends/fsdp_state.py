@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,9 @@ from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import RunError
 from trinity_sync.weights.lora import is_adapter
 from trinity_sync.weights.shards import listed
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _OPTIONS = StateDictOptions()
 
@@ -115,7 +118,7 @@ class FsdpState:
         """Leave out what an adapter is trained on."""
         return {name: value for name, value in model.items() if is_adapter(name)} if self._of_adapter else model
 
-    def _check_names(self, path: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    def _check_names(self, path: Path, saved: Mapping[str, object], wanted: Mapping[str, object]) -> None:
         """Check that what is saved is what the model wants, all of it.
 
         Args:
@@ -197,13 +200,16 @@ class FsdpState:
                 offload_fsdp_optimizer(engine.optimizer)
 
 
-def peft_config(module: torch.nn.Module) -> Any | None:
+def peft_config(module: torch.nn.Module) -> LoraConfig | None:
     """Return peft's config of the adapter that an engine's model trains; None: it trains the model itself."""
     configs = getattr(getattr(module, "_fsdp_wrapped_module", module), "peft_config", None)
-    return None if configs is None else configs["default"]
+    if configs is None:
+        return None
+    config: LoraConfig = configs["default"]
+    return config
 
 
-def adapter_fields(config: Any) -> dict[str, Any]:
+def adapter_fields(config: LoraConfig) -> dict[str, Any]:
     """Return what peft writes into an ``adapter_config.json``, with names in order.
 
     Args:
@@ -217,27 +223,27 @@ def adapter_fields(config: Any) -> dict[str, Any]:
     return fields
 
 
-def write_adapter_config(config: Any, folder: Path) -> list[Path]:
+def write_adapter_config(config: LoraConfig, folder: Path) -> list[Path]:
     """Write what peft and verl need to know of an adapter beside its files; the files' paths.
 
     Args:
         config: peft's.
         folder: the checkpoint's ``actor``.
     """
-    config.save_pretrained(folder)
+    config.save_pretrained(str(folder))
     note = folder / "lora_train_meta.json"
     task = getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM"
     note.write_text(json.dumps({"r": config.r, "lora_alpha": config.lora_alpha, "task_type": str(task)}, indent=4))
     return [folder / "adapter_config.json", note]
 
 
-def _kind(names: Mapping[str, Any]) -> str:
+def _kind(names: Collection[str]) -> str:
     adapters = sum(map(is_adapter, names))
     return (
         "a LoRA adapter" if adapters == len(names) else "a whole model" if not adapters else "a model with an adapter"
     )
 
 
-def _shape(value: Any) -> list[int]:
+def _shape(value: object) -> list[int]:
     size = getattr(value, "size", ())
     return list(size() if callable(size) else size)

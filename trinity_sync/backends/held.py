@@ -4,7 +4,7 @@ they are. Models with experts save thousands of tensors that are parts of a few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -83,7 +83,7 @@ class SavedParts:
         self._names = by_held(saved)
 
     @property
-    def held(self) -> Iterable[str]:
+    def held(self) -> Collection[str]:
         """Names of the model's tensors that something is saved of."""
         return self._names
 

@@ -57,7 +57,7 @@ def check_adapter(model_config: ModelConfig, fields: Mapping[str, Any]) -> None:
     path = fields.get("lora_adapter_path")
     if path is not None:
         wanted = _adapter(model_config, LoraConfig.from_pretrained(path))
-        _check_shapes(Path(path), {saved_name(name): tuple(tensor.shape) for name, tensor in wanted.items()})
+        check_shapes(Path(path), {saved_name(name): tuple(tensor.shape) for name, tensor in wanted.items()})
         return
     _adapter(
         model_config,
@@ -88,8 +88,16 @@ def _adapter(model_config: ModelConfig, config: Any) -> dict[str, torch.Tensor]:
     return held_adapter(model)
 
 
-def _check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Args: the adapter's folder; the shapes that the model wants, by saved name."""
+def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that a saved adapter has the tensors that a model wants, and no others; reads a file's header.
+
+    Args:
+        path: the adapter's folder.
+        wanted: shapes by saved name.
+
+    Raises:
+        ConfigError: it has not; names a tensor.
+    """
     from safetensors import SafetensorError, safe_open
 
     file = path / "adapter_model.safetensors"

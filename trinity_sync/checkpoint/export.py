@@ -19,10 +19,11 @@ from typing import Literal
 
 import torch
 
-from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_left_out, wire_of
+from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_left_out, wires_of
 from trinity_sync.checkpoint.hf_files import by_width, nbytes, plan_files, write_file, write_index
 from trinity_sync.checkpoint.layout import step_of
-from trinity_sync.checkpoint.places import ADAPTER_CONFIG, check_free
+from trinity_sync.checkpoint.manifest_fields import BASE_NOTE
+from trinity_sync.checkpoint.places import ADAPTER, ADAPTER_CONFIG, check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX, Stored
 from trinity_sync.errors import ConfigError, RunError
@@ -38,7 +39,6 @@ DTYPES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "as-saved": None}
 Form = Literal["adapter", "merged"]
 """What a LoRA adapter is exported as."""
 
-_ADAPTER = "adapter_model.safetensors"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".index.json")
 
 
@@ -130,7 +130,7 @@ def export_checkpoint(
         )
     if weights.adapter and weights.adapter_config is None:
         raise ConfigError(f"no {ADAPTER_CONFIG} was found in or beside {folder}, without which peft cannot load it")
-    wire = _wire(opened, merged=form == "merged")
+    wire = _wire(opened, weights)
     target = Wire(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
     manifest = opened.manifest
@@ -138,7 +138,7 @@ def export_checkpoint(
     beside, missing = open_left_out(told, base)
     infos |= {name: source.info for name, source in beside.items()}
     # peft reads one file
-    files = {_ADAPTER: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
+    files = {ADAPTER: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
     output = output.absolute()
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -174,10 +174,10 @@ def export_checkpoint(
     )
 
 
-def _wire(opened: Weights, *, merged: bool) -> Wire:
+def _wire(opened: Weights, weights: Weights) -> Wire:
     """The dtypes of the digests: of an adapter that is merged those of its base."""
-    known = opened.manifest.base if opened.manifest is not None else None
-    return (known.wire if merged and known is not None else None) or wire_of(opened)
+    known = opened.manifest.base if opened.manifest is not None and weights is not opened else None
+    return (known.wire if known is not None else None) or wires_of(weights)[0]
 
 
 def _write_adapter_config(weights: Weights, folder: Path) -> None:
@@ -217,8 +217,10 @@ def _write_weights(
             progress(done, total)
         return tensor
 
+    known = weights.manifest.base if weights.manifest is not None else None
+    notes = {BASE_NOTE: json.dumps(known.to_json())} if known is not None else {}
     for file, names in files.items():
-        write_file(folder, file, {name: infos[name] for name in names}, read)
+        write_file(folder, file, {name: infos[name] for name in names}, read, notes)
     if len(files) > 1:
         write_index(folder, files, infos)
     return version_digest(written), version_digest(in_wire)

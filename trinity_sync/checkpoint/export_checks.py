@@ -12,20 +12,34 @@ from pathlib import Path
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.reading import Weights, open_weights
 from trinity_sync.checkpoint.reading.hugging_face import Stored, is_hugging_face, open_hugging_face
+from trinity_sync.checkpoint.reading.saved_form import made_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.decisions import LeftOut
 from trinity_sync.weights.digests import version_digest
-from trinity_sync.weights.tensors import digest_entry
-from trinity_sync.weights.wire import Wire
+from trinity_sync.weights.tensors import digest_entry, saved_list
+from trinity_sync.weights.wire import Wire, kept_names
+from trinity_sync.weights.wire_cast import kept_by_class
 
 _WIRE_DTYPES = ("BF16", "F32", "F16")
 """Dtypes that the digest in a manifest may be of, the usual one first."""
 
 
-def wire_of(weights: Weights) -> Wire:
-    """The dtypes of the weights' version digest: those that the manifest says, else the usual ones."""
+def wires_of(weights: Weights) -> list[Wire]:
+    """The dtypes that the weights' version digest may be of: those that the manifest says, else the usual ones first,
+    with what the model's class keeps in fp32.
+
+    Raises:
+        WeightsError: no model can be made of its config.
+    """
     told = weights.manifest.wire if weights.manifest is not None else None
-    return told or Wire(_WIRE_DTYPES[0])
+    return [told] if told is not None else _usual(weights)
+
+
+def _usual(weights: Weights) -> list[Wire]:
+    plain = [Wire(dtype) for dtype in _WIRE_DTYPES]
+    model = made_of(weights.config) if weights.config is not None and not weights.adapter else None
+    kept = kept_names(kept_by_class(model, _WIRE_DTYPES[0]), list(weights)) if model is not None else frozenset[str]()
+    return [Wire(_WIRE_DTYPES[0], kept), *plain] if kept else plain
 
 
 def check_digest(weights: Weights, wire_digest: str) -> str | None:
@@ -33,7 +47,7 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
 
     Args:
         weights: of a checkpoint.
-        wire_digest: their digest by `wire_of`.
+        wire_digest: their digest by the first of `wires_of`.
 
     Returns:
         The manifest's digest; None where there is none.
@@ -44,12 +58,12 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
     expected = weights.manifest.digest if weights.manifest is not None else None
     if expected is None or expected == wire_digest:
         return expected
-    told = weights.manifest is not None and weights.manifest.wire is not None
-    # Manifests of old do not say in which dtype; another one than the usual costs a second pass over the weights.
-    if not told and any(weights.digest(other) == expected for other in _WIRE_DTYPES[1:]):
+    wires = wires_of(weights)
+    # Manifests of old do not say in which dtypes; others than the usual ones cost another pass over the weights.
+    if any(weights.digest(other) == expected for other in wires[1:]):
         return expected
     raise RunError(
-        f"the weights in {weights.folder} have the digest {wire_digest} in {wire_of(weights).dtype}, but its manifest "
+        f"the weights in {weights.folder} have the digest {wire_digest} in {wires[0].dtype}, but its manifest "
         f"says {expected}: they are not what was committed, and nothing was exported; `trinity-sync ckpt verify` tells "
         "which file was changed"
     )
@@ -66,7 +80,7 @@ def open_base(adapter: Weights, given: Path | None) -> Weights:
         ConfigError: it is not there.
         RunError: the adapter or the base is not what was committed, and what is in its place.
     """
-    check_digest(adapter, adapter.digest(wire_of(adapter)))
+    check_digest(adapter, adapter.digest(wires_of(adapter)[0]))
     manifest = adapter.manifest
     known = manifest.base if manifest is not None else None
     place = given or (Path(known.path) if known is not None else None)
@@ -77,20 +91,26 @@ def open_base(adapter: Weights, given: Path | None) -> Weights:
             f"{adapter.folder} is to be merged into its base{digest}, but {what}; name it with --base DIR"
         )
     told = manifest.left_out if manifest is not None else None
-    opened = open_weights(place).without(told["names"] if told is not None else ())
+    opened = _saved(open_weights(place)).without(told["names"] if told is not None else ())
     if known is not None:
         _check_base(adapter, opened, known)
     return opened
 
 
 def _check_base(adapter: Weights, opened: Weights, known: Base) -> None:
-    wires = [known.wire] if known.wire is not None else [Wire(dtype) for dtype in _WIRE_DTYPES]
+    wires = [known.wire] if known.wire is not None else _usual(opened)
     found = opened.digest(wires[0])
     if found != known.digest and all(opened.digest(other) != known.digest for other in wires[1:]):
         raise RunError(
             f"{adapter.folder} was trained on a base with the digest {known.digest}, but {opened.folder} has {found}; "
             "nothing was exported: name the base that it was trained on with --base DIR"
         )
+
+
+def _saved(weights: Weights) -> Weights:
+    """Leave out what `save_pretrained` would not write of the model, such as the second name of tied tensors."""
+    model = made_of(weights.config) if weights.config is not None else None
+    return weights if model is None else weights.without(set(weights) - saved_list(model).keys())
 
 
 def digest_left_out(tensors: Mapping[str, Stored], names: Iterable[str]) -> str:

@@ -48,15 +48,22 @@ def by_width(infos: Mapping[str, TensorInfo]) -> list[str]:
     return sorted(infos, key=lambda name: -dtypes.itemsize(infos[name].dtype))
 
 
-def write_file(folder: Path, file: str, infos: Mapping[str, TensorInfo], read: Callable[[str], torch.Tensor]) -> None:
+def write_file(
+    folder: Path,
+    file: str,
+    infos: Mapping[str, TensorInfo],
+    read: Callable[[str], torch.Tensor],
+    notes: Mapping[str, str] | None = None,
+) -> None:
     """Write one safetensors file, durably.
 
     Args:
         infos: dtype and shape of each of its tensors as they are to be written, in the order of their bytes.
         read: gives a tensor by name; a floating one is cast to the dtype in `infos`.
+        notes: texts that the file's header holds, by key.
     """
     with (folder / file).open("wb", buffering=0) as opened:
-        write_all(opened.fileno(), _header(infos))
+        write_all(opened.fileno(), _header(infos, notes or {}))
         for name, info in infos.items():
             dtype = to_torch(info.dtype)
             # small chunks, so that what is cast stays in the cache
@@ -77,8 +84,8 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], infos: Mapping
     (folder / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _header(infos: Mapping[str, TensorInfo]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+def _header(infos: Mapping[str, TensorInfo], notes: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
     end = 0
     for name, info in infos.items():
         start, end = end, end + nbytes(info)

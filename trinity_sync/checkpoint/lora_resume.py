@@ -1,6 +1,7 @@
-"""Whether a run may go on from a checkpoint as far as LoRA is concerned: the same thing is trained, on the same base.
+"""Whether a run may go on from a checkpoint, or from an exported adapter, as far as LoRA is concerned: the same thing
+is trained, on the same base.
 
-Needs no torch: what a checkpoint holds stands in its manifest and in the ``adapter_config.json`` beside the adapter.
+Needs no torch: what they hold stands in the manifest, in ``adapter_config.json``, in the header of an adapter's file.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from collections.abc import Collection
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import Manifest
-from trinity_sync.checkpoint.manifest_fields import Base
-from trinity_sync.checkpoint.places import ADAPTER_CONFIG
+from trinity_sync.checkpoint.manifest_fields import BASE_NOTE, Base
+from trinity_sync.checkpoint.places import ADAPTER, ADAPTER_CONFIG
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights.lora import target_names
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.wire import Wire
 
@@ -57,7 +59,7 @@ def check_adapter(
     path = folder / "actor" / ADAPTER_CONFIG
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        found, counted, modules = int(saved["r"]), float(saved["lora_alpha"]), saved["target_modules"]
+        found, counted, modules = int(saved["r"]), float(saved["lora_alpha"]), target_names(saved["target_modules"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read, by which a run goes on with an adapter: {error}") from error
     if found != rank:
@@ -72,24 +74,46 @@ def check_adapter(
             f"{folder} holds an adapter that is scaled by {_scale(by_root)}, that of this run by {_scale(rslora)}; go "
             "on with the same model.lora.path, or without one, as the run that saved it"
         )
-    if targets is not None and _names(modules) != _names(targets):
+    if targets is not None and modules != target_names(targets):
         raise ConfigError(
-            f"{folder} holds an adapter for {_shown(modules)}, this run asks for model.lora.targets={_shown(targets)}"
+            f"{folder} holds an adapter for {', '.join(modules)}, this run asks for "
+            f"model.lora.targets={', '.join(target_names(targets))}"
         )
 
 
-def check_base(folder: Path, manifest: Manifest, base: Base) -> None:
+def noted_base(folder: Path) -> Base | None:
+    """Return what an adapter that was exported here notes of its base; None: peft saved it, which notes nothing.
+
+    Args:
+        folder: what peft loads.
+
+    Raises:
+        ConfigError: the file cannot be read, or its note.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / ADAPTER
+    try:
+        with safe_open(path, "np") as opened:
+            note = (opened.metadata() or {}).get(BASE_NOTE)
+        return Base.from_json(json.loads(note)) if note is not None else None
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"model.lora.path={folder}: the base that {path} was trained on cannot be told: {error}"
+        ) from error
+
+
+def check_base(folder: Path, known: Base | None, base: Base) -> None:
     """Check that an adapter goes on upon the base that it was trained on.
 
     Args:
-        folder: the step folder.
-        manifest: its manifest.
+        folder: where the adapter is from.
+        known: what stands there of its base; None: nothing.
         base: that the run has loaded.
 
     Raises:
         ConfigError: it is another one, or cannot be told from another one.
     """
-    known = manifest.base
     if known is None or known.digest == base.digest:
         return
     if known.wire is not None and known.wire != base.wire:
@@ -109,11 +133,3 @@ def _dtypes(wire: Wire) -> str:
 
 def _scale(rslora: bool) -> str:
     return "alpha / sqrt(rank)" if rslora else "alpha / rank"
-
-
-def _names(targets: str | Collection[str]) -> set[str]:
-    return {targets} if isinstance(targets, str) else set(targets)
-
-
-def _shown(targets: str | Collection[str]) -> str:
-    return ", ".join(sorted(_names(targets)))

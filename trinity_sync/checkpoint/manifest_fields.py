@@ -9,6 +9,9 @@ from typing import Any
 from trinity_sync.protocol.decisions import LeftOut
 from trinity_sync.weights.wire import Wire
 
+BASE_NOTE = "trinity_base"
+"""Key in the header of an exported adapter's file, where what the manifest says of its base stands as JSON."""
+
 
 @dataclass(frozen=True, slots=True)
 class Base:

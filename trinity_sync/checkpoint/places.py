@@ -9,6 +9,7 @@ from trinity_sync.errors import ConfigError
 
 _CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = "adapter_model.safetensors"
 
 
 def weights_folder(folder: Path) -> Path:

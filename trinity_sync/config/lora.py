@@ -5,7 +5,7 @@ adapter is gone on from, its ``adapter_config.json``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from omegaconf import ListConfig
 from trinity_sync.config.problems import Get, Problem
 from trinity_sync.config.schema import Config, LoraConfig
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import ALL_LINEAR, not_plain
+from trinity_sync.weights.lora import ALL_LINEAR, not_plain, target_names
 
 ALPHA = 16
 """Of a new adapter, where `model.lora.alpha` is null: verl's default."""
@@ -66,9 +66,9 @@ def adapter_of(lora: LoraConfig) -> Adapter | None:
         raise ConfigError(f"model.lora.rank is {lora.rank}, the adapter at model.lora.path has {rank}; leave it out")
     if lora.alpha is not None and lora.alpha != alpha:
         raise ConfigError(f"model.lora.alpha is {lora.alpha}, the adapter at model.lora.path has {alpha}; leave it out")
-    if lora.targets is not None and _set(_named(lora.targets)) != _set(targets):
+    if lora.targets is not None and target_names(lora.targets) != target_names(targets):
         raise ConfigError(
-            f"model.lora.targets is {_shown(_named(lora.targets))}, the adapter at model.lora.path is for "
+            f"model.lora.targets is {_shown(lora.targets)}, the adapter at model.lora.path is for "
             f"{_shown(targets)}; leave it out"
         )
     return found
@@ -148,9 +148,5 @@ def _named(targets: Any) -> str | tuple[str, ...]:
     return targets if isinstance(targets, str) else tuple(targets)
 
 
-def _set(targets: str | tuple[str, ...]) -> set[str]:
-    return {targets} if isinstance(targets, str) else set(targets)
-
-
-def _shown(targets: str | tuple[str, ...]) -> str:
-    return ", ".join(sorted(_set(targets)))
+def _shown(targets: str | Iterable[str]) -> str:
+    return ", ".join(target_names(targets))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -123,7 +124,7 @@ class HFEngine(RolloutEngine):
             if adapter is not None:
                 self._base = saved_tensors(self.model)
                 add_adapter(adapter, self.model)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
         self._can_share_prefill = _can_share_prefill(self.model)

@@ -13,7 +13,6 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch
-from trinity_sync.weights.wire import found_in
 from trinity_sync.weights.wire_cast import cast_model, hold_fp32, kept_by_class
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ def held_model(
         weights: folder in Hugging Face format, or hub id, from which they are read; None: they are not filled.
 
     Raises:
-        ConfigError: a tensor that is to be kept in fp32 cannot be.
+        ConfigError: a tensor that is to be kept in fp32 cannot be, or the model does not compute with it.
         OSError, ValueError: transformers has no such model, or no weights are there.
     """
     if weights is None:
@@ -59,7 +58,10 @@ def held_model(
         if keep_fp32 is not None:
             cast_model(model, dtype, keep_fp32)
         model.eval().requires_grad_(False)
-    _keep_fp32(model, dtype, keep_fp32)
+    if dtype is not torch.float32:
+        kept = hold_fp32(model, kept_by_class(model, from_torch(dtype)) if keep_fp32 is None else keep_fp32)
+        if kept:
+            _check_computes(model, dtype, kept)
     return model
 
 
@@ -80,24 +82,18 @@ def add_adapter(adapter: Adapter, model: PreTrainedModel) -> None:
     model.eval().requires_grad_(False)
 
 
-def _keep_fp32(model: PreTrainedModel, dtype: torch.dtype, patterns: Sequence[str] | None) -> None:
-    """Hold in fp32 what is to be kept.
+@torch.inference_mode()
+def _check_computes(model: PreTrainedModel, dtype: torch.dtype, kept: Sequence[str]) -> None:
+    """Check that the model computes with what is kept in fp32, by a pass whose result is thrown away.
 
     Raises:
-        ConfigError: a linear layer or an embedding is among it, which compute in the dtype of all the others.
+        ConfigError: it does not, as a linear layer in another dtype than what it is given.
     """
-    if dtype is torch.float32:
-        return
-    if patterns is not None:
-        plain = [
-            f"{name}.weight"
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
-            and any(found_in(pattern, f"{name}.weight") for pattern in patterns)
-        ]
-        if plain:
-            raise ConfigError(
-                f"sync.keep_fp32 keeps {listed(plain)} in fp32, with which a model of explorer.dtype="
-                f"{str(dtype).removeprefix('torch.')} cannot compute; set explorer.dtype=fp32, or leave them out"
-            )
-    hold_fp32(model, kept_by_class(model, from_torch(dtype)) if patterns is None else patterns)
+    try:
+        model(torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"sync.keep_fp32 keeps {listed(kept)} in fp32, with which this model cannot compute in explorer.dtype="
+            f"{str(dtype).removeprefix('torch.')}: {' '.join(str(error).split())}; set explorer.dtype=fp32, or leave "
+            "them out"
+        ) from error

@@ -157,8 +157,10 @@ class ForkServer:
     def _take_note_of_ends(self) -> None:
         os.read(self._ended, 4096)
         with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                if status:  # Ray sees a closed connection, and not why
+                    print(f"{pid} {_how(status)}", flush=True)
 
 
 _own_path: Sequence[str] = ()
@@ -188,6 +190,12 @@ def _draw_own_numbers() -> None:
         numpy.random.seed()
     if (torch := sys.modules.get("torch")) is not None:
         torch.default_generator.seed()
+
+
+def _how(status: int) -> str:
+    """Args: what `waitpid` gave."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"ended with exit code {code}" if code > 0 else f"was ended by signal {-code} ({signal.strsignal(-code)})"
 
 
 def _fork() -> int | None:

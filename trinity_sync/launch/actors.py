@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from trinity_sync.checkpoint import rollback
 from trinity_sync.checkpoint.layout import read_manifest
 from trinity_sync.checkpoint.lock import writer_of
-from trinity_sync.checkpoint.lora_resume import check_base
+from trinity_sync.checkpoint.lora_resume import check_base, noted_base
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
@@ -313,18 +313,32 @@ class Actors:
             self.trainer.make_model(dict(self._typed.model.architecture or {}), cfg.seed, str(made))
         if start.weights_only:
             from trinity_sync.checkpoint.export import export_checkpoint
+            from trinity_sync.weights.shards import listed
 
             assert start.folder is not None, "weights are taken from a checkpoint"
             taken = start.taken_weights(made)
             shutil.rmtree(taken, ignore_errors=True)
             given = Path(cfg.model.path) if cfg.model.path else made
-            export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
+            done = export_checkpoint(start.folder, taken, dtype="as-saved", config=given if given.is_dir() else None)
+            if done.missing:
+                shutil.rmtree(taken, ignore_errors=True)
+                told = read_manifest(start.folder).left_out
+                assert told is not None, "which tells what is missing"
+                raise ConfigError(
+                    f"{start.folder} goes on with another engine, which would lose {listed(done.missing)} of the "
+                    f"model's folder, such as draft heads: {told['path']} does not hold them as they were any more; "
+                    "put them back, or go on without them by model.path at an export of the checkpoint"
+                )
 
     def _check_base(self) -> None:
         """See whether the adapter that the run goes on with was trained on this base."""
-        folder = self._start.folder
-        if self.base is not None and folder is not None and (folder / MANIFEST).exists():
-            check_base(folder, read_manifest(folder), self.base)
+        if self.base is None:
+            return
+        folder, given = self._start.folder, self._cfg.model.lora.path
+        if folder is not None and (folder / MANIFEST).exists():
+            check_base(folder, read_manifest(folder).base, self.base)
+        if given is not None:
+            check_base(Path(given), noted_base(Path(given)), self.base)
 
     def _check_shared_folder(self) -> None:
         """See whether who writes checkpoints sees that this run has locked their folder."""

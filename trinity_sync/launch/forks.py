@@ -49,18 +49,21 @@ def fork_server(folder: Path) -> Iterator[Forks]:
     Raises:
         RunError: it cannot be started.
     """
-    path = folder / "forks"
+    from trinity_sync.actors.deaths import ends_noted_in
+
+    path, noted = folder / "forks", folder / "forks.log"
     # the server imports what this program would import, wherever that lies
     command = [sys.executable, str(_SERVER), str(path), ",".join(FIRST), ",".join(LATER), json.dumps(sys.path)]
     try:
-        with (folder / "forks.log").open("wb") as log:
+        with noted.open("wb") as log:
             server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
         (folder / _SESSION).write_text(str(server.pid))
     except OSError as error:
         raise RunError(f"Ray did not start: no process in {folder} for its workers to begin from ({error})") from error
     assert server.stdin is not None
     try:
-        yield Forks({forked_worker.SOCKET: str(path), forked_worker.SETUP: _setup_worker()}, server.stdin.close)
+        with ends_noted_in(noted):
+            yield Forks({forked_worker.SOCKET: str(path), forked_worker.SETUP: _setup_worker()}, server.stdin.close)
     finally:
         server.stdin.close()
         server.kill()  # it has nothing to tidy up, and may be importing, or stand still

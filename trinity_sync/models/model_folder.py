@@ -1,5 +1,5 @@
 """Whether a model folder holds what the model is made of: transformers would draw a missing tensor at random and leave
-out one too many, both in silence. Reads the headers of safetensors files only.
+out one too many, both in silence. Reads the headers of safetensors files, and what is stored twice.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.saved_views import Saved
@@ -31,18 +31,20 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
         saved: what `save_pretrained` of the model would write (`saved_list`).
 
     Raises:
-        ConfigError: names tensors of the model that the folder does not have, or tensors of the folder that the model
-            has no place for.
+        ConfigError: names tensors of the model that the folder does not have, tensors of the folder that the model has
+            no place for, those that are one of the model's and differ, or a file that cannot be read.
     """
-    stored = stored_names(folder)
+    stored = _stored(folder)
     if not stored or getattr(model.config, "quantization_config", None) is not None:
         return ()
-    state = model.state_dict(keep_vars=True)
-    # folders in another form than this version of transformers writes, and the second name of tied tensors
-    others = _targets(stored - saved.keys(), model, state)
-    filled = {id(state[held]) for held in others.values() if held is not None}
+    # a folder may be in another form than this version of transformers writes, and have tied tensors under each name
+    places = _places(stored.keys() | saved.keys(), model)
+    filled = {places[name] for name in stored}
+    _check_equal(folder, model, stored, places)
     absent = sorted(
-        name for name, view in saved.items() if name not in stored and id(state.get(view.held or name)) not in filled
+        name
+        for name in saved.keys() - stored.keys()
+        if (place := places[name]) is None or filled.isdisjoint((place, _Place(place.held)))
     )
     absent = _but(absent, model._keys_to_ignore_on_load_missing or ())
     if absent:
@@ -50,8 +52,8 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
             f"model.path={folder} lacks {len(absent)} of the {len(saved)} tensors of {type(model).__name__}: "
             f"{listed(absent, 4)}; training would begin with random numbers in their place: name a whole model"
         )
-    surplus = _but(sorted(name for name, held in others.items() if held is None), _COMPUTED)
-    unknown = _but(surplus, [*(model._keys_to_ignore_on_load_unexpected or ()), *_draft_layers(model)])
+    surplus = _but(sorted(name for name in stored if places[name] is None), _COMPUTED)
+    unknown = _but(surplus, [*(model._keys_to_ignore_on_load_unexpected or ()), *_draft_layers(folder, model)])
     if unknown:
         raise ConfigError(
             f"model.path={folder} holds {len(unknown)} tensors that {type(model).__name__} has no place for: "
@@ -60,45 +62,97 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
     return tuple(surplus)
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Names of the tensors in a folder's safetensors files; none where one is not there or cannot be read."""
+def _stored(folder: Path) -> dict[str, Path]:
+    """The file of each tensor that transformers would load; none where the folder has no safetensors of a model."""
     from safetensors import SafetensorError, safe_open
 
-    index = folder / "model.safetensors.index.json"
-    names: set[str] = set()
+    index, path = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    files = [path] if path.is_file() else []
+    stored: dict[str, Path] = {}
     try:
-        files = {"model.safetensors"}
         if index.is_file():
-            files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        for file in files:
-            with safe_open(folder / file, framework="pt") as opened:
-                names.update(opened.keys())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
-        return set()
-    return names
+            path, body = index, json.loads(index.read_text(encoding="utf-8"))
+            files = sorted({folder / file for file in body["weight_map"].values()})
+        for path in files:
+            with safe_open(path, framework="pt") as opened:
+                stored |= dict.fromkeys(opened.keys(), path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ConfigError(
+            f"model.path={folder}: {path.name} is damaged or cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    return stored
 
 
-def _targets(names: Iterable[str], model: PreTrainedModel, state: dict[str, Any]) -> dict[str, str | None]:
-    """Into which of the model's tensors transformers loads a stored one, by its own tables; None: into none."""
+class _Place(NamedTuple):
+    """Where transformers loads a stored tensor.
+
+    Attributes:
+        held: the model's tensor; tied ones are one.
+        part: the part of it, by the name that the part has when parts are put together; None: it is all of it.
+    """
+
+    held: int
+    part: str | None = None
+
+
+def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, _Place | None]:
+    """The place of each stored tensor, by transformers' own tables; None: it would not be loaded."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+    state, prefix = model.state_dict(keep_vars=True), model.base_model_prefix
     table = get_model_conversion_mapping(model)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
 
-    def target(name: str) -> str | None:
-        tried: tuple[tuple[list[Any], list[Any]], ...] = ((renamings, converters), ([], []))  # as transformers does
-        found = (rename_source_key(name, *how, model.base_model_prefix, state)[0] for how in tried)
-        return next((held for held in found if held in state), None)
+    def place(name: str) -> _Place | None:
+        held, converted = rename_source_key(name, renamings, converters, prefix, state)
+        if held not in state:  # as transformers does
+            held, converted = rename_source_key(name, [], [], prefix, state)
+        if held not in state:
+            return None
+        part = None if converted is None else rename_source_key(name, renamings, [])[0].removeprefix(f"{prefix}.")
+        return _Place(id(state[held]), part)
 
-    return {name: target(name) for name in names}
+    return {name: place(name) for name in names}
 
 
-def _draft_layers(model: PreTrainedModel) -> list[str]:
-    """Patterns of the layers that predict tokens further ahead, which stand behind the others."""
-    config = model.config.get_text_config()
-    layers, drafts = getattr(config, "num_hidden_layers", 0), getattr(config, "num_nextn_predict_layers", 0) or 0
+def _check_equal(
+    folder: Path, model: PreTrainedModel, stored: Mapping[str, Path], places: Mapping[str, _Place | None]
+) -> None:
+    """Check that tensors which are one in the model have the same values; reads them."""
+    from safetensors import safe_open
+    from torch import Tensor, equal
+
+    def read(name: str) -> Tensor:
+        with safe_open(stored[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    first: dict[_Place, str] = {}
+    for name in sorted(stored):
+        place = places[name]
+        if place is None or first.setdefault(place, name) == name:
+            continue
+        if not equal(read(name), read(first[place])):
+            raise ConfigError(
+                f"model.path={folder} holds {first[place]} and {name} with other values, which are one tensor of "
+                f"{type(model).__name__} by its config.json, so one would be left out or trained apart: set "
+                "tie_word_embeddings=false there, or remove the one that does not count"
+            )
+
+
+def _draft_layers(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Patterns of the layers that predict tokens further ahead, which stand behind the others.
+
+    How many there are the folder's own config.json says: verl sets them to none in the model's, which trains none.
+    """
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    try:
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        drafts = int(said.get("text_config", said).get("num_nextn_predict_layers") or 0)
+    except (OSError, ValueError, TypeError, AttributeError):
+        drafts = 0
     return [rf"(^|\.)layers\.{layers + number}\." for number in range(drafts)]
 
 

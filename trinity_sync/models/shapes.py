@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import ALL_LINEAR, PREFIX, saved_name
@@ -26,6 +26,19 @@ SIZES = "shapes.json"
 for: `shapes` (what `read_shapes` gave), `layers`, and `lora`, the adapter that is moved in place of the weights, if any
 (`rank`, `targets`).
 """
+
+
+class LoraShape(TypedDict):
+    """An adapter that is moved.
+
+    Attributes:
+        rank: of all its factors.
+        targets: ends of the names of linear layers, or `ALL_LINEAR`.
+    """
+
+    rank: int
+    targets: str | list[str]
+
 
 _PUBLISHED = Path(__file__).parent / "published"
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -109,12 +122,12 @@ def cut(fields: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], 
     return whole, {**left, key: layers}
 
 
-def saved_shapes(fields: Mapping[str, Any], lora: Mapping[str, Any] | None = None) -> dict[str, Saved]:
+def saved_shapes(fields: Mapping[str, Any], lora: LoraShape | None = None) -> dict[str, Saved]:
     """What `save_pretrained` of a model with these fields would write, by name; or of an adapter for it.
 
     Args:
         fields: of the model's config.
-        lora: `rank` and `targets` of the adapter.
+        lora: the adapter.
 
     Raises:
         ConfigError: transformers cannot make a causal language model of them, or the adapter has no layer.
@@ -125,7 +138,7 @@ def saved_shapes(fields: Mapping[str, Any], lora: Mapping[str, Any] | None = Non
     return adapter_list(model, **lora) if lora else saved_list(model)
 
 
-def adapter_list(model: torch.nn.Module, rank: int, targets: str | Sequence[str]) -> dict[str, Saved]:
+def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]) -> dict[str, Saved]:
     """What peft would save of a LoRA adapter for a model, by name, and under which name the wrapped model holds it.
 
     Args:
@@ -138,7 +151,7 @@ def adapter_list(model: torch.nn.Module, rank: int, targets: str | Sequence[str]
     """
     from torch.nn import Linear
 
-    logits = model.get_output_embeddings()  # type: ignore[operator]
+    logits = model.get_output_embeddings()
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
     if targets == ALL_LINEAR:
         chosen = {name: layer for name, layer in linear.items() if layer is not logits}
@@ -158,9 +171,9 @@ def adapter_list(model: torch.nn.Module, rank: int, targets: str | Sequence[str]
     return found
 
 
-def lora_of(folder: Path) -> dict[str, Any] | None:
+def lora_of(folder: Path) -> LoraShape | None:
     """Which adapter is moved in place of the weights of a model that `BytesOption.make_model` wrote, if any."""
-    found: dict[str, Any] | None = json.loads((folder / SIZES).read_text(encoding="utf-8"))["lora"]
+    found: LoraShape | None = json.loads((folder / SIZES).read_text(encoding="utf-8"))["lora"]
     return found
 
 

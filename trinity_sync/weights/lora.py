@@ -72,6 +72,11 @@ def saved_name(held: str) -> str:
     return held.removesuffix(_HELD) if held.endswith(_HELD) else held.replace(f"{_HELD}.", ".")
 
 
+def adapter_name(held: str) -> str | None:
+    """Return the name by which a model that peft has wrapped holds a tensor of its adapter; None: it is the base's."""
+    return held if is_adapter(held) else None
+
+
 def base_name(held: str) -> str | None:
     """Return the name that a tensor of a model that peft has wrapped has in the model itself; None: it is the
     adapter's.
@@ -108,6 +113,11 @@ def pairs(names: Iterable[str]) -> dict[str, Pair]:
     if odd:
         raise RunError(f"the adapter is not made of pairs of lora_A and lora_B for linear layers: {listed(odd)}")
     return found
+
+
+def target_names(targets: str | Iterable[str]) -> list[str]:
+    """Return what an adapter is for, sorted: names of linear layers, or the one word that peft knows for them."""
+    return [targets] if isinstance(targets, str) else sorted(set(targets))
 
 
 def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str]:

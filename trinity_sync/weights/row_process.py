@@ -1,8 +1,8 @@
 """Digests of rows by processes beside this one: an interpreter hashes short rows one at a time, however many threads it
 has, because xxhash keeps the interpreter lock for less than 64 KiB.
 
-This file is also the program of such a process. It imports numpy and xxhash only, so it is soon up and small; it maps
-segments by their path, answers one request after another, and ends when its input does, that is, with its parent.
+Such a process runs `serve`. It imports no torch, so it is soon up and small; it maps segments by their path, answers
+one request after another, and ends when its input does, that is, with its parent.
 """
 
 from __future__ import annotations
@@ -17,14 +17,22 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from xxhash import xxh3_128_digest
+
+from trinity_sync.weights.tensor_rows import rows_digest
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_PROGRAM = f"""
+import sys
+sys.path[0] = {str(Path(__file__).parents[2])!r}
+from trinity_sync.weights.row_process import serve
+serve()
+"""
 Span = tuple[str, int, int, int]
 """File of a segment, byte at which rows start, how many, and bytes per row."""
 
@@ -50,7 +58,7 @@ class RowProcesses:
         """
         with self._lock:
             while len(self._processes) < self._count:
-                command = [sys.executable, __file__]
+                command = [sys.executable, "-c", _PROGRAM]
                 self._processes.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
                 )
@@ -120,11 +128,12 @@ def _digest(spans: Sequence[Span], maps: dict[str, NDArray[np.uint8]]) -> list[b
             finally:
                 os.close(descriptor)
         matrix: NDArray[np.uint8] = maps[path][start : start + rows * width].reshape(rows, width)
-        found.append(b"".join(map(xxh3_128_digest, matrix)))
+        found.append(rows_digest(matrix))
     return found
 
 
-def _serve() -> None:
+def serve() -> None:
+    """Answer requests on the standard input until it ends."""
     maps: dict[str, NDArray[np.uint8]] = {}
     while True:
         try:
@@ -133,7 +142,3 @@ def _serve() -> None:
             return
         pickle.dump(_digest(spans, maps), sys.stdout.buffer)
         sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    _serve()

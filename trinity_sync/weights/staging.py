@@ -40,7 +40,8 @@ def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
     """Copy each shard's source into the segment, cast to the shard's dtype. All is there when this returns.
 
     CUDA sources are cast on their device in bounded chunks and copied on a side stream; copies overlap with casts if
-    the segment is page-locked (`pin_segment`). They see what was enqueued on the current stream before the call.
+    the segment is page-locked (`pin_segment`). They see what was enqueued on the current stream before the call, and
+    by the mapping while it computes them.
 
     Args:
         layout: the layout of this rank's part.
@@ -152,7 +153,7 @@ def _stage_cuda(
     if source.device not in streams:
         streams[source.device] = torch.cuda.Stream(source.device)
         streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
-    # Temporaries come from the side stream's own pool, so the allocator reuses them in stream order.
+    # Temporaries, and what is computed, come from the side stream's own pool: it reuses them in stream order.
     with torch.cuda.stream(streams[source.device]):
         done = 0
         for chunk in _chunks(made(source), _CHUNK_BYTES // place.element_size()):

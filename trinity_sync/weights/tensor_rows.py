@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from trinity_sync.weights import dtypes
+from trinity_sync.weights import dtypes, short_rows
 from trinity_sync.weights.shards import CoverageError, matrix_view
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ def row_count(shape: tuple[int, ...]) -> int:
 
 def rows_digest(matrix: NDArray[np.uint8]) -> bytes:
     """The concatenated digests of the rows of a contiguous uint8 matrix of shape (rows, bytes per row)."""
+    rows, length = matrix.shape
+    if length in short_rows.LENGTHS and rows >= short_rows.worth_while(length):
+        return short_rows.digests(matrix)
     return b"".join(map(xxh3_128_digest, matrix))
 
 

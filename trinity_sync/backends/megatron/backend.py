@@ -17,7 +17,7 @@ from trinity_sync.backends.engines import MegatronEngine
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.megatron.checkpoint import Checkpoints
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
-from trinity_sync.backends.megatron.placement import Geometry, Piece, pieces
+from trinity_sync.backends.megatron.placement import Geometry, Piece, dtypes_of, pieces
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FileTuple
@@ -165,8 +165,8 @@ class MegatronBackend:
                 name = names[local]
                 try:
                     hf_names = bridge._weight_name_mapping_mcore_to_hf(name)
-                    dtype = self._wire.of(hf_names[0], from_torch(parameter.dtype))
-                    held = pieces(name, hf_names, parameter.shape, dtype, at)
+                    dtypes = dtypes_of(hf_names, from_torch(parameter.dtype), self._wire)
+                    held = pieces(name, hf_names, parameter.shape, dtypes, at)
                 except (NotImplementedError, LookupError) as error:  # of mbridge, by how many parts the name has
                     raise ConfigError(f"backend=megatron cannot publish {name} of this model: {error}") from error
                 replicas = shared if getattr(parameter, "allreduce", True) else experts

@@ -15,12 +15,14 @@ Pure geometry over names and shapes; `backend` knows the model, its pipeline sta
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from trinity_sync.weights.shards import Rect, Shard, row_slice, whole
+from trinity_sync.errors import ConfigError
+from trinity_sync.weights.shards import Rect, Shard, listed, row_slice, whole
+from trinity_sync.weights.wire import FP32, Wire
 
 # An expert's parameter where each expert is a module of its own, and where all are parameters of one.
 _OWN_MODULE = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc\d\.weight)$")
@@ -55,14 +57,37 @@ class Piece:
     view: Callable[[torch.Tensor], torch.Tensor]
 
 
-def pieces(name: str, hf_names: Sequence[str], shape: Sequence[int], dtype: str, at: Geometry) -> list[Piece]:
+def dtypes_of(hf_names: Iterable[str], held: str, wire: Wire) -> dict[str, str]:
+    """In which dtype each of the Hugging Face tensors travels that a local parameter is made of.
+
+    Args:
+        hf_names: of the tensors.
+        held: dtype of the parameter; as all, safetensors' name of it.
+        wire: the dtypes of the version.
+
+    Raises:
+        ConfigError: one is to be kept in fp32, and the engine has rounded it.
+    """
+    found = {name: wire.of(name, held) for name in hf_names}
+    rounded = sorted(name for name, dtype in found.items() if dtype == FP32 not in (held, wire.dtype))
+    if rounded:
+        raise ConfigError(
+            f"sync.keep_fp32 keeps {listed(rounded)} in fp32, which backend=megatron trains in {held} with a master "
+            "copy of its own; use backend=fsdp2, or leave it out (sync.keep_fp32=[] keeps nothing)"
+        )
+    return found
+
+
+def pieces(
+    name: str, hf_names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry
+) -> list[Piece]:
     """What this rank contributes of a local parameter; nothing where it only repeats another rank's.
 
     Args:
         name: megatron-core's, such as ``"decoder.layers.0.mlp.linear_fc1.weight"``.
         hf_names: the Hugging Face tensors that it is made of, in mbridge's order.
         shape: the shape of the local parameter.
-        dtype: in which the tensors travel, as safetensors names it.
+        dtypes: in which the tensors travel, by their names, see `dtypes_of`.
         at: this rank's place in the model.
 
     Raises:
@@ -70,15 +95,15 @@ def pieces(name: str, hf_names: Sequence[str], shape: Sequence[int], dtype: str,
     """
     name = _NUMBERED.sub(r"\1", name)
     if name.endswith(("word_embeddings.weight", "output_layer.weight")):
-        found = _vocabulary(hf_names[0], shape, dtype, at)
+        found = _vocabulary(hf_names[0], shape, dtypes, at)
     elif name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
-        found = _attention(hf_names, shape, dtype, at)
+        found = _attention(hf_names, shape, dtypes, at)
     elif name.endswith("linear_fc1.weight"):
-        found = _gate_and_up(hf_names, shape, dtype, at)
+        found = _gate_and_up(hf_names, shape, dtypes, at)
     elif name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        found = [_columns(hf_names[0], shape, dtype, at)]
+        found = [_columns(hf_names[0], shape, dtypes, at)]
     elif name.endswith(("norm.weight", "layer_norm_weight", "router.weight")):
-        found = [Piece(whole(hf_names[0], dtype, shape), _itself)] if at.tp_rank == 0 else []
+        found = [Piece(whole(hf_names[0], dtypes[hf_names[0]], shape), _itself)] if at.tp_rank == 0 else []
     else:
         raise NotImplementedError(f"{name}: no rule says how tensor-parallel ranks share it")
     return [piece for piece in found if piece.shard.rects]
@@ -100,22 +125,24 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _rows(name: str, full: Sequence[int], dtype: str, at: Geometry, view: Callable[..., torch.Tensor]) -> Piece:
+def _rows(
+    name: str, full: Sequence[int], dtypes: Mapping[str, str], at: Geometry, view: Callable[..., torch.Tensor]
+) -> Piece:
     """This rank's equal share of the rows of a tensor."""
     count = full[0] // at.tp_size
-    return Piece(row_slice(name, dtype, full, at.tp_rank * count, (at.tp_rank + 1) * count), view)
+    return Piece(row_slice(name, dtypes[name], full, at.tp_rank * count, (at.tp_rank + 1) * count), view)
 
 
-def _vocabulary(name: str, shape: Sequence[int], dtype: str, at: Geometry) -> list[Piece]:
+def _vocabulary(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
     start = at.tp_rank * shape[0]
     stop = min(start + shape[0], at.vocabulary)
     if stop <= start:
         return []
-    shard = row_slice(name, dtype, (at.vocabulary, *shape[1:]), start, stop)
+    shard = row_slice(name, dtypes[name], (at.vocabulary, *shape[1:]), start, stop)
     return [Piece(shard, lambda local: local[: stop - start])]
 
 
-def _attention(names: Sequence[str], shape: Sequence[int], dtype: str, at: Geometry) -> list[Piece]:
+def _attention(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
     per_group = at.heads // at.groups
     spans = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))
 
@@ -123,19 +150,19 @@ def _attention(names: Sequence[str], shape: Sequence[int], dtype: str, at: Geome
         return lambda local: local.view(-1, per_group + 2, at.head_size, *shape[1:])[:, first:last]
 
     return [
-        _rows(name, (at.groups * (last - first) * at.head_size, *shape[1:]), dtype, at, part(first, last))
+        _rows(name, (at.groups * (last - first) * at.head_size, *shape[1:]), dtypes, at, part(first, last))
         for name, (first, last) in zip(names, spans, strict=True)
     ]
 
 
-def _gate_and_up(names: Sequence[str], shape: Sequence[int], dtype: str, at: Geometry) -> list[Piece]:
+def _gate_and_up(names: Sequence[str], shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> list[Piece]:
     half = shape[0] // 2
     views = (lambda local: local[:half], lambda local: local[half:])
     full = (half * at.tp_size, *shape[1:])
-    return [_rows(name, full, dtype, at, view) for name, view in zip(names, views, strict=True)]
+    return [_rows(name, full, dtypes, at, view) for name, view in zip(names, views, strict=True)]
 
 
-def _columns(name: str, shape: Sequence[int], dtype: str, at: Geometry) -> Piece:
+def _columns(name: str, shape: Sequence[int], dtypes: Mapping[str, str], at: Geometry) -> Piece:
     rows, columns = shape
     rect = Rect(0, 0, at.tp_rank * columns, rows, columns)
-    return Piece(Shard(name, dtype, (rows, columns * at.tp_size), (rect,)), _itself)
+    return Piece(Shard(name, dtypes[name], (rows, columns * at.tp_size), (rect,)), _itself)

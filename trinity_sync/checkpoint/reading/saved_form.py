@@ -32,7 +32,7 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
     Raises:
         WeightsError: the config cannot be read, or the tensors are not those of its architecture.
     """
-    model = _model(config)
+    model = made_of(config)
     if model is None:
         return dict(sources)
     state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
@@ -66,8 +66,15 @@ def saved_form(sources: Mapping[str, Source], config: Path) -> dict[str, Source]
     return found
 
 
-def _model(config: Path) -> torch.nn.Module | None:
-    """Build the architecture without storage; None where transformers has none of that name."""
+def made_of(config: Path) -> torch.nn.Module | None:
+    """Build the architecture that a config names, without storage; None where transformers has none of that name.
+
+    Args:
+        config: folder with the model's ``config.json``.
+
+    Raises:
+        WeightsError: the config cannot be read, or no model can be made of it.
+    """
     path = config / CONFIG
     try:
         architectures = json.loads(path.read_text(encoding="utf-8")).get("architectures") or []
