@@ -240,6 +240,15 @@ def test_a_base_and_its_adapter_in_one_file_are_refused(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
+def test_a_model_with_lora_in_a_layer_s_name_is_no_adapter(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OfItsOwn"]}))
+    tensors = {"model.embed.weight": torch.zeros(4, 2), "model.layers.0.lora_gate.weight": torch.ones(2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = open_weights(tmp_path)
+    assert not weights.adapter
+    assert set(weights) == tensors.keys()
+
+
 def test_the_commands_tell_of_the_base(tmp_path: Path, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = committed(tmp_path / "checkpoints", base)
     digest = read_manifest(step).base.digest  # type: ignore[union-attr]

@@ -47,6 +47,8 @@ def test_merged_versions_are_what_is_exported_of_the_adapters_that_are_saved(
     assert not any("base" in event for event in (*loads, *run.events("publish")))
     manifest = run.manifests[3]
     assert manifest["digest"] is None
+    adapter = manifest["base"].pop("adapter")
+    assert (adapter["r"], adapter["lora_alpha"]) == (4, 16)
     assert manifest["base"] == {
         "digest": initial_digest(run.folder),
         "path": str(run.folder / "model"),

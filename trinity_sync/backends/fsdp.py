@@ -74,7 +74,8 @@ class FsdpBackend:
         self._whole = self._saved = whole
         self._sources: HeldSources | MergedSources = held
         if adapter is not None and merged:
-            self._sources = MergedSources(self._base(keep=not offloads), whole, held, trained, adapter)
+            base = self._base(keep=not offloads)
+            self._sources = MergedSources(base, whole, held, trained, adapter, self._device)
         else:
             self._saved = trained
 
@@ -98,6 +99,10 @@ class FsdpBackend:
         """Return what an ``adapter_config.json`` says of the adapter, of an engine that trains one."""
         assert self._adapter is not None
         return adapter_fields(self._adapter)
+
+    def _device(self) -> torch.device:
+        """Where the parameters are now; offloaded ones in the CPU's memory, also those of replicas."""
+        return next(self._engine.module.parameters()).device
 
     def _base(self, *, keep: bool) -> HeldSources:
         return HeldSources(FsdpParts(self._engine.module, self._whole, base_name).find(), keep=keep)

@@ -6,7 +6,7 @@ product is computed whole, so that what a weight comes to does not depend on how
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -31,6 +31,7 @@ class MergedSources:
         adapter: what the rank holds of the adapter, under the names that peft saves.
         adapter_saved: the tensors of all of the adapter.
         config: peft's.
+        device: where the engine's parameters are now, the same on all ranks.
 
     Raises:
         ConfigError: the adapter is not added as products of matrices alone, or to weights that are saved in another
@@ -44,6 +45,7 @@ class MergedSources:
         adapter: HeldSources,
         adapter_saved: Mapping[str, Saved],
         config: Any,
+        device: Callable[[], torch.device],
     ) -> None:
         try:
             self._scale, self._pairs = lora.scaling(config.to_dict()), lora.pairs(adapter_saved)
@@ -57,7 +59,7 @@ class MergedSources:
             )
         self._transposed = bool(config.fan_in_fan_out)
         self._base = base
-        self._factors = GatheredTensors(adapter, adapter_saved)
+        self._factors = GatheredTensors(adapter, adapter_saved, device)
         self._starts = {shard.name: _span(shard)[0] for shard in base.shards()}
 
     def shards(self) -> Sequence[Shard]:
@@ -85,12 +87,14 @@ class GatheredTensors:
     """Tensors of which each rank holds ranges, whole on all ranks. Making one is collective.
 
     Args:
-        held: what this rank holds; of one dtype, and on one device.
+        held: what this rank holds; of one dtype.
         saved: all tensors.
+        device: where to gather them now, on all ranks alike: one that holds nothing cannot tell by its own.
     """
 
-    def __init__(self, held: HeldSources, saved: Mapping[str, Saved]) -> None:
+    def __init__(self, held: HeldSources, saved: Mapping[str, Saved], device: Callable[[], torch.device]) -> None:
         self._held = held
+        self._device = device
         self._shapes = {name: tensor.shape for name, tensor in saved.items()}
         mine = [(shard.name, *_span(shard)) for shard in held.shards()]
         self._spans: list[list[tuple[str, int, int]]] = [[] for _ in range(dist.get_world_size())]
@@ -99,13 +103,12 @@ class GatheredTensors:
 
     def now(self) -> dict[str, torch.Tensor]:
         """Return copies in fp32, by name. Collective; waits no longer than the group's timeout."""
-        local = self._held.now()
+        local, device = self._held.now(), self._device()
         mine = [local[name].reshape(-1).float() for name, _, _ in self._spans[dist.get_rank()]]
-        device = mine[0].device if mine else _device()
         flat = torch.zeros(self._most, device=device)
         if mine:
             joined = torch.cat(mine)
-            flat[: joined.numel()] = joined
+            flat[: joined.numel()].copy_(joined)
         gathered = [torch.empty_like(flat) for _ in self._spans]
         dist.all_gather(gathered, flat)
         whole = {name: torch.zeros(prod(shape), device=device) for name, shape in self._shapes.items()}
@@ -128,8 +131,3 @@ def _span(shard: Shard) -> tuple[int, int]:
 
 def _is_plain(saved: Saved) -> bool:
     return saved.held is not None and saved.offset == 0 and saved.stride == row_major(saved.shape)
-
-
-def _device() -> torch.device:
-    """Where a rank that holds nothing takes part: there where the others' tensors are."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -29,7 +29,8 @@ def adapter_form(sources: Mapping[str, Source], place: Path) -> dict[str, Source
     Raises:
         WeightsError: adapter and base are stored together.
     """
-    adapter = [name for name in sources if lora.is_adapter(name)]
+    # A model that peft has not wrapped may have layers of such names itself.
+    adapter = [name for name in sources if name.startswith(lora.PREFIX) and lora.is_adapter(name)]
     if not adapter:
         return None
     if len(adapter) < len(sources):
