@@ -93,6 +93,18 @@ def test_a_load_of_other_weights_than_the_published_is_found() -> None:
     assert summarise([], events, "completed", 1.0)["sync"]["mismatched"] == 1
 
 
+def test_versions_of_another_size_after_a_resume_have_digests_of_their_own() -> None:
+    events = [
+        event("publish", version=1, digest="adapter", bytes_full=10),
+        event("load", version=1, digest="adapter"),
+        other := event("publish", version=2, digest="b", bytes_full=10),
+        event("publish", version=1, digest="merged", bytes_full=99),
+        event("load", version=1, digest="merged"),
+        event("publish", version=2, digest="c", bytes_full=10),
+    ]
+    assert mismatches(events) == [other]
+
+
 def test_a_run_at_its_own_pace_says_what_became_of_its_samples(tmp_path: Path) -> None:
     lines = [
         {**line, "samples/dropped": 16.0, "samples/waited_s": 0.5, "staleness/mean": lag, "staleness/max": 2 * lag}

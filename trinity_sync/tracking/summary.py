@@ -171,13 +171,19 @@ def version_digests(events: Iterable[Record]) -> dict[str, str]:
 
 
 def mismatches(events: Iterable[Record]) -> list[Record]:
-    """List the publishes, loads and commits whose digest is not the one that `version_digests` has for their step."""
+    """List the publishes, loads and commits whose digest is not the one that `version_digests` has for their step, nor
+    that of versions of another size: a resume may have published more of a step than before, or less (`sync.what`).
+    """
     events = list(events)
-    digests = version_digests(events)
+    digests = {step: {digest} for step, digest in version_digests(events).items()}
+    last = {(event.get("version"), event.get("bytes_full")): event for event in events if event["event"] == "publish"}
+    for (step, _), publish in last.items():
+        digests.setdefault(str(step), set()).add(publish.get("digest"))
     return [
         event
         for event in events
-        if event.get("digest") and event["digest"] != digests.get(str(event.get("version", event.get("step"))))
+        if event.get("digest")
+        and event["digest"] not in digests.get(str(event.get("version", event.get("step"))), ())
     ]
 
 
