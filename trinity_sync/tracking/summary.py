@@ -178,12 +178,12 @@ def mismatches(events: Iterable[Record]) -> list[Record]:
     digests = {step: {digest} for step, digest in version_digests(events).items()}
     last = {(event.get("version"), event.get("bytes_full")): event for event in events if event["event"] == "publish"}
     for (step, _), publish in last.items():
-        digests.setdefault(str(step), set()).add(publish.get("digest"))
+        if isinstance(digest := publish.get("digest"), str):
+            digests.setdefault(str(step), set()).add(digest)
     return [
         event
         for event in events
-        if event.get("digest")
-        and event["digest"] not in digests.get(str(event.get("version", event.get("step"))), ())
+        if event.get("digest") and event["digest"] not in digests.get(str(event.get("version", event.get("step"))), ())
     ]
 
 
