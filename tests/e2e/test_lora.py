@@ -141,6 +141,7 @@ def test_a_base_with_tensors_in_fp32_and_draft_heads_is_exported_as_it_is_publis
     assert {tensor.dtype for name, tensor in exported.items() if "norm" in name} == {torch.float32}
 
 
+@pytest.mark.all
 def test_targets_that_the_model_does_not_have_are_refused_before_training(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "model.lora.rank=4", "model.lora.targets=[qq_proj]")
     assert run.code == 2

@@ -27,13 +27,10 @@ SETTINGS = (
 uninterrupted = completed(*SETTINGS)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("mode", "ranks"),
-    [
-        ("memory", "backend.ranks=1"),
-        pytest.param("nccl", "backend.ranks=2", marks=pytest.mark.all),
-        pytest.param("memory", "backend.fsdp_size=1", marks=pytest.mark.all),
-    ],
+    [("memory", "backend.ranks=1"), ("nccl", "backend.ranks=2"), ("memory", "backend.fsdp_size=1")],
 )
 def test_merged_versions_are_what_is_exported_of_the_adapters_that_are_saved(
     tmp_path: Path, mode: str, ranks: str
