@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, Shard
+from transformers import AutoModelForCausalLM
 
 from tests.checkpoint import written
 from tests.checkpoint.written import Tensors
@@ -130,6 +131,18 @@ def test_hugging_face_folders_are_read(tmp_path: Path, largest: str) -> None:
     weights = open_weights(tmp_path / "model")
     assert_reads(weights, saved_tensors(model))
     assert weights.config == tmp_path / "model"
+
+
+def test_of_a_folder_that_was_saved_over_the_file_is_read_that_transformers_loads(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    written.small_model("tied").save_pretrained(folder, max_shard_size="1KB")
+    model = written.small_model("tied")
+    torch.nn.init.ones_(model.get_input_embeddings().weight)
+    model.save_pretrained(tmp_path / "again")
+    (tmp_path / "again" / "model.safetensors").rename(folder / "model.safetensors")
+    assert_reads(open_weights(folder), saved_tensors(model))
+    loaded = AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings()
+    assert loaded.weight.detach().eq(1).all()
 
 
 @pytest.mark.parametrize("where", ["", "actor"])

@@ -74,6 +74,15 @@ def test_an_empty_model_that_was_given_weights_is_the_pretrained_one(
         assert torch.equal(engine.model(ids).logits, expected(ids).logits)
 
 
+def test_a_full_gpu_at_the_start_is_not_called_a_setting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(engine_of(path).model), "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine_of(path, dtype="bf16", keep_fp32=["*layernorm*"])
+
+
 @pytest.mark.parametrize("kept", ["*layernorm*", "self_attn.q_proj", "embed_tokens"])
 def test_what_could_not_compute_with_the_rest_is_refused_at_the_start(path: Path, kept: str) -> None:
     with pytest.raises(ConfigError, match=r"^sync\.keep_fp32 keeps model\..* explorer\.dtype=bfloat16: .*dtype"):

@@ -116,6 +116,7 @@ def test_what_cannot_be_read_is_refused_by_the_name_of_its_file(tmp_path: Path) 
     file.write_bytes(whole[:-9])
     with pytest.raises(ConfigError, match=r"^model\.path=.*: model\.safetensors is damaged or cannot be read: .*cover"):
         found(folder)
+    file.unlink()
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}))
     with pytest.raises(ConfigError, match=r": model-00001-of-00001\.safetensors is damaged or cannot be read: File"):
         found(folder)
@@ -123,5 +124,32 @@ def test_what_cannot_be_read_is_refused_by_the_name_of_its_file(tmp_path: Path) 
     with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json is damaged or cannot be read: KeyError"):
         found(folder)
     index.unlink()
-    file.rename(folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").touch()
     assert found(folder) == ()
+
+
+def test_the_file_that_transformers_would_load_is_looked_at(tmp_path: Path) -> None:
+    """Of a folder that was saved over: `model.safetensors` goes before the index of what was there before."""
+    folder = folder_of(tmp_path, QWEN, {}, [])
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
+    assert found(folder) == ()
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "whole.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "whole.safetensors")}))
+    save_file({name: tensor for name, tensor in tensors.items() if "norm" not in name}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"lacks 9 of .*norm\.weight"):
+        found(folder)
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_what_a_model_computes_by_itself_is_not_missed(tmp_path: Path, prefix: str) -> None:
+    sizes = {"hidden_size": 8, "num_layers": 1, "attention_types": [[["global"], 1]], "num_heads": 2, "vocab_size": 40}
+    folder = make_model({"model_type": "gpt_neo", **sizes, "max_position_embeddings": 16}, 3, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    masks = {f"{prefix}h.0.attn.attention.{name}": torch.ones(1) for name in ("bias", "masked_bias")}
+    save_file(tensors | masks, folder / "model.safetensors")
+    assert found(folder) == ()
+    save_file(tensors | {f"{prefix}h.0.attn.attention.other": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"no place for: .*attention\.other"):
+        found(folder)

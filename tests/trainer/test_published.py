@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trinity_sync.errors import RunError
 from trinity_sync.trainer.published import EXPLORER, published_step
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file
@@ -49,3 +50,10 @@ def test_another_layout_is_not_restored(folder: Path, others: list[PartLayout]) 
 
 def test_there_is_nothing_to_restore_where_explorers_held_the_checkpoints_own(tmp_path: Path) -> None:
     assert published_step(tmp_path, layouts()) is None
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"step": "x"}'])
+def test_a_damaged_file_is_named(folder: Path, text: str) -> None:
+    (folder / EXPLORER / "version.json").write_text(text)
+    with pytest.raises(RunError, match=r"version\.json cannot be read: "):
+        published_step(folder, layouts())

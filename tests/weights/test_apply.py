@@ -73,6 +73,18 @@ def test_parameters_receive_without_a_gradient() -> None:
     assert all(torch.equal(model[n].data, t.bfloat16().float()) for n, t in version.tensors.items())
 
 
+def test_a_destination_that_moved_is_refused_by_name() -> None:
+    """What would be loaded is not what the model holds then."""
+    version = example()
+    model = {name: torch.nn.Parameter(torch.zeros(tensor.shape)) for name, tensor in version.tensors.items()}
+    receiver = Receiver(model)
+    receiver.begin()
+    load(receiver, version)
+    model["b"].data = model["b"].data.clone()
+    with pytest.raises(MismatchError, match=r"^b moved to other memory"):
+        receiver.begin()
+
+
 def test_a_later_version_in_the_same_layout_and_in_another_one_replaces_the_first() -> None:
     first = example(0)
     destinations = {name: torch.zeros_like(tensor) for name, tensor in first.on_wire.items()}

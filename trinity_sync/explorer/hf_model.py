@@ -91,6 +91,8 @@ def _check_computes(model: PreTrainedModel, dtype: torch.dtype, kept: Sequence[s
     """
     try:
         model(torch.zeros((1, 2), dtype=torch.int64, device=model.device), use_cache=False)
+    except torch.OutOfMemoryError:  # nothing of the kind
+        raise
     except RuntimeError as error:
         raise ConfigError(
             f"sync.keep_fp32 keeps {listed(kept)} in fp32, with which this model cannot compute in explorer.dtype="

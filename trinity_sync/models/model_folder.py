@@ -17,8 +17,8 @@ from trinity_sync.weights.shards import listed
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$", r"\.attn\.bias$")
-"""Of folders that old versions of transformers wrote: what a model computes by itself."""
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.masked_bias$", r"\.(attn|attention)\.bias$")
+"""Of folders that old versions of transformers wrote: what models computed by themselves, and do otherwise now."""
 
 
 def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
             f"model.path={folder} lacks {len(absent)} of the {len(saved)} tensors of {type(model).__name__}: "
             f"{listed(absent, 4)}; training would begin with random numbers in their place: name a whole model"
         )
-    surplus = _but(sorted(name for name in stored if places[name] is None), _COMPUTED)
+    surplus = _but(sorted(name for name in stored if places[name] is None), (*_COMPUTED, *_buffers(model)))
     unknown = _but(surplus, [*(model._keys_to_ignore_on_load_unexpected or ()), *_draft_layers(folder, model)])
     if unknown:
         raise ConfigError(
@@ -67,10 +67,10 @@ def _stored(folder: Path) -> dict[str, Path]:
     from safetensors import SafetensorError, safe_open
 
     index, path = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    files = [path] if path.is_file() else []
+    files = [path] if path.is_file() else []  # it goes before an index
     stored: dict[str, Path] = {}
     try:
-        if index.is_file():
+        if not files and index.is_file():
             path, body = index, json.loads(index.read_text(encoding="utf-8"))
             files = sorted({folder / file for file in body["weight_map"].values()})
         for path in files:
@@ -140,6 +140,13 @@ def _check_equal(
                 f"{type(model).__name__} by its config.json, so one would be left out or trained apart: set "
                 "tie_word_embeddings=false there, or remove the one that does not count"
             )
+
+
+def _buffers(model: PreTrainedModel) -> list[str]:
+    """Patterns of what the model computes by itself: buffers that it does not save, with or without its prefix."""
+    kept, prefix = model.state_dict(keep_vars=True), f"{model.base_model_prefix}."
+    unsaved = (name.removeprefix(prefix) for name, _ in model.named_buffers() if name not in kept)
+    return [rf"^({re.escape(prefix)})?{re.escape(name)}$" for name in unsaved]
 
 
 def _draft_layers(folder: Path, model: PreTrainedModel) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.synchronizer import SynchronizerClient
+from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import ShardFile
@@ -82,7 +83,10 @@ def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:
     saved = {file.name: file for file in (folder / EXPLORER).glob("*.safetensors")}
     if saved.keys() != wanted.keys() or not all(_layout_of(file).lies_as(wanted[name]) for name, file in saved.items()):
         return None
-    return int(json.loads(path.read_text())["step"])
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _layout_of(path: Path) -> PartLayout:

@@ -58,7 +58,9 @@ class Receiver:
     """
 
     def __init__(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        self._given = dict(destinations)
         self._destinations = {name: tensor.detach() for name, tensor in destinations.items()}
+        self._at = {name: tensor.data_ptr() for name, tensor in self._destinations.items()}
         self._matrices: dict[str, torch.Tensor] = {}
         for name, tensor in self._destinations.items():
             try:
@@ -94,7 +96,17 @@ class Receiver:
         check_cover(parts)
 
     def begin(self) -> None:
-        """A version is going to be taken, and `taken` will be asked for it."""
+        """A version is going to be taken, and `taken` will be asked for it.
+
+        Raises:
+            MismatchError: names destinations that have other memory than they had when they were given.
+        """
+        moved = [name for name, tensor in self._given.items() if tensor.data_ptr() != self._at[name]]
+        if moved:
+            raise MismatchError(
+                f"{listed(sorted(moved))} moved to other memory since the destinations were given, so the model would "
+                "not hold what is loaded; give the destinations anew"
+            )
         self._book = RowBook()
 
     def apply(self, layout: PartLayout, buffer: Segment, digests: Sequence[bytes] | None = None) -> None:

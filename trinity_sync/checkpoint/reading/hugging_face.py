@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from trinity_sync.checkpoint.reading.pieces import TensorInfo, WeightsError
 from trinity_sync.weights import dtypes
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 
@@ -39,15 +40,19 @@ def is_hugging_face(folder: Path) -> bool:
 
 
 def open_hugging_face(folder: Path) -> dict[str, Stored]:
-    """Open the tensors of a model, under the names they are stored by.
+    """Open the tensors of a model, under the names they are stored by, of the files that transformers would load: one
+    with the usual name goes before an index, and this before all others.
 
     Raises:
         WeightsError: a file is missing or damaged, or the index and the files contradict each other.
     """
-    index = _index(folder / INDEX)
-    files = (
-        sorted(folder.glob("*.safetensors")) if index is None else sorted({folder / name for name in index.values()})
-    )
+    index = None
+    if (folder / WHOLE).is_file():
+        files = [folder / WHOLE]
+    elif (index := _index(folder / INDEX)) is not None:
+        files = sorted({folder / name for name in index.values()})
+    else:
+        files = sorted(folder.glob("*.safetensors"))
     tensors: dict[str, Stored] = {}
     for file in files:
         for name, info in _infos(file).items():
