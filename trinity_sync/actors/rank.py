@@ -31,8 +31,9 @@ class Digested(NamedTuple):
 
 
 class Untrained(NamedTuple):
-    """Tensors that are not trained, and the digest of all of them as they are stored, hex."""
+    """Tensors that are not trained: their folder, absolute, and the digest of all of them as they are stored, hex."""
 
+    folder: str
     names: tuple[str, ...]
     digest: str
 

@@ -211,7 +211,7 @@ class Actors:
         found = self.infos[0].left_out
         if found is None:
             return None
-        return {"path": self.model_path, "names": found.names, "digest": found.digest}
+        return {"path": found.folder, "names": found.names, "digest": found.digest}
 
     @property
     def published_base(self) -> str | None:

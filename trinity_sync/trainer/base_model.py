@@ -6,7 +6,6 @@ Its digest tells it apart, and each rank sees for itself at start that what it h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -14,6 +13,7 @@ from trinity_sync.actors.rank import Digested
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.hub import local_folder
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed, matrix_view
@@ -109,13 +109,8 @@ def check_held(model_path: str, base: HeldBase, wire_dtype: str, *, told: bool) 
 
 
 def _opened(model_path: str) -> Weights:
-    folder = Path(model_path)
     try:
-        if not folder.is_dir():
-            from transformers.utils import cached_file
-
-            folder = Path(str(cached_file(model_path, "config.json"))).parent
-        return open_weights(folder)
+        return open_weights(local_folder(model_path))
     except (WeightsError, OSError) as error:
         raise ConfigError(
             f"model.path={model_path}: the base of an adapter is read from its folder: {error}"

@@ -14,7 +14,6 @@ import random
 import time
 import warnings
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
 from trinity_sync.host.logs import story
 from trinity_sync.models.attention import check_attention
+from trinity_sync.models.hub import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
 from trinity_sync.trainer.base_model import check_held
@@ -82,8 +82,9 @@ class TrinityWorker(Member, TrainingWorker):
             base = check_held(self._spec.model_path, view.base(), self._spec.wire_dtype, told=told)
             info = replace(info, base=base, adapter=view.adapter_config() if told else None)
         if told and left_out:
-            stored = open_hugging_face(Path(self.model_config.local_path))
-            info = replace(info, left_out=Untrained(left_out, digest_left_out(stored, left_out)))
+            folder = local_folder(self.model_config.local_path)
+            digest = digest_left_out(open_hugging_face(folder), left_out)
+            info = replace(info, left_out=Untrained(str(folder), left_out, digest))
         return info
 
     # -- training
