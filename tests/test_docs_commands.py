@@ -36,6 +36,7 @@ RUNS = ("RUN", "OTHER_RUN", "outputs/copy-digits/2026-11-21_12-00-00", "outputs/
 SWEEPS = ("multirun/NAME/DATE_TIME", "multirun/copy-digits/2026-11-21_12-00-00", "multirun/modes")
 BUNDLE = "NAME-DATE_TIME.bundle.json"
 MODELS = ("Qwen3-0.6B",)
+SHAPES = "models/mine/config.json"
 ROWS = ("prompts.jsonl", "pairs.jsonl", "train.jsonl")
 ELSEWHERE = ("/models", "/data", "/mnt")
 """Folders that no test may write into; below them the pages mean folders of the reader's."""
@@ -72,6 +73,8 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         (folder / "models" / name).mkdir(parents=True)
         (folder / "models" / name / "config.json").write_text("{}")
+    (folder / SHAPES).parent.mkdir()
+    shutil.copy(ROOT / "trinity_sync" / "models" / "published" / "qwen3-8b.json", folder / SHAPES)
     for name in ROWS:
         (folder / name).write_text('{"prompt": "a", "question": "a", "answer": "b", "response": "b"}\n')
     (folder / "data" / "runs").mkdir(parents=True)

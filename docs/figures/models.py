@@ -24,12 +24,12 @@ def draw(measured: dict[str, Any] | None = None) -> str:
     figure = Figure(900, 340 + 20 * len(aims), "What a version costs: seconds of publish and load, and the aims")
     machine = found["machine"]
     if machine is not None:
-        figure.note(24, 30, f"{machine['processor']}, {machine['cores']} cores; medians of {found['rounds']} rounds")
+        figure.note(24, 30, f"{machine['processor']}, {machine['cores']} cores; rounds: {found['rounds']}")
     figure.note(24, 48, found["command"][:110])
     for number, (curve, label) in enumerate(CURVES.items()):
         points = [point for point in found["curves"] if point["curve"] == curve and "error" not in point]
         _chart(figure, Box(70 + 285 * number, 84, 220, 170), label, points)
-    figure.note(70, 300, "blue: publish, grey: load, in seconds")
+    figure.note(70, 72, "blue: publish, grey: load, in seconds")
     for number, aim in enumerate(aims):
         y = 328 + 20 * number
         figure.note(70, y, aim["what"])
@@ -48,8 +48,11 @@ def _chart(figure: Figure, place: Box, label: str, points: list[dict[str, Any]])
     widest = max(point["value"] for point in points)
     highest = max(point[key] for point in points for key in _LINES)
     figure.note(place.x - 46, place.y + 10, f"{highest:.2g} s")
+    free = place.x
     for point in points:
         x, bottom = place.at(point["value"] / widest, 1)
-        figure.note(x - 8, bottom + 16, f"{point['value']:.2g}")
+        if x >= free:
+            figure.note(x - 8, bottom + 16, f"{point['value']:.2g}")
+            free = x + 26
     for key, kind in _LINES.items():
         figure.curve([place.at(point["value"] / widest, 1 - point[key] / highest) for point in points], kind)
