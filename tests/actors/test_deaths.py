@@ -114,6 +114,14 @@ def test_how_the_system_ended_a_process_is_told_where_it_was_noted(tmp_path: Pat
     assert why_gone(error) == "it fell"
 
 
+def test_what_is_noted_a_moment_after_ray_has_seen_the_end_is_waited_for(tmp_path: Path) -> None:
+    log, error = tmp_path / "forks.log", RayActorError(error_msg=f"{FIELDS}The actor is dead because it fell.")
+    late = threading.Timer(0.2, log.write_text, ["7 ended with exit code 1\n"])
+    with ends_noted_in(log):
+        late.start()
+        assert why_gone(error) == "it fell; its process ended with exit code 1"
+
+
 def test_who_was_ended_for_want_of_memory_has_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", lambda references, **options: (references[:1], references[1:]))
     monkeypatch.setattr(module, "_failure", lambda call: (call, OutOfMemoryError("too much")))

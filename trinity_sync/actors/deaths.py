@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ DEATHS = (RayActorError, OutOfMemoryError)
 
 _MOST = 300
 """Characters of a reason."""
+
+_NOTED_S, _LOOK_S = 1.0, 0.02
 
 _AROUND = re.compile(
     r"""
@@ -61,6 +64,14 @@ def why_gone(error: Exception) -> str:
 
 
 def _noted(pid: str) -> str | None:
+    """How a process ended; waits a moment for it to be noted, for Ray may see the closed connection before."""
+    deadline = time.monotonic() + _NOTED_S
+    while (how := _read(pid)) is None and _notes and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
+    return how
+
+
+def _read(pid: str) -> str | None:
     for log in reversed(_notes):
         try:
             lines = log.read_text(errors="replace").splitlines()
