@@ -60,7 +60,6 @@ class Receiver:
     def __init__(self, destinations: Mapping[str, torch.Tensor]) -> None:
         self._given = dict(destinations)
         self._destinations = {name: tensor.detach() for name, tensor in destinations.items()}
-        self._at = {name: tensor.data_ptr() for name, tensor in self._destinations.items()}
         self._matrices: dict[str, torch.Tensor] = {}
         for name, tensor in self._destinations.items():
             try:
@@ -101,7 +100,8 @@ class Receiver:
         Raises:
             MismatchError: names destinations that have other memory than they had when they were given.
         """
-        moved = [name for name, tensor in self._given.items() if tensor.data_ptr() != self._at[name]]
+        here = self._destinations
+        moved = [name for name, tensor in self._given.items() if tensor.data_ptr() != here[name].data_ptr()]
         if moved:
             raise MismatchError(
                 f"{listed(sorted(moved))} moved to other memory since the destinations were given, so the model would "

@@ -40,8 +40,8 @@ def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
     """Copy each shard's source into the segment, cast to the shard's dtype. All is there when this returns.
 
     CUDA sources are cast on their device in bounded chunks and copied on a side stream; copies overlap with casts if
-    the segment is page-locked (`pin_segment`). They see what was enqueued on the current stream before the call, and
-    by the mapping while it computes them.
+    the segment is page-locked (`pin_segment`). They see what was enqueued on the current stream before the call.
+    What is computed is computed on the side stream.
 
     Args:
         layout: the layout of this rank's part.
