@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,13 +33,8 @@ from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed
 
-if TYPE_CHECKING:
-    pass
-
 _BLOCK = 1 << 20
 """Values that are drawn at random; what comes behind them in a tensor, and other tensors, are variations of them."""
-
-
 _MANTISSA = 7
 """Bits of a bf16 value's mantissa."""
 

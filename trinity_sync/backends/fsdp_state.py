@@ -230,11 +230,11 @@ def write_adapter_config(config: LoraConfig, folder: Path) -> list[Path]:
         config: peft's.
         folder: the checkpoint's ``actor``.
     """
-    config.save_pretrained(str(folder))
-    note = folder / "lora_train_meta.json"
+    own, note = folder / "adapter_config.json", folder / "lora_train_meta.json"
+    own.write_text(json.dumps(adapter_fields(config), indent=2, sort_keys=True))
     task = getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM"
     note.write_text(json.dumps({"r": config.r, "lora_alpha": config.lora_alpha, "task_type": str(task)}, indent=4))
-    return [folder / "adapter_config.json", note]
+    return [own, note]
 
 
 def _kind(names: Collection[str]) -> str:
