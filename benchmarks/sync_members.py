@@ -26,6 +26,7 @@ from trinity_sync.protocol import members
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync import nccl, stream
 from trinity_sync.sync.checkpoint import CheckpointTransport
+from trinity_sync.sync.in_place import InPlace
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
@@ -204,22 +205,15 @@ class BenchExplorer(Member):
     def _loader(self) -> WeightLoader:
         mode, verify = self._how
         if self._how not in self._loaders:
-            layouts = LayoutCache(self._agents, LIMIT_S)
+            layouts, node = LayoutCache(self._agents, LIMIT_S), ray.get_runtime_context().get_node_id()
             transports: dict[str, Callable[[], Any]] = {
-                "memory": lambda: MemoryTransport(self._agents, layouts, LIMIT_S),
+                "memory": lambda: MemoryTransport(self._agents, layouts, LIMIT_S, node),
                 "checkpoint": CheckpointTransport,
                 "nccl": lambda: NcclTransport(self._name, layouts),
             }
             transport = transports[mode]()
-            arguments = (
-                members.Member.new(self._name),
-                self._model,
-                self._synchronizer,
-                transport,
-                layouts,
-                verify,
-            )
-            self._loaders[self._how] = WeightLoader(*arguments)
+            target = InPlace(self._model, transport, layouts, verify)
+            self._loaders[self._how] = WeightLoader(members.Member.new(self._name), target, self._synchronizer)
         return self._loaders[self._how]
 
     def stop_reading(self, version: tuple[int, int]) -> Lease:

@@ -20,6 +20,7 @@ from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import TrainerSide
+from trinity_sync.sync.in_place import InPlace
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryTransport
@@ -167,5 +168,6 @@ def make_loader(
 ) -> WeightLoader:
     """An explorer's half in this process; over shared memory unless told otherwise."""
     layouts = LayoutCache(side.agents, LIMIT)
-    transport = transport or MemoryTransport(side.agents, layouts, LIMIT)
-    return WeightLoader(member or Member.new(name), destinations, side.synchronizer, transport, layouts, verify)
+    transport = transport or MemoryTransport(side.agents, layouts, LIMIT, node_id())
+    target = InPlace(destinations, transport, layouts, verify)
+    return WeightLoader(member or Member.new(name), target, side.synchronizer)

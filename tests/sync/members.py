@@ -14,6 +14,7 @@ from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import nccl
+from trinity_sync.sync.in_place import InPlace
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.nccl import NcclTransport
@@ -66,7 +67,7 @@ class Receiver:
     ) -> None:
         layouts = LayoutCache(agents, LIMIT)
         self._transport = Misbehaving(member.name, layouts)
-        self._loader = WeightLoader(member, tensors, synchronizer, self._transport, layouts, "full")
+        self._loader = WeightLoader(member, InPlace(tensors, self._transport, layouts, "full"), synchronizer)
 
     def pid(self) -> int:
         return os.getpid()

@@ -76,7 +76,7 @@ class Altered:
     """Memory transport whose bytes are damaged on the way, as often as asked."""
 
     def __init__(self, trainer: PretendTrainer, times: int) -> None:
-        self._source = MemoryTransport(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
+        self._source = MemoryTransport(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT, node_id())
         self._times = times
 
     def buckets(self, lease: Any, broadcast: Any, find_destination: FindDestination) -> Iterator[Bucket]:
@@ -199,7 +199,7 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
                 trainer.publish(random_weights(seed))
             yield from super().buckets(lease, broadcast, find_destination)
 
-    slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT)
+    slow = Slow(trainer.agents, LayoutCache(trainer.agents, LIMIT), LIMIT, node_id())
     loader = make_loader(trainer, empty(weights), transport=slow, verify="off", member=member)
     with pytest.raises(RunError, match=rf"^explorer-0 .*lease .*version {sealed.version}.*sync\.lease_s"):
         loader.load(sealed.version)

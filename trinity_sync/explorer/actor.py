@@ -76,23 +76,19 @@ class Explorer:
 
         layouts = LayoutCache(agents, spec.timeout_s)
         mode = build("sync", spec.sync, SyncMode)  # type: ignore[type-abstract]
+        node = ray.get_runtime_context().get_node_id()
         side = ExplorerSide(
             name=spec.name,
+            node=node,
             agents=agents,
             layouts=layouts,
             timeout_s=spec.timeout_s,
             lease_folder=partial(_lease_folder, spec),
         )
-        self._loader = WeightLoader(
-            spec.member,
-            self._engine.destinations(),
-            self._synchronizer,
-            mode.transport(side),
-            layouts,
-            spec.verify,
-        )
+        target = self._engine.target(mode, side, spec.verify)
+        self._loader = WeightLoader(spec.member, target, self._synchronizer)
         self._base = self._engine.base_digest(dtype_name(spec.sync["wire_dtype"]))
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id(), "base": self._base}
+        return {"pid": os.getpid(), "node": node, "base": self._base}
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Take a committed version, the newest for None.

@@ -13,19 +13,35 @@ from trinity_sync.tasks.base import Task
 if TYPE_CHECKING:
     import torch
 
+    from trinity_sync.sync.base import ExplorerSide, SyncMode
+    from trinity_sync.sync.loading import WeightTarget
+
 
 class RolloutEngine(ABC):
     """A model that samples and scores; one per explorer.
 
     It is built from the keys of `explorer`, but for those of all explorers together, and from those of the run that
-    `explorer.spec.explorer_spec` adds, all by name.
+    `explorer.spec.explorer_spec` adds, all by name. It gives its live tensors (`destinations`), or says itself how it
+    takes versions (`target`).
     """
 
-    @abstractmethod
     def destinations(self) -> Mapping[str, torch.Tensor]:
         """The live tensors that a load overwrites in place, under the names that `save_pretrained` would use; tied ones
         once.
         """
+        raise NotImplementedError(f"{type(self).__name__} has neither destinations() nor a target() of its own")
+
+    def target(self, mode: SyncMode, side: ExplorerSide, verify: str) -> WeightTarget:
+        """What versions are loaded into: the `destinations`, unless an engine holds its weights elsewhere.
+
+        Args:
+            mode: the sync mode.
+            side: what the mode may ask.
+            verify: `sync.verify`.
+        """
+        from trinity_sync.sync.in_place import InPlace
+
+        return InPlace(self.destinations(), mode.transport(side), side.layouts, verify)
 
     def base_digest(self, wire_dtype: str) -> str | None:
         """Return the version digest of what is below the adapter that `destinations` are; None: they are a whole model.

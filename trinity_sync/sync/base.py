@@ -90,7 +90,8 @@ class ExplorerSide:
     """What the modes may ask of an explorer's side.
 
     Attributes:
-        name: of the explorer.
+        name: of the receiver: the explorer, or the process of it that receives.
+        node: Ray id of the node that it is on.
         agents: Ray node id -> agent.
         layouts: layouts that were seen before.
         timeout_s: limit of each wait (`sync.timeout_s`).
@@ -98,6 +99,7 @@ class ExplorerSide:
     """
 
     name: str
+    node: str
     agents: Mapping[str, AgentClient]
     layouts: LayoutCache
     timeout_s: float

@@ -1,18 +1,14 @@
-"""An explorer's load of a version: lease, check, apply, prove. The same for every sync mode.
+"""An explorer's load of a version: lease it, have it taken, prove it. The same for every sync mode and every engine.
 
-From the first applied byte to the last check the explorer holds no version. With `sync.verify=bucket` every bucket is
-checked before its bytes are used. With ``full`` the explorer computes the version digest of what it then holds, row by
-row as the bytes are written, and compares it with the trainer's: that sees whatever went wrong on the way, so no bucket
-is checked beside it, and a label can never stand on other bytes than its own.
+Where the bytes go is a `WeightTarget`: tensors of this process (`sync.in_place`), or an engine with processes of its
+own. From the moment in which a target gives up what it had until the last check, the explorer holds no version.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import closing
-
-import torch
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.explorer import LoadReport
@@ -21,45 +17,70 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Transport
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.weights.apply import ChecksumError, MismatchError, Receiver
-from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import listed
 
 # A load that met damaged bytes is repeated once from the source; damage that stays is an error.
 _TRIES = 2
 
 
+class Taken(NamedTuple):
+    """What a target says of the version that it took.
+
+    Attributes:
+        moved: bytes that were applied.
+        digest: the digest of what it holds, computed from that; None where `sync.verify` is not ``full``.
+    """
+
+    moved: int
+    digest: str | None
+
+
+class WeightTarget(Protocol):
+    """What versions are loaded into."""
+
+    def check(self, lease: Lease) -> None:
+        """Check that names and shapes fit, before the first byte is applied.
+
+        Raises:
+            MismatchError: they do not.
+        """
+        ...
+
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
+        """Take a version, whole.
+
+        Args:
+            lease: of the version; the bytes stay until this returns.
+            broadcast: the broadcast in which it comes, in nccl mode.
+            give_up: to be called before anything of the version before is lost.
+
+        Raises:
+            ChecksumError: bytes are damaged, or what is held now is not what was published.
+            RunError: it cannot be taken.
+        """
+        ...
+
+
 class WeightLoader:
-    """Holds the explorer's version and the tensors that it names.
+    """Holds an explorer's version.
 
     Args:
         member: the explorer.
-        destinations: Hugging Face name -> live parameter, overwritten in place.
+        target: what versions are loaded into.
         synchronizer: the run's synchronizer.
-        transport: the sync mode's explorer half.
-        layouts: layouts that were seen before.
-        verify: ``full``, ``bucket`` or ``off``.
+
+    Attributes:
+        held: the version that the target holds; None: none, or not all of one.
     """
 
-    def __init__(
-        self,
-        member: Member,
-        destinations: Mapping[str, torch.Tensor],
-        synchronizer: SynchronizerClient,
-        transport: Transport,
-        layouts: LayoutCache,
-        verify: str,
-    ) -> None:
+    def __init__(self, member: Member, target: WeightTarget, synchronizer: SynchronizerClient) -> None:
         self._member = member
         self._name = member.name
-        self._receiver = Receiver(destinations)
+        self._target = target
         self._synchronizer = synchronizer
-        self._transport = transport
-        self._layouts = layouts
-        self._checked: frozenset[str] = frozenset()
-        self._verify = verify
+        self._paused = 0.0
         self.held: Version | None = None
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
@@ -74,11 +95,12 @@ class WeightLoader:
         lease = synchronizer.lease(self._member, version).result(synchronizer.timeout_s)
         try:
             self._check(lease)
-            paused = time.perf_counter()
+            self._paused = time.perf_counter()
             moved, digest = self._take(lease, broadcast)
         finally:
             in_time = synchronizer.release(lease.id).result(synchronizer.timeout_s)
         if not in_time and (digest is None or lease.digest is None):
+            self.held = None
             raise RunError(
                 f"{self._name} lost its lease on version {lease.version} while it loaded, so other bytes may have "
                 f"taken the place of that version's; raise sync.lease_s"
@@ -91,67 +113,61 @@ class WeightLoader:
             digest=digest,
             bytes_moved=moved,
             total_s=ended - started,
-            paused_s=ended - paused,
+            paused_s=ended - self._paused,
             peak_rss=peak_rss(),
         )
 
-    def _take(self, lease: Lease, broadcast: Broadcast | None) -> tuple[int, str | None]:
-        self.held = None
+    def _check(self, lease: Lease) -> None:
+        try:
+            self._target.check(lease)
+        except RunError as error:
+            raise self._cannot(lease, error) from error
+
+    def _take(self, lease: Lease, broadcast: Broadcast | None) -> Taken:
         tries = 1 if broadcast is not None else _TRIES
         for attempt in range(1, tries + 1):
             try:
-                moved = self._apply(lease, broadcast)
-                digest = self._prove(lease) if self._verify == "full" else None
-                break
+                return self._target.take(lease, broadcast, self._give_up)
             except ChecksumError as error:
                 if attempt == tries:
-                    raise RunError(f"{self._name} cannot load version {lease.version}: {error}") from error
-        return moved, digest
+                    raise self._cannot(lease, error) from error
+        raise AssertionError("a load is tried at least once")
 
-    def _check(self, lease: Lease) -> None:
-        """Check that names and shapes fit, before the first byte is applied. Done once per set of layouts."""
-        digests = frozenset(info.layout for info in lease.parts.values())
-        if digests == self._checked:
-            return
-        try:
-            self._receiver.check([self._layouts.get(info) for info in lease.parts.values()])
-        except MismatchError as error:
-            raise RunError(f"{self._name} cannot load version {lease.version}: {error}") from error
-        self._checked = digests
+    def _give_up(self) -> None:
+        if self.held is not None:
+            self._paused = time.perf_counter()
+        self.held = None
 
-    def _apply(self, lease: Lease, broadcast: Broadcast | None) -> int:
-        moved = 0
-        if self._verify == "full":
-            self._receiver.begin()
-        with closing(self._transport.buckets(lease, broadcast, self._receiver.destination)) as buckets:
-            for layout, number, data, digest, cut in buckets:
-                if data is None:
-                    self._receiver.received(layout, number, cut)
-                else:
-                    self._receiver.take(layout, number, data, digest if self._verify != "off" else None, cut)
-                start, stop = layout.pieces(cut)[number]
-                moved += stop - start
-        return moved
+    def _cannot(self, lease: Lease, why: Exception) -> RunError:
+        return RunError(f"{self._name} cannot load version {lease.version}: {why}")
 
-    def _prove(self, lease: Lease) -> str:
-        """Compute the digest of what is held now.
 
-        Raises:
-            ChecksumError: it is not the one that was published.
-        """
-        taken = self._receiver.taken()
-        digest = version_digest(taken)
-        if lease.digest is not None and digest != lease.digest:
-            raise ChecksumError(
-                f"it holds {digest}, the trainer published {lease.digest}; {self._damage(lease, taken)}"
-            )
-        return digest
+def check_digest(lease: Lease, digest: str, damage: Callable[[], str]) -> None:
+    """Compare the digest of what is held with the one that was published, where one was.
 
-    def _damage(self, lease: Lease, taken: Iterable[tuple[str, str, tuple[int, ...], bytes]]) -> str:
-        try:
-            published = self._layouts.tensor_digests(lease.version)
-        except RunError as error:
-            return f"of which tensors is not known, as {error}"
-        held = {name: digest for name, _, _, digest in taken}
-        names = sorted(name for name in held.keys() & published.keys() if held[name] != published[name])
-        return f"damaged: {listed(names)}" if names else "which tensors differ is not known"
+    Args:
+        lease: of the version.
+        digest: of what is held.
+        damage: says which tensors differ; asked only where some do.
+
+    Raises:
+        ChecksumError: they differ.
+    """
+    if lease.digest is not None and digest != lease.digest:
+        raise ChecksumError(f"it holds {digest}, the trainer published {lease.digest}; {damage()}")
+
+
+def damage(layouts: LayoutCache, version: Version, held: Mapping[str, bytes]) -> str:
+    """Say which tensors are not those that were published.
+
+    Args:
+        layouts: asks who staged them.
+        version: the version.
+        held: 16-byte digests of the tensors that are held, by name.
+    """
+    try:
+        published = layouts.tensor_digests(version)
+    except RunError as error:
+        return f"of which tensors is not known, as {error}"
+    names = sorted(name for name in held.keys() & published.keys() if held[name] != published[name])
+    return f"damaged: {listed(names)}" if names else "which tensors differ is not known"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
-import ray
-
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call
@@ -31,7 +29,7 @@ class MemoryMode(SyncMode):
         return MemoryPublisher(side)
 
     def transport(self, side: ExplorerSide) -> MemoryTransport:
-        return MemoryTransport(side.agents, side.layouts, side.timeout_s)
+        return MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node)
 
 
 class MemoryPublisher:
@@ -55,14 +53,15 @@ class MemoryTransport:
         agents: Ray node id -> agent.
         layouts: layouts that were seen before.
         timeout_s: limit of a fetch, seconds.
+        node: Ray id of the node that the reader is on.
     """
 
-    def __init__(self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float) -> None:
+    def __init__(self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str) -> None:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._segments = MappedSegments()
-        self._node = ray.get_runtime_context().get_node_id()
+        self._node = node
 
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
