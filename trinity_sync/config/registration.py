@@ -6,10 +6,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from trinity_sync.config.options import LABELS
-from trinity_sync.config.schema import SCHEMA, BackendConfig, CheckpointConfig
+from trinity_sync.config.schema import SCHEMA, BackendConfig, CheckpointConfig, VllmConfig
 
 _PASSED_ON: tuple[tuple[type, str], ...] = (
     (BackendConfig, "overrides"),
+    (VllmConfig, "engine"),
     (CheckpointConfig, "mirror_options"),
     (CheckpointConfig, "monitor"),
     (CheckpointConfig, "coordinator"),

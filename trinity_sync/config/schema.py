@@ -244,6 +244,17 @@ class ExplorerConfig:
 
 
 @dataclass(kw_only=True)
+class VllmConfig(ExplorerConfig):
+    """Explorers that run vLLM."""
+
+    tp: int = number(at_least=1)
+    on_update: str = choice("wait", "keep", "abort")
+    kv_cache_gb: float | None = number(more_than=0)
+    eager: bool = MISSING
+    engine: dict[str, Any] = MISSING
+
+
+@dataclass(kw_only=True)
 class SamplesConfig:
     """What becomes of samples between explorers and trainer (`trainer.schedule=free`)."""
 
@@ -353,6 +364,7 @@ SCHEMA: dict[str, type] = {
     "jsonl": JsonlConfig,
     "pairs": PairsConfig,
     "explorer": ExplorerConfig,
+    "vllm": VllmConfig,
     "samples": SamplesConfig,
     "cluster": ClusterConfig,
     "tensorboard": TensorboardConfig,

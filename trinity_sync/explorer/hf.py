@@ -10,15 +10,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from transformers import (
-    AutoConfig,
-    AutoTokenizer,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -32,17 +30,18 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.hf_model import add_adapter, held_model
 from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
+from trinity_sync.explorer.texts import Responses, Texts, scored
 from trinity_sync.models.attention import check_attention
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import Task, score
+from trinity_sync.tasks.base import Task
 from trinity_sync.weights.lora import held_adapter, saved_name
 from trinity_sync.weights.tensors import saved_tensors, state_digest, to_torch
 from trinity_sync.weights.wire import Wire, kept_names
 from trinity_sync.weights.wire_cast import kept_by_class
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 class HFEngine(RolloutEngine):
@@ -102,15 +101,18 @@ class HFEngine(RolloutEngine):
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self._sampler = partial(SeededSampler, temperature=temperature, top_k=top_k, top_p=top_p)
         self._batch_size = batch_size
-        self._response_length = response_length
-        self._prompt_length = prompt_length
         self._seed = seed
         self._adapter = adapter
         self._keep_fp32 = keep_fp32
         self._base: dict[str, torch.Tensor] = {}
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-            config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+            self._texts = Texts(
+                model_path,
+                response_length=response_length,
+                prompt_length=prompt_length,
+                trust_remote_code=trust_remote_code,
+            )
+            config = self._texts.config
             check_attention(config, attn_implementation)
             self.model = held_model(
                 config,
@@ -128,13 +130,9 @@ class HFEngine(RolloutEngine):
             reason = " ".join(str(error).split())
             raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
         self._can_share_prefill = _can_share_prefill(self.model)
-        self._positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self._ends = _end_tokens(model_path, self._tokenizer)
-        pad = self._tokenizer.pad_token_id
-        self._pad: int = self._ends[0] if pad is None else pad
         # in place of what comes with the model: its sampling settings are not those of the run
         self.model.generation_config = GenerationConfig(
-            max_new_tokens=response_length, do_sample=False, eos_token_id=self._ends, pad_token_id=self._pad
+            max_new_tokens=response_length, do_sample=False, eos_token_id=self._texts.ends, pad_token_id=self._texts.pad
         )
 
     def destinations(self) -> dict[str, torch.Tensor]:
@@ -178,7 +176,7 @@ class HFEngine(RolloutEngine):
             RunError: a prompt has characters without a token, no token, too many, or needs a chat template that the
                 tokenizer lacks; or the task fails to judge a response.
         """
-        prompt_ids = [self._encode(prompt, step) for prompt in prompts]
+        prompt_ids = [self._texts.encode(prompt, step) for prompt in prompts]
         prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
         sample_of = np.tile(np.arange(samples_per_prompt), len(prompts))
         numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
@@ -188,34 +186,18 @@ class HFEngine(RolloutEngine):
             part = slice(first, first + self._batch_size)
             rows, counts = np.unique(prompt_of[part], return_counts=True)
             parts.append(self._generate([prompt_ids[row] for row in rows], counts, keys[part]))
-        responses = TokenRows.concatenate([part.responses for part in parts])
-        finished = np.concatenate([part.finished for part in parts])
-        texts = self._decode(responses, finished)
-        results = [
-            score(task, prompts[row], text, done, step=step)
-            for row, text, done in zip(prompt_of.tolist(), texts, finished.tolist(), strict=True)
-        ]
-        return SampleBatch(
-            steps=np.full(len(keys), step, np.int64),
-            prompts=numbers,
-            samples=sample_of,
-            version_attempts=np.full(len(keys), version[0], np.int64),
-            version_steps=np.full(len(keys), version[1], np.int64),
-            rewards=np.array([result.reward for result in results], np.float64),
-            exact=np.array([np.nan if result.exact is None else result.exact for result in results], np.float64),
-            finished=finished,
-            texts=tuple(texts),
-            prompt_of=prompt_of,
-            prompt_rows=TokenRows.of(prompt_ids),
-            responses=responses,
-            log_probs=np.concatenate([part.log_probs for part in parts]),
+        responses = Responses(
+            TokenRows.concatenate([part.rows for part in parts]),
+            np.concatenate([part.log_probs for part in parts]),
+            np.concatenate([part.finished for part in parts]),
         )
+        return scored(self._texts, task, prompts, prompt_ids, responses, step=step, version=version)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], counts: NDArray[np.int64], keys: torch.Tensor) -> _Generated:
+    def _generate(self, prompts: Sequence[Sequence[int]], counts: NDArray[np.int64], keys: torch.Tensor) -> Responses:
         """Make one batch: `counts[i]` responses to prompt i, one after the other."""
         width = max(map(len, prompts))
         # padding stands on the left, so that all responses begin at the same place
-        padded = torch.tensor([[self._pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        padded = torch.tensor([[self._texts.pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         ids = padded.to(self._device)
         mask = (torch.arange(width) >= width - lengths[:, None]).to(self._device, torch.int64)
@@ -228,11 +210,11 @@ class HFEngine(RolloutEngine):
             **self._shared_prefill(ids, mask, row_of),
         )
         tokens = output[:, width:].cpu().numpy()
-        ends = np.isin(tokens, self._ends)
+        ends = np.isin(tokens, self._texts.ends)
         finished: NDArray[np.bool_] = np.any(ends, axis=1)
         made = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
         kept = np.arange(tokens.shape[1]) < made[:, None]
-        return _Generated(TokenRows.joined(tokens[kept], made), sampler.log_probs().cpu().numpy()[kept], finished)
+        return Responses(TokenRows.joined(tokens[kept], made), sampler.log_probs().cpu().numpy()[kept], finished)
 
     def _shared_prefill(self, ids: torch.Tensor, mask: torch.Tensor, row_of: torch.Tensor) -> dict[str, DynamicCache]:
         """Keys and values of all prompt tokens but the last, worked out once per prompt and copied for its samples.
@@ -254,63 +236,6 @@ class HFEngine(RolloutEngine):
         cache.batch_select_indices(row_of)
         return {"past_key_values": cache}
 
-    def _encode(self, prompt: Prompt, step: int) -> list[int]:
-        where = f"prompt {prompt.index} of step {step}"
-        if prompt.messages is not None and not self._tokenizer.chat_template:
-            raise RunError(f"{where} is a chat, but the tokenizer has no chat template; give prompts as texts")
-        try:
-            ids = self._encode_unchecked(prompt)
-        except Exception as error:
-            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or error}") from error
-        if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
-            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or 'a part is unknown'}")
-        if not ids:
-            raise RunError(f"{where} has no token")
-        if self._prompt_length is not None and len(ids) > self._prompt_length:
-            raise RunError(f"{where} has {len(ids)} tokens; task.prompt_length allows {self._prompt_length}")
-        if self._positions is not None and len(ids) + self._response_length > self._positions:
-            raise RunError(
-                f"{where} has {len(ids)} tokens; with a response of {self._response_length} that is more than the "
-                f"{self._positions} positions of the model"
-            )
-        return ids
-
-    def _encode_unchecked(self, prompt: Prompt) -> list[int]:
-        if prompt.messages is None:
-            return list(self._tokenizer(prompt.text)["input_ids"])
-        messages = [dict(message) for message in prompt.messages]
-        return list(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        )
-
-    def _unknown(self, text: str) -> str:
-        """Say which characters the tokenizer does not have, as a sentence; empty where it has each of them."""
-        unknown = [repr(character) for character in dict.fromkeys(text) if not self._has(character)]
-        return f"the tokenizer has no token for {', '.join(unknown)}" if unknown else ""
-
-    def _has(self, character: str) -> bool:
-        try:
-            ids = self._tokenizer(character, add_special_tokens=False)["input_ids"]
-        except Exception:
-            return False
-        return bool(ids) and self._tokenizer.unk_token_id not in ids
-
-    def _decode(self, responses: TokenRows, finished: NDArray[np.bool_]) -> list[str]:
-        """Texts without the final end-of-sequence token. Other special tokens stay: rewards see all that was said."""
-        ids = responses.ids.tolist()
-        bounds = zip(responses.offsets[:-1].tolist(), (responses.offsets[1:] - finished).tolist(), strict=True)
-        rows = [ids[start:stop] for start, stop in bounds]
-        texts: list[str] = self._tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
-        return texts
-
-
-class _Generated(NamedTuple):
-    """What one batch gave: responses, the log-probabilities of their tokens, and whether each came to an end."""
-
-    responses: TokenRows
-    log_probs: NDArray[np.float32]
-    finished: NDArray[np.bool_]
-
 
 def _can_share_prefill(model: PreTrainedModel) -> bool:
     """Tell whether the model keeps plain keys and values, which can be worked out ahead and copied per sequence."""
@@ -321,17 +246,3 @@ def _can_share_prefill(model: PreTrainedModel) -> bool:
         and bool(layers)
         and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
     )
-
-
-def _end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens that end a response: those of the model's generation config, else the tokenizer's."""
-    try:
-        named = GenerationConfig.from_pretrained(model_path).eos_token_id
-    except OSError:
-        named = None
-    ends = tokenizer.eos_token_id if named is None else named
-    if ends is None:
-        raise ConfigError(
-            f"model.path={model_path} names no end-of-sequence token, in its generation config nor in its tokenizer"
-        )
-    return list(ends) if isinstance(ends, list) else [ends]

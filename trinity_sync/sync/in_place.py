@@ -54,6 +54,10 @@ class InPlace:
         moved = self._apply(lease, broadcast)
         return Taken(moved, self._prove(lease) if self._verify == "full" else None)
 
+    def digests(self) -> dict[str, bytes]:
+        """The 16-byte digest of each tensor as it was written last, with ``full``."""
+        return {name: digest for name, _, _, digest in self._receiver.taken()}
+
     def _apply(self, lease: Lease, broadcast: Broadcast | None) -> int:
         moved = 0
         if self._verify == "full":
@@ -74,8 +78,6 @@ class InPlace:
         Raises:
             ChecksumError: it is not the one that was published.
         """
-        taken = self._receiver.taken()
-        digest = version_digest(taken)
-        held = {name: of for name, _, _, of in taken}
-        check_digest(lease, digest, lambda: damage(self._layouts, lease.version, held))
+        digest = version_digest(self._receiver.taken())
+        check_digest(lease, digest, lambda: damage(self._layouts, lease.version, self.digests()))
         return digest

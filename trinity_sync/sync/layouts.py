@@ -41,6 +41,10 @@ class LayoutCache:
             self._known[info.layout] = layout
         return self._known[info.layout]
 
+    def learn(self, layout: PartLayout) -> None:
+        """Remember a layout that somebody else has fetched."""
+        self._known[layout.digest] = layout
+
     def tensor_digests(self, version: Version) -> dict[str, bytes]:
         """Return the 16-byte digests of a version's tensors as they were staged; empty where they are forgotten."""
         found: dict[str, bytes] = {}

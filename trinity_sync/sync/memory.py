@@ -73,13 +73,13 @@ class MemoryTransport:
             if info.node == self._node:
                 segment: Segment = self._segments.get(info.path, info.nbytes)
             else:
-                segment = self._fetch(lease, info)
+                segment = fetch(self._agents[info.node], lease, info, self._timeout_s)
             for number, data, digest in in_buckets(layout, segment, info.buckets):
                 yield Bucket(layout, number, data, digest)
 
-    def _fetch(self, lease: Lease, info: PartInfo) -> memoryview:
-        """Fetch a part of another node; what another explorer of this node has fetched is there already."""
-        agent = self._agents[info.node]
-        [shared] = agent.share(lease.version, lease.slot, info.part).result(self._timeout_s)
-        fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
-        return fetching.result(self._timeout_s).data
+
+def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) -> memoryview:
+    """Fetch a part from the agent of another node; what another explorer of this node has fetched is there already."""
+    [shared] = agent.share(lease.version, lease.slot, info.part).result(timeout_s)
+    fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
+    return fetching.result(timeout_s).data

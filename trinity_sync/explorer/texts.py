@@ -1,0 +1,186 @@
+"""Between texts and tokens: prompts encoded and checked, responses decoded, samples scored. For every engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.samples.batch import SampleBatch, TokenRows
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import Task, score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+class Texts:
+    """What a model's folder says of its texts.
+
+    Args:
+        model_path: folder in Hugging Face format, or hub id.
+        response_length: longest response in tokens.
+        prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
+        trust_remote_code: whether code that comes with the model may run.
+
+    Attributes:
+        config: of the model.
+        ends: tokens that end a response.
+        pad: token that fills up.
+        positions: of the model, in tokens; None where its config does not say.
+
+    Raises:
+        OSError, ValueError: transformers cannot read the config or the tokenizer.
+        ConfigError: there is no end-of-sequence token.
+    """
+
+    def __init__(
+        self, model_path: str, *, response_length: int, prompt_length: int | None, trust_remote_code: bool
+    ) -> None:
+        self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        self.config: PreTrainedConfig = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
+        self._response_length = response_length
+        self._prompt_length = prompt_length
+        self.positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        self.ends = _end_tokens(model_path, self._tokenizer)
+        pad = self._tokenizer.pad_token_id
+        self.pad: int = self.ends[0] if pad is None else pad
+
+    def encode(self, prompt: Prompt, step: int) -> list[int]:
+        """The tokens of a prompt.
+
+        Args:
+            prompt: a text, or a chat.
+            step: for errors.
+
+        Raises:
+            RunError: it has characters without a token, no token, too many, or needs a chat template that the tokenizer
+                lacks.
+        """
+        where = f"prompt {prompt.index} of step {step}"
+        if prompt.messages is not None and not self._tokenizer.chat_template:
+            raise RunError(f"{where} is a chat, but the tokenizer has no chat template; give prompts as texts")
+        try:
+            ids = self._encode_unchecked(prompt)
+        except Exception as error:
+            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or error}") from error
+        if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
+            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or 'a part is unknown'}")
+        if not ids:
+            raise RunError(f"{where} has no token")
+        if self._prompt_length is not None and len(ids) > self._prompt_length:
+            raise RunError(f"{where} has {len(ids)} tokens; task.prompt_length allows {self._prompt_length}")
+        if self.positions is not None and len(ids) + self._response_length > self.positions:
+            raise RunError(
+                f"{where} has {len(ids)} tokens; with a response of {self._response_length} that is more than the "
+                f"{self.positions} positions of the model"
+            )
+        return ids
+
+    def _encode_unchecked(self, prompt: Prompt) -> list[int]:
+        if prompt.messages is None:
+            return list(self._tokenizer(prompt.text)["input_ids"])
+        messages = [dict(message) for message in prompt.messages]
+        return list(
+            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        )
+
+    def _unknown(self, text: str) -> str:
+        """Say which characters the tokenizer does not have, as a sentence; empty where it has each of them."""
+        unknown = [repr(character) for character in dict.fromkeys(text) if not self._has(character)]
+        return f"the tokenizer has no token for {', '.join(unknown)}" if unknown else ""
+
+    def _has(self, character: str) -> bool:
+        try:
+            ids = self._tokenizer(character, add_special_tokens=False)["input_ids"]
+        except Exception:
+            return False
+        return bool(ids) and self._tokenizer.unk_token_id not in ids
+
+    def decode(self, responses: TokenRows, finished: NDArray[np.bool_]) -> list[str]:
+        """Texts without the final end-of-sequence token. Other special tokens stay: rewards see all that was said."""
+        ids = responses.ids.tolist()
+        bounds = zip(responses.offsets[:-1].tolist(), (responses.offsets[1:] - finished).tolist(), strict=True)
+        rows = [ids[start:stop] for start, stop in bounds]
+        texts: list[str] = self._tokenizer.batch_decode(rows, clean_up_tokenization_spaces=False)
+        return texts
+
+
+class Responses(NamedTuple):
+    """What an engine made for prompts, in any order of samples.
+
+    Attributes:
+        rows: the tokens of each response, its end included.
+        log_probs: float32, natural; one for each token of `rows`, in the same order.
+        finished: whether each came to an end.
+    """
+
+    rows: TokenRows
+    log_probs: NDArray[np.float32]
+    finished: NDArray[np.bool_]
+
+
+def scored(
+    texts: Texts,
+    task: Task,
+    prompts: Sequence[Prompt],
+    prompt_ids: Sequence[Sequence[int]],
+    responses: Responses,
+    *,
+    step: int,
+    version: tuple[int, int],
+) -> SampleBatch:
+    """The samples, with the task's judgement of each.
+
+    Args:
+        texts: decode the responses.
+        task: judges them.
+        prompts, prompt_ids: the prompts and their tokens.
+        responses: as many of each prompt, prompt by prompt.
+        step: the trainer step that they are for.
+        version: (attempt, step) of the weights that made them.
+
+    Raises:
+        RunError: the task fails to judge a response.
+    """
+    count = len(responses.rows) // len(prompts)
+    prompt_of = np.repeat(np.arange(len(prompts)), count)
+    spoken = texts.decode(responses.rows, responses.finished)
+    results = [
+        score(task, prompts[row], text, done, step=step)
+        for row, text, done in zip(prompt_of.tolist(), spoken, responses.finished.tolist(), strict=True)
+    ]
+    total = len(prompt_of)
+    return SampleBatch(
+        steps=np.full(total, step, np.int64),
+        prompts=np.array([prompt.index for prompt in prompts], np.int64)[prompt_of],
+        samples=np.tile(np.arange(count), len(prompts)),
+        version_attempts=np.full(total, version[0], np.int64),
+        version_steps=np.full(total, version[1], np.int64),
+        rewards=np.array([result.reward for result in results], np.float64),
+        exact=np.array([np.nan if result.exact is None else result.exact for result in results], np.float64),
+        finished=responses.finished,
+        texts=tuple(spoken),
+        prompt_of=prompt_of,
+        prompt_rows=TokenRows.of(prompt_ids),
+        responses=responses.rows,
+        log_probs=responses.log_probs,
+    )
+
+
+def _end_tokens(model_path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end a response: those of the model's generation config, else the tokenizer's."""
+    try:
+        named = GenerationConfig.from_pretrained(model_path).eos_token_id
+    except OSError:
+        named = None
+    ends = tokenizer.eos_token_id if named is None else named
+    if ends is None:
+        raise ConfigError(
+            f"model.path={model_path} names no end-of-sequence token, in its generation config nor in its tokenizer"
+        )
+    return list(ends) if isinstance(ends, list) else [ends]

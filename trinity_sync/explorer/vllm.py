@@ -1,0 +1,252 @@
+"""Generates and scores samples with vLLM. The engine inside the explorer actor.
+
+vLLM runs in processes of its own (an engine core, and workers that hold the weights); here is its front end, in an
+event loop of a thread. Where one of these processes dies, this one ends as well: the run sees a dead explorer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import torch
+
+from trinity_sync.config import dtype_name
+from trinity_sync.errors import ConfigError
+from trinity_sync.explorer.engine import RolloutEngine
+from trinity_sync.explorer.sampling import sequence_keys
+from trinity_sync.explorer.texts import Responses, Texts, scored
+from trinity_sync.host.logs import story
+from trinity_sync.host.origin import told
+from trinity_sync.integrations.vllm import BACKEND
+from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
+from trinity_sync.integrations.vllm.link import EngineDied
+from trinity_sync.models.unfilled import unfilled_model
+from trinity_sync.samples.batch import SampleBatch, TokenRows
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import Task
+from trinity_sync.weights.tensors import saved_list, to_torch
+from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from trinity_sync.sync.base import ExplorerSide, SyncMode
+    from trinity_sync.sync.loading import WeightTarget
+
+_START_S = 600.0
+"""Until vLLM is up. The run's own limit (`cluster.start_timeout_s`) ends the wait sooner."""
+
+_GENERATE_S = 86_400.0
+"""Until samples are made. Who asks for them waits as long as `explorer.timeout_s`, and kills who takes longer."""
+
+_OURS = {"model", "dtype", "load_format", "tensor_parallel_size", "weight_transfer_config", "seed", "logprobs_mode"}
+"""Arguments of vLLM that follow from the run's other settings."""
+
+
+class VLLMEngine(RolloutEngine):
+    """A causal language model of vLLM that samples and scores.
+
+    The random numbers of a sequence depend on (seed, step, prompt, sample) only. vLLM's own sampler draws with them, so
+    samples are others than those of `HFEngine`; and what runs beside a request may change its logits in their last
+    bits.
+
+    Args:
+        model_path: folder in Hugging Face format, or hub id. Config and tokenizer are read, weights are not.
+        dtype: dtype in which the weights are held: ``bf16``, ``fp32`` or ``fp16``.
+        temperature, top_k, top_p: as for `HFEngine`.
+        batch_size: sequences that are generated at a time, at most.
+        response_length: longest response in tokens.
+        prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
+        seed: the run's seed.
+        trust_remote_code: whether code that comes with the model may run.
+        keep_fp32: as for `HFEngine`.
+        tp: processes over which the model is spread.
+        on_update: what becomes of requests under way when a version arrives.
+        kv_cache_gb: memory for keys and values on a CPU, GB.
+        eager: run operations one by one.
+        engine: further arguments of `AsyncEngineArgs`.
+        sync: the keys of `sync`, by which workers receive.
+        settings: of other engines; not used.
+
+    Raises:
+        ConfigError: vLLM is not installed, or cannot run this model so.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        batch_size: int,
+        response_length: int,
+        prompt_length: int | None = None,
+        seed: int,
+        trust_remote_code: bool = False,
+        keep_fp32: Sequence[str] | None = None,
+        tp: int = 1,
+        on_update: OnUpdate = "wait",
+        kv_cache_gb: float | None = None,
+        eager: bool = False,
+        engine: Mapping[str, Any] | None = None,
+        sync: Mapping[str, object],
+        **settings: object,
+    ) -> None:
+        self._seed = seed
+        self._tp = tp
+        self._on_update = on_update
+        self._sync = sync
+        try:
+            self._texts = Texts(
+                model_path,
+                response_length=response_length,
+                prompt_length=prompt_length,
+                trust_remote_code=trust_remote_code,
+            )
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
+        kind = to_torch(dtype_name(dtype))
+        model = unfilled_model(
+            self._texts.config, kind, "meta", attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+        hold_fp32(model, kept_by_class(model, dtype_name(dtype)) if keep_fp32 is None else keep_fp32)
+        self._shapes = {name: (saved.dtype, saved.shape) for name, saved in saved_list(model).items()}
+        _set_environment(kv_cache_gb)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
+        longest = response_length + prompt_length if prompt_length is not None else self._texts.positions
+        arguments = {
+            "model": model_path,
+            "trust_remote_code": trust_remote_code,
+            "skip_tokenizer_init": True,
+            "dtype": str(kind).removeprefix("torch."),
+            "load_format": "dummy",  # the weights come by sync
+            "tensor_parallel_size": tp,
+            "max_model_len": longest,
+            "max_num_seqs": batch_size,
+            "enforce_eager": eager,
+            "disable_log_stats": True,
+            "seed": seed % 2**32,
+            "logprobs_mode": "raw_logprobs" if temperature in (0.0, 1.0) else "processed_logprobs",
+            "weight_transfer_config": {"backend": BACKEND},
+        } | dict(engine or {})
+        self._llm = self._start(arguments)
+        self._sampling = _sampling(temperature, top_k, top_p, response_length, self._texts.ends)
+        self._ids = itertools.count()
+
+    def target(self, mode: SyncMode, side: ExplorerSide, verify: str) -> WeightTarget:
+        """vLLM's workers, which receive by themselves."""
+        from trinity_sync.integrations.vllm.target import WorkerTarget
+
+        self._who = f"vLLM of {side.name}"
+        self._control = AsyncControl(self._llm, self._loop, self._who, side.timeout_s)
+        return WorkerTarget(
+            self._control,
+            workers=self._tp,
+            tensors=self._shapes,
+            side=side,
+            sync=self._sync,
+            verify=verify,
+            on_update=self._on_update,
+            start_timeout_s=_START_S,
+        )
+
+    def after_load(self) -> None:
+        """Nothing is left to do: pausing has dropped all keys, values and prefixes of the weights before."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+    ) -> SampleBatch:
+        """Make scored samples for the prompts; see `RolloutEngine.generate`."""
+        prompt_ids = [self._texts.encode(prompt, step) for prompt in prompts]
+        prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
+        numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
+        keys = sequence_keys(self._seed, step, numbers, np.tile(np.arange(samples_per_prompt), len(prompts)))
+        doing = self._generate_all([prompt_ids[row] for row in prompt_of], keys.tolist())
+        try:
+            outputs = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
+        except EngineDied as error:
+            _end(error)
+        return scored(self._texts, task, prompts, prompt_ids, _responses(outputs), step=step, version=version)
+
+    async def _generate_all(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> list[RequestOutput]:
+        return await asyncio.gather(*map(self._generate_one, prompts, keys))
+
+    async def _generate_one(self, prompt: Sequence[int], key: int) -> RequestOutput:
+        sampling = self._sampling.clone()
+        sampling.seed = key & (2**63 - 1)
+        last = None
+        async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(next(self._ids))):
+            last = output
+        assert last is not None, "vLLM ends a request with an output"
+        return last
+
+    def _start(self, arguments: Mapping[str, Any]) -> AsyncLLM:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            args = AsyncEngineArgs(**arguments)
+        except TypeError as error:
+            raise ConfigError(f"explorer.engine: vLLM does not take this: {error}") from error
+
+        async def start() -> AsyncLLM:
+            return AsyncLLM.from_engine_args(args)
+
+        try:
+            return asyncio.run_coroutine_threadsafe(start(), self._loop).result(_START_S)
+        except Exception as error:
+            raise ConfigError(
+                f"vLLM cannot run {arguments['model']}: {told(error)}; the lines before this one in its log say more"
+            ) from error
+
+
+def _sampling(temperature: float, top_k: int, top_p: float, length: int, ends: Sequence[int]) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_tokens=length,
+        stop_token_ids=list(ends),
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _responses(outputs: Sequence[RequestOutput]) -> Responses:
+    made = [output.outputs[0] for output in outputs]
+    rows = TokenRows.of([list(one.token_ids) for one in made])
+    log_probs = [
+        entry[token].logprob for one in made for token, entry in zip(one.token_ids, one.logprobs or (), strict=True)
+    ]
+    finished = np.array([one.finish_reason == "stop" for one in made], np.bool_)
+    return Responses(rows, np.array(log_probs, np.float32), finished)
+
+
+def _set_environment(kv_cache_gb: float | None) -> None:
+    """What vLLM reads from the environment, in this process and those that it starts."""
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not torch.cuda.is_available():
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb or 1)))
+        # Each process would compile two small functions with a C++ compiler before its first token.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+def _end(error: EngineDied) -> NoReturn:
+    """End the process: without its engine it can do nothing, and a run replaces dead explorers."""
+    story.error("%s; this process ends with it", error)
+    os._exit(1)

@@ -1,0 +1,112 @@
+"""What is asked of a vLLM engine to change its weights, whether it is in this process or a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from concurrent.futures import TimeoutError as LateError
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.origin import told
+from trinity_sync.integrations.vllm.link import Address, EngineDied
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
+
+OnUpdate = Literal["wait", "keep", "abort"]
+"""What becomes of requests that are under way: they are finished first, go on with the new weights, or are aborted."""
+
+
+class EngineControl(Protocol):
+    """A vLLM engine whose weights change. Each method waits until the engine has done it.
+
+    Each raises `WaitTimeout` where it takes too long, `EngineDied` where the engine is gone, and `RunError` where it
+    fails.
+    """
+
+    def connect(self, address: Address) -> None:
+        """Have all workers connect to an address."""
+        ...
+
+    def pause(self, how: OnUpdate) -> None:
+        """Have the engine generate nothing; keys, values and prefixes of before are forgotten."""
+        ...
+
+    def resume(self) -> None:
+        """Have it generate again."""
+        ...
+
+    def start_update(self) -> None:
+        """Begin a session."""
+        ...
+
+    def update(self, version: str | None) -> None:
+        """Have the version that has arrived put into the model; None: give the session up, which raises."""
+        ...
+
+    def finish_update(self, version: str) -> None:
+        """End the session, and have the engine say from now on that this is its version."""
+        ...
+
+
+class AsyncControl:
+    """An `AsyncLLM` of this process.
+
+    Args:
+        llm: the engine.
+        loop: in which it lives, running in another thread.
+        who: what errors call it.
+        timeout_s: limit of each call, seconds.
+    """
+
+    def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, who: str, timeout_s: float) -> None:
+        self._llm, self._loop, self._who, self._timeout_s = llm, loop, who, timeout_s
+
+    def connect(self, address: Address) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        request = WeightTransferInitRequest(init_info=address._asdict())
+        self.wait(self._llm.init_weight_transfer_engine(request), "connect its workers")
+
+    def pause(self, how: OnUpdate) -> None:
+        self.wait(self._llm.pause_generation(mode=how, clear_cache=True), "pause")
+
+    def resume(self) -> None:
+        self.wait(self._llm.resume_generation(), "go on")
+
+    def start_update(self) -> None:
+        self.wait(self._llm.start_weight_update(), "begin an update")
+
+    def update(self, version: str | None) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info={"version": version})
+        self.wait(self._llm.update_weights(request), f"put version {version} into its model")
+
+    def finish_update(self, version: str) -> None:
+        self.wait(self._llm.finish_weight_update(weight_version=version), f"finish the update to version {version}")
+
+    def wait(self, doing: Coroutine[Any, Any, T], what: str, timeout_s: float | None = None) -> T:
+        """Have the engine do something.
+
+        Args:
+            doing: what.
+            what: in words, for errors.
+            timeout_s: another limit than that of all calls.
+        """
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        limit = self._timeout_s if timeout_s is None else timeout_s
+        future = asyncio.run_coroutine_threadsafe(doing, self._loop)
+        try:
+            return future.result(limit)
+        except LateError:
+            future.cancel()
+            raise WaitTimeout(self._who, what, limit) from None
+        except EngineDeadError as error:
+            raise EngineDied(f"{self._who} died when it was to {what}") from error
+        except Exception as error:
+            raise RunError(f"{self._who} failed to {what}: {told(error)}") from error

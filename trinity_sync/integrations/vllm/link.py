@@ -1,0 +1,177 @@
+"""The wire between who gives versions and the workers of an engine: a socket beside vLLM's own control.
+
+Each worker connects to it and is asked, by a thread of its own, while its engine generates; vLLM's own control stands
+still for the length of a call. Who connects has to know the key, which travels through vLLM.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import NamedTuple
+
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.host.origin import told
+
+
+class EngineDied(RunError):  # noqa: N818 - it says what happened
+    """A process of the engine is gone."""
+
+
+class Address(NamedTuple):
+    """Where workers connect.
+
+    Attributes:
+        path: of the socket.
+        key: that they have to know, hex.
+    """
+
+    path: str
+    key: str
+
+
+class Hello(NamedTuple):
+    """What a worker says first."""
+
+    rank: int
+    pid: int
+
+
+class _Request(NamedTuple):
+    number: int
+    method: str
+    arguments: tuple[object, ...]
+
+
+class _Answer(NamedTuple):
+    number: int
+    result: object
+    error: TrinityError | None
+
+
+class WorkerLink:
+    """The asking end.
+
+    Args:
+        who: whose workers they are, for errors.
+        workers: how many.
+    """
+
+    def __init__(self, who: str, workers: int) -> None:
+        self._who = who
+        self._folder = Path(tempfile.mkdtemp(prefix="trinity-vllm-"))
+        key = secrets.token_bytes(32)
+        self.address = Address(str(self._folder / "workers"), key.hex())
+        self._listener = Listener(self.address.path, "AF_UNIX", backlog=workers, authkey=key)
+        self._workers = workers
+        self._connections: dict[int, Connection] = {}
+        self._pids: dict[int, int] = {}
+        self._complete = threading.Event()
+        self._number = 0
+        threading.Thread(target=self._accept, name="workers connect", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until all workers are there.
+
+        Raises:
+            WaitTimeout: some are not.
+        """
+        if not self._complete.wait(timeout_s):
+            raise WaitTimeout(self._who, f"have {self._workers} workers connect", timeout_s)
+
+    def ask(self, method: str, arguments: Callable[[int], tuple[object, ...]], timeout_s: float) -> list[object]:
+        """Have all workers do something side by side; return what they answer, in the order of their ranks.
+
+        Args:
+            method: what, by the name that their `serve` was given.
+            arguments: of each worker, by its rank.
+            timeout_s: limit for all together, seconds.
+
+        Raises:
+            EngineDied: a worker is gone.
+            WaitTimeout: one does not answer.
+            TrinityError: what a worker raised; of several, that of the lowest rank.
+        """
+        self._number += 1
+        until = time.monotonic() + timeout_s
+        for rank, connection in sorted(self._connections.items()):
+            with self._alive(rank):
+                connection.send(_Request(self._number, method, arguments(rank)))
+        answers = [self._answer(rank, method, until, timeout_s) for rank in sorted(self._connections)]
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return [answer.result for answer in answers]
+
+    def close(self) -> None:
+        """Let the workers go."""
+        self._listener.close()
+        for connection in self._connections.values():
+            connection.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _answer(self, rank: int, method: str, until: float, timeout_s: float) -> _Answer:
+        connection = self._connections[rank]
+        while True:
+            with self._alive(rank):
+                if not connection.poll(max(0.0, until - time.monotonic())):
+                    raise WaitTimeout(f"worker {rank} of {self._who}", method, timeout_s)
+                answer: _Answer = connection.recv()
+                if answer.number == self._number:  # of an earlier one the wait was given up
+                    return answer
+
+    @contextlib.contextmanager
+    def _alive(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            raise EngineDied(f"worker {rank} of {self._who} (pid {self._pids[rank]}) is gone") from error
+
+    def _accept(self) -> None:
+        while len(self._connections) < self._workers:
+            try:
+                connection = self._listener.accept()
+                hello: Hello = connection.recv()
+            except OSError:
+                return  # closed
+            except Exception:  # somebody who does not know the key, or went away
+                continue
+            self._connections[hello.rank], self._pids[hello.rank] = connection, hello.pid
+        self._complete.set()
+
+
+def serve(address: Address, rank: int, methods: Mapping[str, Callable[..., object]]) -> None:
+    """The answering end: connect, and answer in a thread until the asking end is gone.
+
+    Args:
+        address: where to connect.
+        rank: of the worker.
+        methods: what it can be asked.
+    """
+    connection = Client(address.path, "AF_UNIX", authkey=bytes.fromhex(address.key))
+    connection.send(Hello(rank, os.getpid()))
+    threading.Thread(target=_serve, args=(connection, methods), name="versions arrive", daemon=True).start()
+
+
+def _serve(connection: Connection, methods: Mapping[str, Callable[..., object]]) -> None:
+    with contextlib.suppress(EOFError, OSError), connection:
+        while True:
+            request: _Request = connection.recv()
+            connection.send(_answered(request, methods))
+
+
+def _answered(request: _Request, methods: Mapping[str, Callable[..., object]]) -> _Answer:
+    try:
+        return _Answer(request.number, methods[request.method](*request.arguments), None)
+    except TrinityError as error:
+        return _Answer(request.number, None, error.with_traceback(None))
+    except Exception as error:
+        return _Answer(request.number, None, RunError(f"it failed to {request.method}: {told(error)}"))

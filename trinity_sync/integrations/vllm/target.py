@@ -1,0 +1,180 @@
+"""The giving half of a load into vLLM: a version arrives in every worker while the engine generates; then generation
+pauses, vLLM's update session puts it into the model layer by layer, and generation goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.errors import RunError
+from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
+from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
+from trinity_sync.integrations.vllm.link import EngineDied, WorkerLink
+from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.versions import Lease
+from trinity_sync.sync.base import ExplorerSide
+from trinity_sync.sync.loading import Taken, check_digest, damage
+from trinity_sync.sync.memory import fetch
+from trinity_sync.weights.apply import Receiver
+from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import to_torch
+
+
+class WorkerTarget:
+    """A vLLM engine that takes versions (a `WeightTarget`).
+
+    After an error in the session the engine stays paused: its weights are of several versions then. The next version
+    that gets in whole lets it go on.
+
+    Args:
+        control: of the engine.
+        workers: how many processes hold its weights (tensor times pipeline parallel).
+        tensors: what a version consists of, as the engine takes it.
+        side: what the mode may ask.
+        sync: the keys of `sync`, from which each worker builds its half of the mode.
+        verify: `sync.verify`.
+        on_update: what becomes of requests that are under way.
+        start_timeout_s: limit until the workers have connected, seconds.
+    """
+
+    def __init__(
+        self,
+        control: EngineControl,
+        *,
+        workers: int,
+        tensors: Shapes,
+        side: ExplorerSide,
+        sync: Mapping[str, object],
+        verify: str,
+        on_update: OnUpdate,
+        start_timeout_s: float,
+    ) -> None:
+        self._control = control
+        self._side = side
+        self._on_update = on_update
+        self._verify = verify
+        self._known: set[str] = set()
+        self._checked: frozenset[str] = frozenset()
+        self._copies = _PartCopies(side)
+        self._expected = Receiver(
+            {name: torch.empty(shape, dtype=to_torch(dtype), device="meta") for name, (dtype, shape) in tensors.items()}
+        )
+        self._link = WorkerLink(f"vLLM of {side.name}", workers)
+        control.connect(self._link.address)
+        self._link.wait(start_timeout_s)
+        names = receivers(side.name, workers)
+        told = (side.node, dict(tensors), dict(sync), verify, side.timeout_s)
+        self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s)
+
+    def check(self, lease: Lease) -> None:
+        """Check that names and shapes fit. Done once per set of layouts."""
+        digests = frozenset(info.layout for info in lease.parts.values())
+        if digests != self._checked:
+            self._expected.check([self._side.layouts.get(info) for info in lease.parts.values()])
+            self._checked = digests
+
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
+        """Have a version arrive, then put it into the model."""
+        arrived = self._receive(lease, broadcast)
+        self._put(str(lease.version), give_up)
+        return Taken(arrived.moved, arrived.digest)
+
+    def close(self) -> None:
+        """Let the workers go."""
+        self._link.close()
+        self._copies.close()
+
+    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> Arrived:
+        layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
+        new = [layout for layout in layouts if layout.digest not in self._known]
+        here = lease if broadcast is not None or lease.location is not None else self._copies.of(lease)
+        arrival = Arrival(replace(here, digest=None), broadcast, new)  # it is compared below
+        with self._kept(lease):
+            answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
+        self._known.update(layout.digest for layout in new)
+        arrived = [cast(Arrived, answer) for answer in answers]
+        for rank, one in enumerate(arrived):
+            if one.digest is not None:
+                check_digest(lease, one.digest, partial(self._damage, lease, rank))
+        return arrived[0]
+
+    def _damage(self, lease: Lease, rank: int) -> str:
+        held = self._link.ask("digest", lambda rank: (), self._side.timeout_s)[rank]
+        return damage(self._side.layouts, lease.version, cast(dict[str, bytes], held))
+
+    def _kept(self, lease: Lease) -> contextlib.AbstractContextManager[object]:
+        """Keep the version's folder while workers read it: for `sync.timeout_s`, within which they have to."""
+        if lease.location is None or self._side.lease_folder is None:
+            return nullcontext()
+        return self._side.lease_folder(Path(lease.location), lease.version)
+
+    def _put(self, version: str, give_up: Callable[[], None]) -> None:
+        control = self._control
+        control.pause(self._on_update)
+        give_up()
+        try:
+            control.start_update()
+            control.update(version)
+            control.finish_update(version)
+            self._spot_check(version)
+        except EngineDied:
+            raise
+        except RunError as error:
+            # Some workers may be in the session still, after which none can be begun.
+            with contextlib.suppress(RunError):
+                control.update(None)
+            raise error
+        control.resume()
+
+    def _spot_check(self, version: str) -> None:
+        """Read back from the engine what it holds as it came."""
+        for rank, differing in enumerate(self._link.ask("show", lambda rank: (version,), self._side.timeout_s)):
+            if differing:
+                names = listed(cast(list[str], differing))
+                raise RunError(f"worker {rank} of vLLM was given version {version}, but holds other values of {names}")
+
+
+class _PartCopies:
+    """Parts of other nodes, each copied to a file of this one that is written anew with each version.
+
+    Args:
+        side: whose agents to ask.
+    """
+
+    def __init__(self, side: ExplorerSide) -> None:
+        self._side = side
+        self._folder: Path | None = None
+
+    def of(self, lease: Lease) -> Lease:
+        """The lease, with parts of other nodes named by their copies."""
+        return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _here(self, lease: Lease, info: PartInfo) -> PartInfo:
+        if info.node == self._side.node:
+            return info
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="trinity-parts-"))
+        path = self._folder / info.part
+        path.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
+        return replace(info, node=self._side.node, path=str(path))
+
+
+def receivers(name: str, workers: int) -> list[str]:
+    """Names of an explorer's processes that receive weights: its own, or one for each of several workers."""
+    return [name] if workers == 1 else [f"{name}.{rank}" for rank in range(workers)]

@@ -1,0 +1,150 @@
+"""The worker's half: what vLLM's weight-transfer registry builds in each worker process.
+
+Its session is vLLM's own (start, update, finish), through which weights go into the model layer by layer. What they are
+has arrived before (`arrivals`), asked for over a `link` while the engine generates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+
+from trinity_sync.config import build
+from trinity_sync.errors import RunError
+from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Shapes
+from trinity_sync.integrations.vllm.link import Address, serve
+from trinity_sync.integrations.vllm.sessions import give_back, never_loaded
+from trinity_sync.sync.base import SyncMode
+from trinity_sync.weights.shards import listed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+_CHECKED_BYTES = 1 << 20
+"""Of each tensor that is read back, at most."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Where to connect.
+
+    Attributes:
+        path, key: as of `Address`.
+    """
+
+    path: str
+    key: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What is to be put into the model.
+
+    Attributes:
+        version: text of the version that has arrived; None: nothing, the session under way is to be given up.
+    """
+
+    version: str | None
+
+
+class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Takes versions; see `WeightTransferEngine` of vLLM for its arguments."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        self._arrivals: Arrivals | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Connect to who gives versions; its questions are answered beside what the engine does."""
+        methods: dict[str, Callable[..., object]] = {
+            "expect": self._expect,
+            "take the version": self._take,
+            "show": self._show,
+            "digest": self._digests,
+        }
+        serve(Address(init_info.path, init_info.key), self.parallel_config.rank, methods)
+
+    def start_weight_update(self) -> None:
+        """Begin a session. What one before has left half done is put right first."""
+        give_back(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Put the version that has arrived into the model.
+
+        Raises:
+            RunError: it has not arrived, the model has tensors that it does not fill, or it was told to give up.
+        """
+        try:
+            if update_info.version is None:
+                raise RunError("the update was given up")
+            self._load(update_info.version)
+        except BaseException:
+            give_back(self.model)
+            raise
+
+    def finish_weight_update(self) -> None:
+        """End the session: what waits for all of its layer's weights is put in."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Nothing is held that the end of the process does not free."""
+
+    # -- asked over the link
+
+    def _expect(
+        self, name: str, node: str, tensors: Shapes, sync: dict[str, object], verify: str, timeout_s: float
+    ) -> None:
+        mode = build("sync", sync, SyncMode)  # type: ignore[type-abstract]
+        self._arrivals = Arrivals(name=name, node=node, tensors=tensors, mode=mode, verify=verify, timeout_s=timeout_s)
+
+    def _take(self, arrival: Arrival) -> Arrived:
+        return self._arrived().take(arrival)
+
+    def _digests(self) -> dict[str, bytes]:
+        return self._arrived().digests()
+
+    def _show(self, version: str) -> list[str]:
+        """Compare what the model holds with what arrived, where it holds it as it came: those tensors that differ."""
+        held = dict(self.model.named_parameters())
+        differing = []
+        for name, arrived in self._arrived().tensors(version):
+            here = held.get(name)
+            if here is None or here.shape != arrived.shape or here.dtype != arrived.dtype:
+                continue  # sharded, or in the form that this processor computes with
+            most = max(1, _CHECKED_BYTES // max(1, arrived[:1].nbytes))
+            if not torch.equal(here[:most].cpu(), arrived[:most]):
+                differing.append(name)
+        return differing
+
+    def _arrived(self) -> Arrivals:
+        if self._arrivals is None:
+            raise RunError("nothing was said of the versions that are to come")
+        return self._arrivals
+
+    def _load(self, version: str) -> None:
+        from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+
+        tensors = self._arrived().tensors(version)
+        with disable_mtp_completeness_check():
+            loaded: Iterable[str] | None = self.model.load_weights(tensors)
+        if missing := never_loaded(self.model, loaded):
+            raise RunError(f"the version does not fill {listed(missing)} of {type(self.model).__name__}")
