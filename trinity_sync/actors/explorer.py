@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.broadcast import Broadcast, receivers
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
 from trinity_sync.errors import RunError
@@ -92,10 +92,15 @@ class ExplorerClient(Client):
     Args:
         handle: Ray's handle of the explorer.
         name: what the explorer is called, such as ``"explorer-0"``.
+        processes: how many of its processes receive weights.
+
+    Attributes:
+        receivers: names of these processes.
     """
 
-    def __init__(self, handle: ActorHandle, name: str) -> None:
+    def __init__(self, handle: ActorHandle, name: str, processes: int = 1) -> None:
         super().__init__(handle, name)
+        self.receivers = receivers(name, processes)
 
     def warm_up(self) -> None:
         """Have it import what `start` needs."""

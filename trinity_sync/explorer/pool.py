@@ -40,7 +40,7 @@ class ExplorerPool:
         spec: what each explorer is built from, but for who it is.
         replicas: number of explorers.
         synchronizer: the run's synchronizer.
-        num_gpus: GPUs reserved for each explorer.
+        num_gpus: GPUs reserved for each process of an explorer that holds weights.
         max_restarts: deaths that the pool makes good, over the whole run.
         start_timeout_s: limit until one is up, seconds.
         timeout_s: limit of a generation, seconds.
@@ -79,10 +79,12 @@ class ExplorerPool:
         self._starting: dict[str, Call[None]] = {}
 
     def _create(self, name: str) -> ExplorerClient:
-        actor = ray.remote(failures_logged(Explorer)).options(num_cpus=1, num_gpus=self._num_gpus)
+        actor = ray.remote(failures_logged(Explorer)).options(
+            num_cpus=1, num_gpus=self._num_gpus * self._spec.processes
+        )
         self._members[name] = Member.new(name)
         handle = actor.remote(replace(self._spec, member=self._members[name]), self._synchronizer)
-        client = ExplorerClient(handle, name)
+        client = ExplorerClient(handle, name, self._spec.processes)
         client.warm_up()
         return client
 

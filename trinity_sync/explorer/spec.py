@@ -38,6 +38,11 @@ class ExplorerSpec:
     log_dir: str | None
 
     @property
+    def processes(self) -> int:
+        """How many of an explorer's processes hold its weights; one GPU each where there are GPUs."""
+        return int(self.engine.get("tp", 1))
+
+    @property
     def name(self) -> str:
         """Its name."""
         return self.member.name

@@ -150,7 +150,7 @@ class VLLMEngine(RolloutEngine):
 
         self._who = f"vLLM of {side.name}"
         self._control = AsyncControl(self._llm, self._loop, self._who, side.timeout_s)
-        return WorkerTarget(
+        self._target = WorkerTarget(
             self._control,
             workers=self._tp,
             tensors=self._shapes,
@@ -160,6 +160,17 @@ class VLLMEngine(RolloutEngine):
             on_update=self._on_update,
             start_timeout_s=_START_S,
         )
+        return self._target
+
+    @property
+    def workers(self) -> list[int]:
+        """The pids of the processes that hold the weights, by their ranks."""
+        return self._target.workers
+
+    def close(self) -> None:
+        """End vLLM's processes."""
+        self._llm.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
     def after_load(self) -> None:
         """Nothing is left to do: pausing has dropped all keys, values and prefixes of the weights before."""

@@ -115,7 +115,7 @@ class NcclPublisher:
             host=store.host,
             port=store.port,
             senders=senders,
-            explorers=list(explorers),
+            explorers=[name for explorer in explorers.values() for name in explorer.receivers],
             transport=self._transport,
             cut="tensor" if all(info.buckets is None for info in sealed.parts.values()) else "bucket",
             timeout_s=limit,

@@ -71,7 +71,7 @@ class WorkerLink:
         key = secrets.token_bytes(32)
         self.address = Address(str(self._folder / "workers"), key.hex())
         self._listener = Listener(self.address.path, "AF_UNIX", backlog=workers, authkey=key)
-        self._workers = workers
+        self._count = workers
         self._connections: dict[int, Connection] = {}
         self._pids: dict[int, int] = {}
         self._complete = threading.Event()
@@ -85,7 +85,7 @@ class WorkerLink:
             WaitTimeout: some are not.
         """
         if not self._complete.wait(timeout_s):
-            raise WaitTimeout(self._who, f"have {self._workers} workers connect", timeout_s)
+            raise WaitTimeout(self._who, f"have {self._count} workers connect", timeout_s)
 
     def ask(self, method: str, arguments: Callable[[int], tuple[object, ...]], timeout_s: float) -> list[object]:
         """Have all workers do something side by side; return what they answer, in the order of their ranks.
@@ -110,6 +110,11 @@ class WorkerLink:
             if answer.error is not None:
                 raise answer.error
         return [answer.result for answer in answers]
+
+    @property
+    def workers(self) -> list[int]:
+        """The pids of the workers that are there, by their ranks."""
+        return [pid for _, pid in sorted(self._pids.items())]
 
     def close(self) -> None:
         """Let the workers go."""
@@ -136,7 +141,7 @@ class WorkerLink:
             raise EngineDied(f"worker {rank} of {self._who} (pid {self._pids[rank]}) is gone") from error
 
     def _accept(self) -> None:
-        while len(self._connections) < self._workers:
+        while len(self._connections) < self._count:
             try:
                 connection = self._listener.accept()
                 hello: Hello = connection.recv()

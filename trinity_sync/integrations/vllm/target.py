@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.broadcast import Broadcast, receivers
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
@@ -89,6 +89,11 @@ class WorkerTarget:
         arrived = self._receive(lease, broadcast)
         self._put(str(lease.version), give_up)
         return Taken(arrived.moved, arrived.digest)
+
+    @property
+    def workers(self) -> list[int]:
+        """The pids of the workers, by their ranks."""
+        return self._link.workers
 
     def close(self) -> None:
         """Let the workers go."""
@@ -173,8 +178,3 @@ class _PartCopies:
         path = self._folder / info.part
         path.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
         return replace(info, node=self._side.node, path=str(path))
-
-
-def receivers(name: str, workers: int) -> list[str]:
-    """Names of an explorer's processes that receive weights: its own, or one for each of several workers."""
-    return [name] if workers == 1 else [f"{name}.{rank}" for rank in range(workers)]

@@ -1,0 +1,286 @@
+"""The real vLLM, given versions by a trainer of which nothing is real but what it stages."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.explorer.helpers import ARCHITECTURE, loaded
+from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent  # noqa: F401
+from tests.weights.helpers import reference_digest
+from trinity_sync.actors.agent import AgentClient
+from trinity_sync.errors import RunError
+from trinity_sync.explorer.vllm import VLLMEngine
+from trinity_sync.integrations.vllm.link import EngineDied
+from trinity_sync.models.factory import make_model
+from trinity_sync.protocol.members import Member
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.checkpoint import CheckpointMode
+from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.sync.loading import WeightLoader
+from trinity_sync.sync.memory import MemoryMode
+from trinity_sync.tasks.copy_digits import CopyDigits
+
+TASK = CopyDigits(3, 0)
+PROMPTS = TASK.prompts(1, 4)
+NORM = "model.norm.weight"
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The same model with other weights."""
+    folder = tmp_path_factory.mktemp("models")
+    return [make_model(ARCHITECTURE, seed, folder / str(seed)) for seed in range(4)]
+
+
+@pytest.fixture(scope="module")
+def weights(models: list[Path]) -> list[Weights]:
+    return [{name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()} for path in models]
+
+
+@pytest.fixture(scope="module")
+def agent(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> AgentClient:
+    return make_agent(synchronizer.client)
+
+
+@pytest.fixture(scope="module")
+def trainer(synchronizer: Synchronizer, agent: AgentClient, weights: list[Weights]) -> PretendTrainer:
+    return PretendTrainer(synchronizer.client, {node_id(): agent}, weights=weights[0], bucket_bytes=1 << 16)
+
+
+@pytest.fixture(scope="module")
+def engine(models: list[Path]) -> Iterator[VLLMEngine]:
+    made = VLLMEngine(
+        str(models[0]),
+        dtype="bf16",
+        temperature=1.0,
+        batch_size=64,
+        response_length=6,
+        seed=0,
+        eager=True,
+        sync={"_target_": "trinity_sync.sync.memory.MemoryMode"},
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def make_loader(engine: VLLMEngine, trainer: PretendTrainer) -> Callable[..., WeightLoader]:
+    def make(
+        mode: SyncMode | None = None, verify: str = "full", of: PretendTrainer = trainer, **settings: object
+    ) -> WeightLoader:
+        mode = mode or MemoryMode()
+        engine._sync = {"_target_": f"{type(mode).__module__}.{type(mode).__name__}", **settings}
+        layouts = LayoutCache(of.agents, LIMIT)
+        side = ExplorerSide(name="explorer-0", node=node_id(), agents=of.agents, layouts=layouts, timeout_s=LIMIT)
+        return WeightLoader(Member.new("explorer-0"), engine.target(mode, side, verify), of.synchronizer)
+
+    return make
+
+
+@pytest.fixture
+def loader(make_loader: Callable[..., WeightLoader]) -> WeightLoader:
+    return make_loader()
+
+
+def generated(engine: VLLMEngine, step: int = 1, samples: int = 3) -> SampleBatch:
+    return engine.generate(PROMPTS, TASK, step=step, samples_per_prompt=samples, version=(0, 0))
+
+
+def log_probs_of_transformers(path: Path, batch: SampleBatch) -> np.ndarray:
+    """Log-probabilities that transformers, with the weights of a folder, gives the tokens of samples."""
+    model = loaded(path, dtype="bf16").model
+    found = []
+    for row in range(len(batch)):
+        prompt = batch.prompt_rows.row(int(batch.prompt_of[row]))
+        response = batch.responses.row(row)
+        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
+        with torch.inference_mode():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        found.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy())
+    return np.concatenate(found)
+
+
+def test_versions_are_taken_and_generated_with(
+    engine: VLLMEngine,
+    loader: WeightLoader,
+    trainer: PretendTrainer,
+    models: list[Path],
+    weights: list[Weights],
+) -> None:
+    for path, of in zip(models[:3], weights[:3], strict=True):
+        sealed = trainer.publish(of)
+        report = loader.load(None)
+        assert report.version == sealed.version == loader.held
+        assert report.digest == reference_digest(of, "BF16")
+        assert report.bytes_moved == sum(layout.nbytes for layout in trainer.layouts.values())
+        assert engine._control.wait(engine._llm.get_weight_version(), "tell its version") == str(sealed.version)
+        batch = generated(engine)
+        np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(path, batch), atol=0.02)
+
+
+def test_samples_depend_on_seed_step_prompt_and_sample_only(engine: VLLMEngine, loader: WeightLoader) -> None:
+    batch, again = generated(engine), generated(engine)
+    assert batch.texts == again.texts
+    alone = engine.generate(PROMPTS[2:3], TASK, step=1, samples_per_prompt=3, version=(0, 0))
+    assert alone.texts == batch.texts[6:9]
+    assert generated(engine, step=2).texts != batch.texts
+    assert len(set(batch.texts)) > 6
+    assert all(
+        len(text) == length - done
+        for text, length, done in zip(batch.texts, batch.responses.lengths, batch.finished, strict=True)
+    )
+
+
+@pytest.mark.parametrize("verify", ["full", "bucket", "off"])
+def test_files_of_a_checkpoint_are_read_by_the_workers(
+    engine: VLLMEngine,
+    make_loader: Callable[..., WeightLoader],
+    trainer: PretendTrainer,
+    agent: AgentClient,
+    weights: list[Weights],
+    tmp_path: Path,
+    verify: str,
+) -> None:
+    sealed = trainer.seal(weights[0])
+    agent.write(sealed.version, sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
+    trainer.synchronizer.commit(sealed.version, str(tmp_path)).result(LIMIT)
+    report = make_loader(CheckpointMode(durable=False), verify, durable=False).load(None)
+    assert report.digest == (reference_digest(weights[0], "BF16") if verify == "full" else None)
+
+
+def test_damaged_bytes_never_reach_the_engine(
+    engine: VLLMEngine,
+    loader: WeightLoader,
+    trainer: PretendTrainer,
+    models: list[Path],
+    weights: list[Weights],
+) -> None:
+    before = trainer.publish(weights[1])
+    loader.load(None)
+    sealed = trainer.publish(weights[2])
+    part = min(trainer.layouts)
+    trainer.damage(sealed, part, 5)
+    with pytest.raises(RunError, match=r"^explorer-0 cannot load version .* it holds .* damaged"):
+        loader.load(sealed.version)
+    assert loader.held == before.version
+    batch = generated(engine)
+    np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[1], batch), atol=0.02)
+    trainer.damage(sealed, part, 5)
+    assert loader.load(sealed.version).digest == sealed.digest
+
+
+def test_an_update_waits_for_requests_under_way(
+    engine: VLLMEngine, loader: WeightLoader, trainer: PretendTrainer, weights: list[Weights], models: list[Path]
+) -> None:
+    trainer.publish(weights[0])
+    loader.load(None)
+    made: list[SampleBatch] = []
+    asking = threading.Thread(target=lambda: made.append(generated(engine, samples=64)))
+    asking.start()
+    sealed = trainer.publish(weights[3])
+    assert loader.load(None).digest == sealed.digest
+    asking.join(LIMIT)
+    for path, batch in ((models[0], made[0]), (models[3], generated(engine))):
+        np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(path, batch), atol=0.02)
+
+
+# ---- an update that fails
+
+
+def of_worker(worker: Any, method: str) -> None:
+    """In a worker: have a method of our transfer fail once."""
+    transfer = worker.weight_transfer_engine
+    whole = getattr(transfer, method)
+
+    def fails(*args: object) -> None:
+        setattr(transfer, method, whole)
+        raise OSError("planted")
+
+    setattr(transfer, method, fails)
+
+
+@pytest.mark.parametrize("method", ["start_weight_update", "_load", "finish_weight_update"])
+def test_an_update_that_raises_leaves_no_version_and_the_next_one_gets_in(
+    engine: VLLMEngine,
+    loader: WeightLoader,
+    trainer: PretendTrainer,
+    models: list[Path],
+    weights: list[Weights],
+    method: str,
+) -> None:
+    trainer.publish(weights[0])
+    loader.load(None)
+    engine._control.wait(engine._llm.collective_rpc(partial(of_worker, method=method)), "plant a fault")
+    sealed = trainer.publish(weights[1])
+    with pytest.raises(RunError, match=r"vLLM of explorer-0 failed to .*(\n.*)*planted"):
+        loader.load(None)
+    assert loader.held is None
+    assert loader.load(None).digest == sealed.digest
+    assert loader.held == sealed.version
+    batch = generated(engine)
+    np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[1], batch), atol=0.02)
+
+
+@pytest.fixture
+def unfinished(
+    make_synchronizer: Callable[..., Synchronizer], make_agent: Callable[..., AgentClient], weights: list[Weights]
+) -> PretendTrainer:
+    """A trainer whose versions lack a tensor of the model."""
+    other = make_synchronizer().client
+    lacking = {name: tensor for name, tensor in weights[0].items() if name != NORM}
+    made = PretendTrainer(other, {node_id(): make_agent(other)}, weights=lacking, bucket_bytes=1 << 16)
+    made.publish(lacking)
+    return made
+
+
+def test_a_version_that_does_not_fit_is_refused_before_the_engine_hears_of_it(
+    engine: VLLMEngine, loader: WeightLoader, make_loader: Callable[..., WeightLoader], unfinished: PretendTrainer
+) -> None:
+    held = loader.held
+    with pytest.raises(RunError, match=rf"1 missing \({NORM}\)"):
+        make_loader(of=unfinished).load(None)
+    assert len(generated(engine)) == len(PROMPTS) * 3
+    assert loader.held == held
+
+
+def test_a_version_that_leaves_tensors_of_the_model_unfilled_is_none(
+    engine: VLLMEngine,
+    make_loader: Callable[..., WeightLoader],
+    unfinished: PretendTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    trainer: PretendTrainer,
+    weights: list[Weights],
+) -> None:
+    """As where vLLM calls a tensor by another name than transformers, and would leave it as it was."""
+    monkeypatch.setattr(engine, "_shapes", {name: of for name, of in engine._shapes.items() if name != NORM})
+    with pytest.raises(RunError, match=rf"does not fill {NORM} of Qwen3ForCausalLM"):
+        make_loader(of=unfinished).load(None)
+    monkeypatch.undo()
+    sealed = trainer.publish(weights[2])
+    assert make_loader().load(None).digest == sealed.digest
+
+
+def test_a_worker_that_is_killed_takes_the_explorer_with_it(
+    engine: VLLMEngine, make_loader: Callable[..., WeightLoader]
+) -> None:
+    loader = make_loader()
+    loader.load(None)
+    [pid] = engine.workers
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineDied, match=rf"worker 0 of vLLM of explorer-0 \(pid {pid}\) is gone"):
+        loader.load(None)
