@@ -132,6 +132,7 @@ class VLLMEngine(RolloutEngine):
             "dtype": str(kind).removeprefix("torch."),
             "load_format": "dummy",  # the weights come by sync
             "tensor_parallel_size": tp,
+            "distributed_executor_backend": "uni" if tp == 1 else "mp",
             "max_model_len": longest,
             "max_num_seqs": batch_size,
             "enforce_eager": eager,
@@ -255,6 +256,10 @@ def _set_environment(kv_cache_gb: float | None) -> None:
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb or 1)))
         # Each process would compile two small functions with a C++ compiler before its first token.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        # Each explorer would bind its threads to the same cores, and several workers need a NUMA node each for that.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        # Lets the only worker live in the engine core's process; vLLM keeps them apart to bind threads.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
 def _end(error: EngineDied) -> NoReturn:
