@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.e2e.runs import launch, start
+from tests.e2e.runs import launch
 
 BACKENDS, MODES, PROCESSES = ("fsdp2", "megatron"), ("checkpoint", "memory", "nccl"), (1, 2)
 PAIRWISE = {("fsdp2", "nccl", 2)}

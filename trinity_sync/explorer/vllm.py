@@ -23,6 +23,7 @@ from trinity_sync.explorer.sampling import sequence_keys
 from trinity_sync.explorer.texts import Responses, Texts, scored
 from trinity_sync.host.logs import story
 from trinity_sync.host.origin import told
+from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
 from trinity_sync.integrations.vllm.link import EngineDied
@@ -34,6 +35,7 @@ from trinity_sync.weights.tensors import saved_list, to_torch
 from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -45,9 +47,6 @@ _START_S = 600.0
 
 _GENERATE_S = 86_400.0
 """Until samples are made. Who asks for them waits as long as `explorer.timeout_s`, and kills who takes longer."""
-
-_OURS = {"model", "dtype", "load_format", "tensor_parallel_size", "weight_transfer_config", "seed", "logprobs_mode"}
-"""Arguments of vLLM that follow from the run's other settings."""
 
 
 class VLLMEngine(RolloutEngine):
@@ -115,6 +114,7 @@ class VLLMEngine(RolloutEngine):
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
+        _check_heads(self._texts.config)
         kind = to_torch(dtype_name(dtype))
         model = unfilled_model(
             self._texts.config, kind, "meta", attn_implementation="eager", trust_remote_code=trust_remote_code
@@ -207,20 +207,35 @@ class VLLMEngine(RolloutEngine):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        try:
-            args = AsyncEngineArgs(**arguments)
-        except TypeError as error:
-            raise ConfigError(f"explorer.engine: vLLM does not take this: {error}") from error
+        unknown = arguments.keys() - AsyncEngineArgs.__dataclass_fields__.keys()
+        if unknown:
+            raise ConfigError(f"explorer.engine.{min(unknown)} is no argument of vLLM's AsyncEngineArgs")
 
         async def start() -> AsyncLLM:
-            return AsyncLLM.from_engine_args(args)
+            return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
+        said = OwnOutput()
         try:
             return asyncio.run_coroutine_threadsafe(start(), self._loop).result(_START_S)
-        except Exception as error:
-            raise ConfigError(
-                f"vLLM cannot run {arguments['model']}: {told(error)}; the lines before this one in its log say more"
-            ) from error
+        except Exception as error:  # of what went wrong in another process it says that it did
+            why = said.last_error(but="Engine core initialization failed") or told(error)
+            raise ConfigError(f"explorer=vllm cannot run model.path={arguments['model']}: {why}") from error
+
+
+def _check_heads(config: PreTrainedConfig) -> None:
+    """See whether vLLM has an attention for the model's heads on a processor; it says so in another process only."""
+    if torch.cuda.is_available():
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    text = config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        return  # latent attention has a backend of its own
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    known = CPUAttentionBackend.get_supported_head_sizes()
+    if size not in known:
+        sizes = ", ".join(map(str, known))
+        raise ConfigError(f"explorer=vllm cannot run a model with heads of {size} on a CPU; it knows {sizes} there")
 
 
 def _sampling(temperature: float, top_k: int, top_p: float, length: int, ends: Sequence[int]) -> SamplingParams:
