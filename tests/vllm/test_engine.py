@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from tests.explorer.helpers import ARCHITECTURE, loaded
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent  # noqa: F401
@@ -21,7 +24,9 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.vllm import VLLMEngine
+from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.link import EngineDied
+from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.models.factory import make_model
 from trinity_sync.protocol.members import Member
 from trinity_sync.samples.batch import SampleBatch
@@ -184,19 +189,83 @@ def test_damaged_bytes_never_reach_the_engine(
     assert loader.load(sealed.version).digest == sealed.digest
 
 
-def test_an_update_waits_for_requests_under_way(
-    engine: VLLMEngine, loader: WeightLoader, trainer: PretendTrainer, weights: list[Weights], models: list[Path]
+# ---- an engine of one's own, with requests under way
+
+
+class Asked(NamedTuple):
+    """What became of requests that were under way in an update: tokens and log-probs of each, and how it ended."""
+
+    batch: list[tuple[list[int], list[float]]]
+    reasons: set[str]
+
+
+async def under_way(engine: VLLMEngine, begun: threading.Event, of: str) -> Asked:
+    """Ask for 8 long responses; tell when each of them has begun."""
+    sampling = SamplingParams(
+        max_tokens=96, ignore_eos=True, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    waiting = set(range(8))
+
+    async def one(number: int) -> tuple[list[int], list[float], str]:
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        async for output in engine._llm.generate({"prompt_token_ids": [3, 4, 5]}, sampling, f"{of}-{number}"):
+            [made] = output.outputs
+            tokens += made.token_ids
+            log_probs += [entry[token].logprob for token, entry in zip(made.token_ids, made.logprobs, strict=True)]
+            waiting.discard(number)
+            if not waiting:
+                begun.set()
+        return tokens, log_probs, str(made.finish_reason)
+
+    done = await asyncio.gather(*map(one, range(8)))
+    return Asked([(tokens, log_probs) for tokens, log_probs, _ in done], {reason for *_, reason in done})
+
+
+def made_by(model: Path, asked: Asked) -> list[np.ndarray]:
+    """For each request, whether each token has the log-prob that transformers gives it with the weights of a folder."""
+    held = loaded(model, dtype="bf16").model
+    found = []
+    for tokens, log_probs in asked.batch:
+        ids = torch.tensor([[3, 4, 5, *tokens]])
+        with torch.inference_mode():
+            expected = held(ids).logits[0, 2:-1].float().log_softmax(-1).gather(1, ids[0, 3:, None])[:, 0].numpy()
+        found.append(np.abs(expected - np.array(log_probs)) < 0.03)
+    return found
+
+
+@pytest.mark.parametrize("on_update", ["wait", "keep", "abort"])
+def test_requests_under_way_are_finished_kept_or_aborted(
+    engine: VLLMEngine, weights: list[Weights], models: list[Path], on_update: OnUpdate
 ) -> None:
-    trainer.publish(weights[0])
-    loader.load(None)
-    made: list[SampleBatch] = []
-    asking = threading.Thread(target=lambda: made.append(generated(engine, samples=64)))
-    asking.start()
-    sealed = trainer.publish(weights[3])
-    assert loader.load(None).digest == sealed.digest
-    asking.join(LIMIT)
-    for path, batch in ((models[0], made[0]), (models[3], generated(engine))):
-        np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(path, batch), atol=0.02)
+    own = EngineWeights(engine._llm, engine._loop, on_update=on_update, timeout_s=LIMIT)
+    before = {name: tensor.bfloat16() for name, tensor in weights[0].items()}
+    after = {name: tensor.bfloat16() for name, tensor in weights[3].items()}
+    assert own.take(before, 5) == reference_digest(weights[0], "BF16")
+    begun = threading.Event()
+    asking = asyncio.run_coroutine_threadsafe(under_way(engine, begun, on_update), engine._loop)
+    assert begun.wait(LIMIT)
+    assert own.take(after, 6) == reference_digest(weights[3], "BF16")
+    asked = asking.result(LIMIT)
+    own.close()
+    old, new = made_by(models[0], asked), made_by(models[3], asked)
+    if on_update == "wait":
+        assert asked.reasons == {"length"}
+        assert all(len(tokens) == 96 for tokens, _ in asked.batch)
+        assert all(of.all() for of in old)
+    elif on_update == "keep":
+        assert asked.reasons == {"length"}
+        assert all(len(tokens) == 96 for tokens, _ in asked.batch)
+        for by_old, by_new in zip(old, new, strict=True):
+            assert by_old[0]
+            assert not by_old.all(), "the update came when all tokens were there"
+            first = int(np.argmin(by_old))
+            assert by_old[:first].all()
+            assert by_new[first + 1 :].mean() > 0.5, "keys and values of the tokens before are worked out anew"
+    else:
+        assert asked.reasons == {"abort"}
+        assert all(len(tokens) < 96 for tokens, _ in asked.batch)
+        assert all(of.all() for of in old)
 
 
 # ---- an update that fails

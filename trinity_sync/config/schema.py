@@ -248,7 +248,6 @@ class VllmConfig(ExplorerConfig):
     """Explorers that run vLLM."""
 
     tp: int = number(at_least=1)
-    on_update: str = choice("wait", "keep", "abort")
     kv_cache_gb: float | None = number(more_than=0)
     eager: bool = MISSING
     engine: dict[str, Any] = MISSING

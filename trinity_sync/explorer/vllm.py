@@ -25,7 +25,7 @@ from trinity_sync.host.logs import story
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
-from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
+from trinity_sync.integrations.vllm.control import AsyncControl
 from trinity_sync.integrations.vllm.link import EngineDied
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.samples.batch import SampleBatch, TokenRows
@@ -67,7 +67,6 @@ class VLLMEngine(RolloutEngine):
         trust_remote_code: whether code that comes with the model may run.
         keep_fp32: as for `HFEngine`.
         tp: processes over which the model is spread.
-        on_update: what becomes of requests under way when a version arrives.
         kv_cache_gb: memory for keys and values on a CPU, GB.
         eager: run operations one by one.
         engine: further arguments of `AsyncEngineArgs`.
@@ -93,7 +92,6 @@ class VLLMEngine(RolloutEngine):
         trust_remote_code: bool = False,
         keep_fp32: Sequence[str] | None = None,
         tp: int = 1,
-        on_update: OnUpdate = "wait",
         kv_cache_gb: float | None = None,
         eager: bool = False,
         engine: Mapping[str, Any] | None = None,
@@ -102,7 +100,6 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         self._seed = seed
         self._tp = tp
-        self._on_update = on_update
         self._sync = sync
         try:
             self._texts = Texts(
@@ -158,7 +155,7 @@ class VLLMEngine(RolloutEngine):
             side=side,
             sync=self._sync,
             verify=verify,
-            on_update=self._on_update,
+            on_update="wait",
             start_timeout_s=_START_S,
         )
         return self._target

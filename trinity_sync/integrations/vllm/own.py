@@ -1,0 +1,165 @@
+"""Versions for a vLLM of one's own: a program that has an `AsyncLLM` and the name of a run's synchronizer."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from trinity_sync.errors import RunError
+from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
+from trinity_sync.integrations.vllm.target import WorkerTarget
+from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.base import ExplorerSide
+from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shards import whole
+from trinity_sync.weights.slots import map_segment
+from trinity_sync.weights.staging import stage
+from trinity_sync.weights.tensors import from_torch, state_digest
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from trinity_sync.sync import Synchronizer
+
+_PART, _HERE = "state", "here"
+_BUCKET_BYTES = 4 << 20
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class EngineWeights:
+    """The weights of an `AsyncLLM` that was started with ``weight_transfer_config={"backend": "trinity"}``.
+
+    Made and asked in another thread than the one of the engine's event loop, by `asyncio.to_thread`: each call waits.
+
+    Args:
+        llm: the engine; its workers are on this node.
+        loop: the event loop in which it lives.
+        name: what errors call it.
+        on_update: what becomes of requests under way when a version is put in: ``wait`` (they are finished first),
+            ``keep`` or ``abort``.
+        timeout_s: limit of each wait, seconds.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        name: str = "vllm",
+        on_update: OnUpdate = "wait",
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._control = AsyncControl(llm, loop, name, timeout_s)
+        self._workers = llm.vllm_config.parallel_config.world_size
+        self._name = name
+        self._on_update = on_update
+        self._timeout_s = timeout_s
+        self._layouts = LayoutCache({}, timeout_s)
+        self._target: WorkerTarget | None = None
+        self._folder = tempfile.TemporaryDirectory(
+            prefix="trinity-state-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        )
+        self._segments: dict[str, mmap.mmap] = {}
+
+    def take_newest(self, synchronizer: Synchronizer) -> int:
+        """Have the engine take the newest version of a run, from memory or from its checkpoint.
+
+        Args:
+            synchronizer: of the run.
+
+        Returns:
+            The version's step, which is the engine's weight version from now on.
+
+        Raises:
+            RunError: there is no version, or it does not fit the engine. Nothing is generated any more where the
+                engine's weights were touched, until a version is taken whole.
+        """
+        tensors, step = synchronizer.get_model_state_dict()
+        if tensors is None:
+            folder = synchronizer.get_latest_model_path()
+            if folder is None:
+                raise RunError(f"{self._name} cannot take a version: none was published yet, or none can be had here")
+            tensors = _read(Path(folder))
+        self.take(tensors, step)
+        return step
+
+    def take(self, tensors: Mapping[str, torch.Tensor], step: int) -> str:
+        """Have the engine take these weights.
+
+        Args:
+            tensors: all of the model, under the names of ``save_pretrained``; on the CPU.
+            step: what the version is called.
+
+        Returns:
+            The version digest (hex) of what the engine was given.
+
+        Raises:
+            RunError: as of `take_newest`.
+        """
+        shards = [whole(name, from_torch(tensor.dtype), tensor.shape) for name, tensor in tensors.items()]
+        layout = PartLayout.build(_PART, shards, _BUCKET_BYTES)
+        self._layouts.learn(layout)
+        path = self._staged(layout, tensors)
+        info = PartInfo(
+            part=_PART, node=_HERE, path=str(path), nbytes=layout.nbytes, layout=layout.digest, buckets=None
+        )
+        digest = state_digest(tensors, None)
+        lease = Lease(
+            id=0,
+            reader=self._name,
+            version=Version(0, step),
+            slot=0,
+            expires=float("inf"),
+            parts={_PART: info},
+            digest=digest,
+            location=None,
+        )
+        if self._target is None:
+            self._target = self._make_target({shard.name: (shard.dtype, shard.shape) for shard in shards})
+        self._target.check(lease)
+        self._target.take(lease, None, lambda: None)
+        return digest
+
+    def close(self) -> None:
+        """Let the workers go, and give back the memory. The engine goes on with the weights that it has."""
+        if self._target is not None:
+            self._target.close()
+        self._segments.clear()
+        self._folder.cleanup()
+
+    def _staged(self, layout: PartLayout, tensors: Mapping[str, torch.Tensor]) -> Path:
+        path = Path(self._folder.name) / layout.digest
+        if layout.digest not in self._segments:
+            with path.open("wb") as file:
+                file.truncate(max(1, layout.nbytes))
+            self._segments[layout.digest] = map_segment(path, layout.nbytes, writable=True)
+        stage(layout, tensors, self._segments[layout.digest])
+        return path
+
+    def _make_target(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> WorkerTarget:
+        side = ExplorerSide(name=self._name, node=_HERE, agents={}, layouts=self._layouts, timeout_s=self._timeout_s)
+        return WorkerTarget(
+            self._control,
+            workers=self._workers,
+            tensors=shapes,
+            side=side,
+            sync={"_target_": "trinity_sync.sync.memory.MemoryMode"},
+            verify="full",
+            on_update=self._on_update,
+            start_timeout_s=self._timeout_s,
+        )
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    from trinity_sync.checkpoint.reading import open_weights
+
+    weights = open_weights(folder)
+    return {name: weights.read(name) for name in weights}
