@@ -16,7 +16,7 @@ import torch
 from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.backends.saved import meta_model, travelling
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import PREFIX, held_adapter, saved_name
+from trinity_sync.weights.lora import PREFIX, WEIGHTS_FILE, held_adapter, saved_name, target_text
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed, shape_text
 from trinity_sync.weights.tensors import from_torch
@@ -82,7 +82,7 @@ def _adapter(model_config: ModelConfig, config: Any) -> dict[str, torch.Tensor]:
                 get_peft_model(model, copy.deepcopy(config))
     except ValueError as error:
         raise ConfigError(
-            f"model.lora.targets={_shown(config.target_modules)} cannot be had of this model: "
+            f"model.lora.targets={target_text(config.target_modules or ())} cannot be had of this model: "
             f"{' '.join(str(error).split())}; its linear layers are {', '.join(linear)}"
         ) from error
     return held_adapter(model)
@@ -100,7 +100,7 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    file = path / "adapter_model.safetensors"
+    file = path / WEIGHTS_FILE
     try:
         with safe_open(file, "pt") as opened:
             found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -117,7 +117,3 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
                 f"model.lora.path={path} is an adapter for another model: {name.removeprefix(PREFIX)} is "
                 f"{shape_text(found[name])} there, this model wants {shape_text(shape)}"
             )
-
-
-def _shown(targets: Any) -> str:
-    return targets if isinstance(targets, str) else f"[{', '.join(sorted(targets or ()))}]"
