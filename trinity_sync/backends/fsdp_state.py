@@ -209,7 +209,7 @@ def peft_config(module: torch.nn.Module) -> LoraConfig | None:
     return config
 
 
-def adapter_fields(config: LoraConfig) -> dict[str, Any]:
+def adapter_fields(config: LoraConfig) -> dict[str, object]:
     """Return what peft writes into an ``adapter_config.json``, with names in order.
 
     Args:
@@ -217,9 +217,9 @@ def adapter_fields(config: LoraConfig) -> dict[str, Any]:
     """
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        fields: dict[str, Any] = json.loads(Path(folder, CONFIG_FILE).read_text())
-    if isinstance(fields["target_modules"], list):
-        fields["target_modules"].sort()
+        fields: dict[str, object] = json.loads(Path(folder, CONFIG_FILE).read_text())
+    if isinstance(targets := fields["target_modules"], list):
+        targets.sort()
     return fields
 
 

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,9 +21,12 @@ from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed, shape_text
 from trinity_sync.weights.tensors import from_torch
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 
 def adapter_by(
-    model_config: ModelConfig, config: Any, wire_dtype: str, keep_fp32: Sequence[str] | None = None
+    model_config: ModelConfig, config: LoraConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None
 ) -> dict[str, Saved]:
     """Return the tensors that peft's `save_pretrained` would write, by name, in the dtypes in which they travel.
 
@@ -67,7 +70,7 @@ def check_adapter(model_config: ModelConfig, fields: Mapping[str, Any]) -> None:
     )
 
 
-def _adapter(model_config: ModelConfig, config: Any) -> dict[str, torch.Tensor]:
+def _adapter(model_config: ModelConfig, config: LoraConfig) -> dict[str, torch.Tensor]:
     """The adapter's tensors, on the meta device, under the names that the model holds them by."""
     from peft import get_peft_model
 
