@@ -59,7 +59,8 @@ class Exported:
             when the run began; in `tensors` and `bytes`, in no digest.
         missing: such tensors that the folder does not hold any more, or not as they were, and which are not in the
             export.
-        checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none.
+        checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none,
+            and of what was merged.
     """
 
     output: Path
