@@ -17,6 +17,16 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "first_k_dense_replace": 1}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _SHARED = {"shared_expert_intermediate_size": 24}
+OF_DEEPSEEK = _ROUTED | {
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+"""What a DeepSeek-V3 has beside what a plain model has: experts, and heads of their own kind."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": _COMMON,
@@ -33,18 +43,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": _COMMON | _EXPERTS | _SHARED,
     "qwen3_moe": _COMMON | _EXPERTS | {"head_dim": 8},
     "mixtral": _COMMON | _LOCAL,
-    "deepseek_v3": _COMMON
-    | _ROUTED
-    | {
-        "num_key_value_heads": 4,
-        "n_group": 2,
-        "topk_group": 1,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 8,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-    },
+    "deepseek_v3": _COMMON | OF_DEEPSEEK | {"num_key_value_heads": 4},
     "glm4_moe": _COMMON | _ROUTED | {"n_group": 1, "topk_group": 1, "head_dim": 8},
     "gpt_oss": _COMMON | _LOCAL | {"head_dim": 8, "sliding_window": 8},
     "granitemoe": _COMMON | _LOCAL,

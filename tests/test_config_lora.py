@@ -74,7 +74,7 @@ def test_what_peft_saves_of_a_plain_adapter_is_understood(tmp_path: Path) -> Non
         ("model.lora.alpha=16", "model.lora.alpha is 16, the adapter at model.lora.path has 32"),
         (
             "model.lora.targets=[q_proj]",
-            "model.lora.targets is q_proj, the adapter at model.lora.path is for q_proj, v_",
+            "model.lora.targets is [q_proj], the adapter at model.lora.path is for [q_proj, v_",
         ),
     ],
 )

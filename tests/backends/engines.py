@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.families import OF_DEEPSEEK
+
 PLATFORM = {
     "VERL_PLATFORM": "cpu",
     "VERL_USE_EXTERNAL_MODULES": "trinity_sync.backends.cpu_platform",
@@ -37,17 +39,7 @@ SIZES = {
 DEEPSEEK = {
     **{name: value for name, value in SIZES.items() if name != "head_dim"},
     "num_key_value_heads": 2,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "first_k_dense_replace": 1,
+    **OF_DEEPSEEK,
 }
 
 KEPT = "e_score_correction_bias"

@@ -171,6 +171,21 @@ def test_a_base_with_tensors_in_fp32_and_draft_heads_is_known_again(tmp_path: Pa
     assert done.digest == state_digest(exported, wire)
 
 
+def test_nothing_of_a_base_is_left_out_where_no_manifest_knows_it(tmp_path: Path, base: Path) -> None:
+    """As verl leaves an adapter."""
+    step = committed(tmp_path, base)
+    (step / "manifest.json").unlink()
+    tensors, draft = load_file(base / "model.safetensors"), "model.layers.9.eh_proj.weight"
+    tied = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file({**tensors, **tied, draft: torch.ones(2, 3)}, base / "model.safetensors", metadata={"format": "pt"})
+    export_checkpoint(step, tmp_path / "out", form="merged", base=base)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {*tensors, draft}
+    del tensors[KEPT]
+    save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(WeightsError, match=r"is no whole \w+, which .* describes: it has no model\.norm\.weight"):
+        export_checkpoint(step, tmp_path / "less", form="merged", base=base)
+
+
 def test_a_base_whose_folder_has_a_tied_tensor_twice_is_known_again(tmp_path: Path, base: Path) -> None:
     step = committed(tmp_path, base)
     export_checkpoint(step, tmp_path / "once", form="merged")
@@ -261,6 +276,8 @@ def test_the_commands_tell_of_the_base(tmp_path: Path, base: Path, capsys: pytes
     assert "equal" in capsys.readouterr().out
     assert main(["ckpt", "diff", str(base), str(step)]) == 2
     assert f"{step} holds a LoRA adapter and {base} whole weights" in capsys.readouterr().err
+    assert main(["ckpt", "export", str(step), "--merged", "--output", str(tmp_path / "out")]) == 0
+    assert "compare" not in capsys.readouterr().out, "the manifest's digests were compared with"
 
 
 def test_a_manifest_keeps_its_base_and_others_have_none() -> None:

@@ -55,7 +55,7 @@ def test_another_rank_alpha_and_other_targets_are_refused_by_name(tmp_path: Path
         check_adapter(tmp_path, 8, 8, None)
     with pytest.raises(ConfigError, match=r"an adapter with alpha 8, this run asks for model\.lora\.alpha=16"):
         check_adapter(tmp_path, 4, 16, None)
-    with pytest.raises(ConfigError, match=r"for q_proj, v_proj, this run asks for model\.lora\.targets=q_proj"):
+    with pytest.raises(ConfigError, match=r"for \[q_proj, v_proj\], this run asks for model\.lora\.targets=\[q_proj\]"):
         check_adapter(tmp_path, 4, 8, ["q_proj"])
     path.write_text(json.dumps({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True}))
     check_adapter(tmp_path, 4, 8, None, rslora=True)

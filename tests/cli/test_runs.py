@@ -185,6 +185,10 @@ def test_a_folder_that_another_run_is_about_to_begin_in_is_left_alone(
             "model.architecture.hidden_sise=3",
             r".*did you mean hidden_size\?\); to add a key of your own, write \+model",
         ),
+        (
+            "model.architecture=null model.architecture.x=3",
+            r"model\.architecture\.x cannot be set: model\.architecture is",
+        ),
         ("trainer", "Error parsing override 'trainer' .* write key=value"),
         ("trainer.steps=1,2", "Ambiguous value .* add --multirun"),
         ("model=null", "a group cannot be null; choose one of its options"),

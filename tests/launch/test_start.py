@@ -89,7 +89,7 @@ LORA = ("backend.ranks=2", "model.lora.rank=4")
         (0, LORA, r"is a checkpoint of a whole model, this run trains a LoRA adapter \(model.lora\)"),
         (8, LORA, "holds an adapter of rank 8, this run asks for model.lora.rank=4"),
         (4, (*LORA, "model.lora.alpha=64"), "holds an adapter with alpha 16, this run asks for model.lora.alpha=64"),
-        (4, (*LORA, "model.lora.targets=[q_proj]"), "for q_proj, v_proj, this run asks for .*targets=q_proj"),
+        (4, (*LORA, "model.lora.targets=[q_proj]"), r"for \[q_proj, v_proj\], this run asks for .*targets=\[q_proj\]"),
     ],
 )
 def test_a_run_goes_on_with_what_it_trains(

@@ -47,10 +47,10 @@ def held(model: torch.nn.Module, share: tuple[float, float], keep: list[str] | N
 
 def test_the_digest_is_that_of_a_version_of_it(model: torch.nn.Module, folder: Path) -> None:
     wire = Wire("BF16", frozenset([KEPT]))
-    found = check_held(str(folder), held(model, (0.0, 1.0), [KEPT]), "BF16", told=True)
+    found = check_held(folder, held(model, (0.0, 1.0), [KEPT]), "BF16", told=True)
     assert found == (state_digest(saved_tensors(model), wire), wire)
     assert found.digest != state_digest(saved_tensors(model), "BF16")
-    assert check_held(str(folder), held(model, (0.0, 0.5)), "BF16", told=False) is None
+    assert check_held(folder, held(model, (0.0, 0.5)), "BF16", told=False) is None
 
 
 def test_each_tensor_is_read_once_and_by_who_tells_no_digest_only_what_it_holds(
@@ -60,10 +60,10 @@ def test_each_tensor_is_read_once_and_by_who_tells_no_digest_only_what_it_holds(
     plainly = Weights.read
     monkeypatch.setattr(Weights, "read", lambda self, name: read.append(name) or plainly(self, name))
     base = held(model, (0.0, 0.5))
-    check_held(str(folder), base, "BF16", told=True)
+    check_held(folder, base, "BF16", told=True)
     assert sorted(read) == sorted(base.saved)
     read.clear()
-    check_held(str(folder), base._replace(shards=base.shards[:3]), "BF16", told=False)
+    check_held(folder, base._replace(shards=base.shards[:3]), "BF16", told=False)
     assert sorted(read) == sorted(shard.name for shard in base.shards[:3])
 
 
@@ -73,7 +73,7 @@ def test_a_rank_s_share_is_told_from_another_one(
     model: torch.nn.Module, folder: Path, share: list[float], data: st.DataObject
 ) -> None:
     base = held(model, (share[0], share[1]))
-    whole = BaseModel(str(folder), base.saved)
+    whole = BaseModel(folder, base.saved)
     whole.check(base.shards, base.sources)
     some = [name for name, tensor in base.sources.items() if tensor.numel()]
     if not some:
@@ -87,8 +87,8 @@ def test_a_rank_s_share_is_told_from_another_one(
 def test_a_folder_of_another_model_is_refused(model: torch.nn.Module, folder: Path, tmp_path: Path) -> None:
     base = held(model, (0.0, 1.0))
     with pytest.raises(ConfigError, match="the folder has no tensor of that name"):
-        BaseModel(str(folder), {**base.saved, "more.weight": base.saved[KEPT]})
+        BaseModel(folder, {**base.saved, "more.weight": base.saved[KEPT]})
     with pytest.raises(ConfigError, match=r"model.norm.weight of \[3\], the folder has it as"):
-        BaseModel(str(folder), {KEPT: base.saved[KEPT]._replace(shape=(3,))})
+        BaseModel(folder, {KEPT: base.saved[KEPT]._replace(shape=(3,))})
     with pytest.raises(ConfigError, match=r"the base of an adapter is read from its folder: .*holds no weights"):
-        BaseModel(str(tmp_path), base.saved)
+        BaseModel(tmp_path, base.saved)

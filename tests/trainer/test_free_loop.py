@@ -46,7 +46,7 @@ class World:
         self.error: BaseException | None = None
         self.unpublishable: int | None = None
         self.dies_in: int | None = None
-        self.losses: dict[int, float] = {}
+        self.losses: dict[int, float | None] = {}
         self.given_up: str | None = None
         self.refused: str | None = None
         self.lines: list[dict[str, Any]] = []
@@ -62,7 +62,8 @@ class World:
             self.sealing.set()
         if step == self.dies_in:
             raise RunError("trainer rank 0 died")
-        return [{"loss": self.losses.get(step, 0.5)}]
+        loss = self.losses.get(step, 0.5)
+        return [{}, {"pg_loss": 0.0} if loss is None else {"loss": loss}]
 
     def do_stage(self, version: Version, slot: int, lazily: bool) -> list[float]:
         assert lazily
@@ -253,6 +254,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_of_its_step_is_publi
     assert max(world.published_steps) == 2
     assert [line["step"] for line in world.lines] == [1, 2]
     assert world.happened[-1] == "close"
+
+
+def test_a_loss_that_nobody_gives_ends_the_run() -> None:
+    world = World()
+    world.losses = {2: None}
+    with pytest.raises(RunError, match=r"^the loss of step 2 is missing from the ranks' metrics; "):
+        world.loop().run()
+    assert world.times("train") == [1, 2]
 
 
 def test_a_run_that_fails_leaves_no_publication_on_its_way() -> None:

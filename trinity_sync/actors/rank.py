@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
@@ -61,7 +61,7 @@ class RankInfo:
     pid: int
     saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
     base: Digested | None = None
-    adapter: dict[str, Any] | None = None
+    adapter: Mapping[str, object] | None = None
     left_out: Untrained | None = None
 
 

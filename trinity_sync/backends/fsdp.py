@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -95,7 +95,7 @@ class FsdpBackend:
         held = self._base(keep=False)
         return HeldBase(self._whole, held.shards(), held.now())
 
-    def adapter_config(self) -> dict[str, Any]:
+    def adapter_config(self) -> dict[str, object]:
         """Return what an ``adapter_config.json`` says of the adapter, of an engine that trains one."""
         assert self._adapter is not None
         return adapter_fields(self._adapter)

@@ -43,7 +43,7 @@ from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
 from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import RunError
-from trinity_sync.weights.lora import is_adapter
+from trinity_sync.weights.lora import CONFIG_FILE, is_adapter
 from trinity_sync.weights.shards import listed
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def peft_config(module: torch.nn.Module) -> LoraConfig | None:
     return config
 
 
-def adapter_fields(config: LoraConfig) -> dict[str, Any]:
+def adapter_fields(config: LoraConfig) -> dict[str, object]:
     """Return what peft writes into an ``adapter_config.json``, with names in order.
 
     Args:
@@ -217,9 +217,9 @@ def adapter_fields(config: LoraConfig) -> dict[str, Any]:
     """
     with TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        fields: dict[str, Any] = json.loads(Path(folder, "adapter_config.json").read_text())
-    if isinstance(fields["target_modules"], list):
-        fields["target_modules"].sort()
+        fields: dict[str, object] = json.loads(Path(folder, CONFIG_FILE).read_text())
+    if isinstance(targets := fields["target_modules"], list):
+        targets.sort()
     return fields
 
 
@@ -230,7 +230,7 @@ def write_adapter_config(config: LoraConfig, folder: Path) -> list[Path]:
         config: peft's.
         folder: the checkpoint's ``actor``.
     """
-    own, note = folder / "adapter_config.json", folder / "lora_train_meta.json"
+    own, note = folder / CONFIG_FILE, folder / "lora_train_meta.json"
     own.write_text(json.dumps(adapter_fields(config), indent=2, sort_keys=True))
     task = getattr(config.task_type, "value", config.task_type) or "CAUSAL_LM"
     note.write_text(json.dumps({"r": config.r, "lora_alpha": config.lora_alpha, "task_type": str(task)}, indent=4))

@@ -9,21 +9,24 @@ import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.backends.saved import meta_model, travelling
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import PREFIX, held_adapter, saved_name
+from trinity_sync.weights.lora import PREFIX, WEIGHTS_FILE, held_adapter, saved_name, target_text
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed, shape_text
 from trinity_sync.weights.tensors import from_torch
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 
 def adapter_by(
-    model_config: ModelConfig, config: Any, wire_dtype: str, keep_fp32: Sequence[str] | None = None
+    model_config: ModelConfig, config: LoraConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None
 ) -> dict[str, Saved]:
     """Return the tensors that peft's `save_pretrained` would write, by name, in the dtypes in which they travel.
 
@@ -67,7 +70,7 @@ def check_adapter(model_config: ModelConfig, fields: Mapping[str, Any]) -> None:
     )
 
 
-def _adapter(model_config: ModelConfig, config: Any) -> dict[str, torch.Tensor]:
+def _adapter(model_config: ModelConfig, config: LoraConfig) -> dict[str, torch.Tensor]:
     """The adapter's tensors, on the meta device, under the names that the model holds them by."""
     from peft import get_peft_model
 
@@ -82,7 +85,7 @@ def _adapter(model_config: ModelConfig, config: Any) -> dict[str, torch.Tensor]:
                 get_peft_model(model, copy.deepcopy(config))
     except ValueError as error:
         raise ConfigError(
-            f"model.lora.targets={_shown(config.target_modules)} cannot be had of this model: "
+            f"model.lora.targets={target_text(config.target_modules or ())} cannot be had of this model: "
             f"{' '.join(str(error).split())}; its linear layers are {', '.join(linear)}"
         ) from error
     return held_adapter(model)
@@ -100,7 +103,7 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
     """
     from safetensors import SafetensorError, safe_open
 
-    file = path / "adapter_model.safetensors"
+    file = path / WEIGHTS_FILE
     try:
         with safe_open(file, "pt") as opened:
             found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -117,7 +120,3 @@ def check_shapes(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
                 f"model.lora.path={path} is an adapter for another model: {name.removeprefix(PREFIX)} is "
                 f"{shape_text(found[name])} there, this model wants {shape_text(shape)}"
             )
-
-
-def _shown(targets: Any) -> str:
-    return targets if isinstance(targets, str) else f"[{', '.join(sorted(targets or ()))}]"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from trinity_sync.backends.engines import ModelConfig
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.hub import local_folder
 from trinity_sync.models.model_folder import left_out
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.tensors import saved_list
@@ -40,18 +40,18 @@ def saved_by(model_config: ModelConfig, wire_dtype: str, keep_fp32: Sequence[str
     return on_the_wire(meta_model(model_config), wire_dtype, keep_fp32)
 
 
-def left_out_by(model_config: ModelConfig) -> tuple[str, ...]:
+def left_out_by(model_config: ModelConfig, folder: Path) -> tuple[str, ...]:
     """Return names of the tensors of the model's folder that the engine leaves out; see `left_out`.
 
     Args:
         model_config: the model config of verl's engine, which need not be initialised.
+        folder: the model's.
 
     Raises:
-        ConfigError: there is no such folder, or it lacks some of the model's tensors or has some that belong to
-            nothing.
+        ConfigError: the folder lacks some of the model's tensors or has some that belong to nothing.
     """
     model = meta_model(model_config)
-    return left_out(local_folder(model_config.local_path), model, saved_list(model))
+    return left_out(folder, model, saved_list(model))
 
 
 def meta_model(model_config: ModelConfig) -> PreTrainedModel:

@@ -23,13 +23,14 @@ from trinity_sync.checkpoint.export_checks import check_digest, open_base, open_
 from trinity_sync.checkpoint.hf_files import by_width, nbytes, plan_files, write_file, write_index
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.manifest_fields import BASE_NOTE
-from trinity_sync.checkpoint.places import ADAPTER, ADAPTER_CONFIG, check_free
+from trinity_sync.checkpoint.places import check_free
 from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.hugging_face import CONFIG, INDEX, Stored
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.dtypes import is_floating
+from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE
 from trinity_sync.weights.tensors import digest_entry, to_torch
 from trinity_sync.weights.wire import Wire
 
@@ -58,7 +59,8 @@ class Exported:
             when the run began; in `tensors` and `bytes`, in no digest.
         missing: such tensors that the folder does not hold any more, or not as they were, and which are not in the
             export.
-        checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none.
+        checked: the manifest's digest, which the weights were found to have in wire dtype; None where there is none,
+            and of what was merged.
     """
 
     output: Path
@@ -129,7 +131,7 @@ def export_checkpoint(
             f"no {CONFIG} of the model was found in or beside {folder}; name the folder of the model that was trained"
         )
     if weights.adapter and weights.adapter_config is None:
-        raise ConfigError(f"no {ADAPTER_CONFIG} was found in or beside {folder}, without which peft cannot load it")
+        raise ConfigError(f"no {CONFIG_FILE} was found in or beside {folder}, without which peft cannot load it")
     wire = _wire(opened, weights)
     target = Wire(DTYPES[dtype], wire.keep_fp32 if DTYPES[dtype] else frozenset())
     infos = {name: TensorInfo(target.of(name, weights.info(name).dtype), weights.info(name).shape) for name in weights}
@@ -138,7 +140,7 @@ def export_checkpoint(
     beside, missing = open_left_out(told, base)
     infos |= {name: source.info for name, source in beside.items()}
     # peft reads one file
-    files = {ADAPTER: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
+    files = {WEIGHTS_FILE: by_width(infos)} if weights.adapter else plan_files(infos, max_shard_bytes)
     output = output.absolute()
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -187,7 +189,7 @@ def _write_adapter_config(weights: Weights, folder: Path) -> None:
     if weights.manifest is not None and weights.manifest.base is not None:
         body["base_model_name_or_path"] = weights.manifest.base.path
     body["inference_mode"] = True
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_weights(

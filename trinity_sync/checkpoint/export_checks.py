@@ -10,12 +10,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trinity_sync.checkpoint.manifest_fields import Base
-from trinity_sync.checkpoint.reading import Weights, open_weights
+from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.hugging_face import Stored, is_hugging_face, open_hugging_face
 from trinity_sync.checkpoint.reading.saved_form import made_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.decisions import LeftOut
 from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import digest_entry, saved_list
 from trinity_sync.weights.wire import Wire, kept_names
 from trinity_sync.weights.wire_cast import kept_by_class
@@ -70,7 +71,8 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
 
 
 def open_base(adapter: Weights, given: Path | None) -> Weights:
-    """Open the base of an adapter, without draft heads; its manifest tells it apart from any other model.
+    """Open the base of an adapter, without draft heads that its manifest knows of; that tells it apart from any other
+    model. Of an adapter without such a manifest, as verl's, all that is in the base's folder is opened.
 
     Args:
         adapter: of a checkpoint.
@@ -78,6 +80,7 @@ def open_base(adapter: Weights, given: Path | None) -> Weights:
 
     Raises:
         ConfigError: it is not there.
+        WeightsError: nothing tells the base apart, and the folder lacks tensors of its model.
         RunError: the adapter or the base is not what was committed, and what is in its place.
     """
     check_digest(adapter, adapter.digest(wires_of(adapter)[0]))
@@ -90,10 +93,12 @@ def open_base(adapter: Weights, given: Path | None) -> Weights:
         raise ConfigError(
             f"{adapter.folder} is to be merged into its base{digest}, but {what}; name it with --base DIR"
         )
+    opened = open_weights(place)
+    if known is None:
+        return _whole(opened)
     told = manifest.left_out if manifest is not None else None
-    opened = _saved(open_weights(place)).without(told["names"] if told is not None else ())
-    if known is not None:
-        _check_base(adapter, opened, known)
+    opened = _saved(opened).without(told["names"] if told is not None else ())
+    _check_base(adapter, opened, known)
     return opened
 
 
@@ -111,6 +116,21 @@ def _saved(weights: Weights) -> Weights:
     """Leave out what `save_pretrained` would not write of the model, such as the second name of tied tensors."""
     model = made_of(weights.config) if weights.config is not None else None
     return weights if model is None else weights.without(set(weights) - saved_list(model).keys())
+
+
+def _whole(weights: Weights) -> Weights:
+    """Leave out second names of tied tensors, and nothing else: draft heads stay."""
+    model = made_of(weights.config) if weights.config is not None else None
+    if model is None:
+        return weights
+    saved = saved_list(model).keys()
+    absent = sorted(saved - set(weights))
+    if absent:
+        raise WeightsError(
+            f"{weights.folder} is no whole {type(model).__name__}, which its config.json describes: it has no "
+            f"{listed(absent)}; save the model with save_pretrained of this transformers, and name that folder"
+        )
+    return weights.without(model.state_dict().keys() - saved)
 
 
 def digest_left_out(tensors: Mapping[str, Stored], names: Iterable[str]) -> str:

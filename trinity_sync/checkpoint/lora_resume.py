@@ -12,9 +12,8 @@ from pathlib import Path
 
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.checkpoint.manifest_fields import BASE_NOTE, Base
-from trinity_sync.checkpoint.places import ADAPTER, ADAPTER_CONFIG
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import target_names
+from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE, target_names, target_text
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.wire import Wire
 
@@ -56,7 +55,7 @@ def check_adapter(
     Raises:
         ConfigError: it has others, or nothing tells.
     """
-    path = folder / "actor" / ADAPTER_CONFIG
+    path = folder / "actor" / CONFIG_FILE
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
         found, counted, modules = int(saved["r"]), float(saved["lora_alpha"]), target_names(saved["target_modules"])
@@ -76,8 +75,8 @@ def check_adapter(
         )
     if targets is not None and modules != target_names(targets):
         raise ConfigError(
-            f"{folder} holds an adapter for {', '.join(modules)}, this run asks for "
-            f"model.lora.targets={', '.join(target_names(targets))}"
+            f"{folder} holds an adapter for {target_text(saved['target_modules'])}, this run asks for "
+            f"model.lora.targets={target_text(targets)}"
         )
 
 
@@ -92,7 +91,7 @@ def noted_base(folder: Path) -> Base | None:
     """
     from safetensors import SafetensorError, safe_open
 
-    path = folder / ADAPTER
+    path = folder / WEIGHTS_FILE
     try:
         with safe_open(path, "np") as opened:
             note = (opened.metadata() or {}).get(BASE_NOTE)

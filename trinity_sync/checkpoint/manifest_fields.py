@@ -30,7 +30,7 @@ class Base:
     path: str
     what: str = "lora"
     wire: Wire | None = None
-    adapter: Mapping[str, Any] | None = None
+    adapter: Mapping[str, object] | None = None
 
     @classmethod
     def from_json(cls, body: Mapping[str, Any]) -> Base:
@@ -48,9 +48,9 @@ class Base:
             raise ValueError(f"the adapter on its base is {adapter!r}")
         return cls(body["digest"], body["path"], body["what"], wire, adapter)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the object in the manifest."""
-        body: dict[str, Any] = {"digest": self.digest, "path": self.path, "what": self.what}
+        body: dict[str, object] = {"digest": self.digest, "path": self.path, "what": self.what}
         if self.wire is not None:
             body["wire"] = self.wire.to_json()
         return body if self.adapter is None else body | {"adapter": dict(self.adapter)}

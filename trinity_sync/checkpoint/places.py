@@ -6,10 +6,9 @@ from pathlib import Path
 
 from trinity_sync.checkpoint.layout import STEP_PREFIX, VERSIONS, step_of
 from trinity_sync.errors import ConfigError
+from trinity_sync.weights import lora
 
 _CONFIG = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER = "adapter_model.safetensors"
 
 
 def weights_folder(folder: Path) -> Path:
@@ -36,7 +35,7 @@ def find_adapter_config(folder: Path) -> Path | None:
     """Find the ``adapter_config.json`` of a LoRA adapter: its own, or that of the nearest other step."""
     place = weights_folder(folder).absolute()
     candidates = [place, *_others(place)[1]]
-    return next((path / ADAPTER_CONFIG for path in candidates if (path / ADAPTER_CONFIG).is_file()), None)
+    return next((path / lora.CONFIG_FILE for path in candidates if (path / lora.CONFIG_FILE).is_file()), None)
 
 
 def _others(place: Path) -> tuple[Path | None, list[Path]]:

@@ -18,7 +18,7 @@ from trinity_sync import config
 from trinity_sync.errors import ConfigError
 from trinity_sync.launch.app import explain
 
-_WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError)
+_WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError)
 """What composing settings that are wrong raises."""
 
 

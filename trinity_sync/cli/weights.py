@@ -130,7 +130,8 @@ def _export(options: argparse.Namespace) -> int:
         f"{units.plural(done.tensors, 'tensor')}, {units.size(done.bytes)} in {units.plural(len(done.files), 'file')}"
     )
     print(f"{done.source} ({done.format})\n-> {done.output}: {amount}, {', '.join(done.dtypes)}")
-    print(f"digest {done.digest}{_checked(done.digest, done.checked)}")
+    # the manifest's is of the adapter alone; that and the base's are seen to before they are merged
+    print(f"digest {done.digest}{'' if options.merged else _checked(done.digest, done.checked)}")
     if done.left_out:
         print(f"with {units.plural(len(done.left_out), 'tensor')} of the model's folder that were not trained")
     if done.missing:

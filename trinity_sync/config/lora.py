@@ -5,7 +5,7 @@ adapter is gone on from, its ``adapter_config.json``.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,10 @@ from omegaconf import ListConfig
 from trinity_sync.config.problems import Get, Problem
 from trinity_sync.config.schema import Config, LoraConfig
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.lora import ALL_LINEAR, not_plain, target_names
+from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE, WEIGHTS_FILE, not_plain, target_names, target_text
 
 ALPHA = 16
 """Of a new adapter, where `model.lora.alpha` is null: verl's default."""
-
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,8 @@ def adapter_of(lora: LoraConfig) -> Adapter | None:
         raise ConfigError(f"model.lora.alpha is {lora.alpha}, the adapter at model.lora.path has {alpha}; leave it out")
     if lora.targets is not None and target_names(lora.targets) != target_names(targets):
         raise ConfigError(
-            f"model.lora.targets is {_shown(lora.targets)}, the adapter at model.lora.path is for "
-            f"{_shown(targets)}; leave it out"
+            f"model.lora.targets is {target_text(lora.targets)}, the adapter at model.lora.path is for "
+            f"{target_text(targets)}; leave it out"
         )
     return found
 
@@ -125,18 +123,18 @@ def check_lora(get: Get) -> Iterator[Problem]:
 def _read(path: str) -> Adapter:
     """The adapter in a folder."""
     folder = Path(path)
-    for name in _FILES:
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / name).is_file():
             raise ConfigError(f"model.lora.path is {path}, where there is no {name}; name a folder that peft saved")
-    file = folder / _FILES[0]
+    file = folder / CONFIG_FILE
     try:
         body: Any = json.loads(file.read_text(encoding="utf-8"))
         kind, rank, alpha, targets = (body[key] for key in ("peft_type", "r", "lora_alpha", "target_modules"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.lora.path is {path}, whose {_FILES[0]} cannot be used: {error!r}") from error
+        raise ConfigError(f"model.lora.path is {path}, whose {CONFIG_FILE} cannot be used: {error!r}") from error
     if kind != "LORA" or not all(type(one) is int and one > 0 for one in (rank, alpha)) or not targets:
         raise ConfigError(
-            f"model.lora.path is {path}, whose {_FILES[0]} is of no LoRA adapter: peft_type {kind}, r {rank}, "
+            f"model.lora.path is {path}, whose {CONFIG_FILE} is of no LoRA adapter: peft_type {kind}, r {rank}, "
             f"lora_alpha {alpha}, target_modules {targets}"
         )
     if odd := not_plain(body):
@@ -146,7 +144,3 @@ def _read(path: str) -> Adapter:
 
 def _named(targets: Any) -> str | tuple[str, ...]:
     return targets if isinstance(targets, str) else tuple(targets)
-
-
-def _shown(targets: str | Iterable[str]) -> str:
-    return ", ".join(target_names(targets))

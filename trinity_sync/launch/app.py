@@ -206,7 +206,7 @@ class RunHooks(Callback):
         """Refuse a sweep that would write over a run, or has a job that cannot run, before anything is written."""
         try:
             problem = sweep_problem(config)
-        except HydraException as error:
+        except (HydraException, AssertionError) as error:
             problem = explain(error)
         except OmegaConfBaseException:
             problem = None  # as above; or it can be named only where the job will run
@@ -339,11 +339,23 @@ def explain(error: Exception) -> str:
         return f"{where}{named[1]} is {wrong[1] or 'empty'}; must be {_KINDS.get(wrong[2], wrong[2])}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}; choose a folder that can be written, hydra.run.dir=..."
+    if isinstance(error, AssertionError) and (below := _below_null(error)):
+        return f"{below[0]} cannot be set: {below[1]} is null; give all of it, {below[1]}={{...}}, or leave it out"
     lines = [line.strip() for line in text.split("Config search path:")[0].splitlines()]
     told = " ".join(line for line in lines if line and not line.startswith(("reference_type=", "object_type=")))
     if "Config group override must be" in told:
         return "a group cannot be null; choose one of its options, group=option, or for a list of options group=[]"
     return told if isinstance(error, HydraException | OmegaConfBaseException) else f"{told} ({type(error).__name__})"
+
+
+def _below_null(error: AssertionError) -> tuple[str, str] | None:
+    """The key that was to be set, and the one above it that is null. OmegaConf has no error of its own for that."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is OmegaConf.update.__code__:
+            key, cfg = frame.f_locals["key"], frame.f_locals["cfg"]
+            above = [key[: dot.start()] for dot in re.finditer(r"\.", key)]
+            return next(((key, parent) for parent in above if OmegaConf.select(cfg, parent) is None), None)
+    return None
 
 
 def _explain_missing_option(error: MissingConfigException) -> str:

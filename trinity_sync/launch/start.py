@@ -50,7 +50,7 @@ class Start:
         return self.resumed and self.folder is not None and self.folder.parent == self.checkpoints
 
     def taken_weights(self, model_folder: Path) -> Path:
-        """Where the weights of another engine's checkpoint lie while the run starts, in Hugging Face format."""
+        """Where the weights of another engine's checkpoint lie, in Hugging Face format, with which the run begins."""
         return model_folder.with_name(f"model-of-step-{self.step}")
 
     @classmethod

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import ALL_LINEAR, PREFIX, saved_name
@@ -44,7 +44,7 @@ _PUBLISHED = Path(__file__).parent / "published"
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
-def read_shapes(shapes: str) -> dict[str, Any]:
+def read_shapes(shapes: str) -> dict[str, object]:
     """Read the fields of a model's config.
 
     Args:
@@ -69,7 +69,7 @@ def read_shapes(shapes: str) -> dict[str, Any]:
     return fields
 
 
-def cut(fields: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def cut(fields: Mapping[str, object], layers: int | None) -> tuple[dict[str, object], dict[str, object]]:
     """Complete the fields of a config, and cut it to its first layers.
 
     Args:
@@ -103,7 +103,7 @@ def cut(fields: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], 
             f"model.shapes: {model_type} is made of several models; give the config of its language model alone, "
             "which stands under text_config"
         )
-    whole: dict[str, Any] = config.to_dict()
+    whole: dict[str, object] = config.to_dict()
     # whoever reads a checkpoint goes by these
     whole["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
     whole.pop("quantization_config", None)
@@ -122,7 +122,7 @@ def cut(fields: Mapping[str, Any], layers: int | None) -> tuple[dict[str, Any], 
     return whole, {**left, key: layers}
 
 
-def saved_shapes(fields: Mapping[str, Any], lora: LoraShape | None = None) -> dict[str, Saved]:
+def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) -> dict[str, Saved]:
     """What `save_pretrained` of a model with these fields would write, by name; or of an adapter for it.
 
     Args:
@@ -192,7 +192,7 @@ def empty_model(folder: Path, dtype: torch.dtype | None, device: str) -> PreTrai
     return _made(_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))), device, dtype)
 
 
-def check_made_of(folder: Path, engine: Mapping[str, Any]) -> None:
+def check_made_of(folder: Path, engine: Mapping[str, object]) -> None:
     """Check that a model is the one that is asked for: a run that goes on has its own already.
 
     Args:
@@ -229,7 +229,7 @@ def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
     return sums
 
 
-def _config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+def _config(fields: Mapping[str, object]) -> PreTrainedConfig:
     from transformers import CONFIG_MAPPING
 
     config: PreTrainedConfig = CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))

@@ -6,6 +6,7 @@ Its digest tells it apart, and each rank sees for itself at start that what it h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,6 @@ from trinity_sync.actors.rank import Digested
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.hub import local_folder
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard, listed, matrix_view
@@ -25,23 +25,23 @@ class BaseModel:
     """The base as it lies in its folder.
 
     Args:
-        model_path: the folder, or a hub id whose files have been fetched.
+        folder: in Hugging Face format.
         saved: the tensors that it has to have, in the dtypes in which a version of it would travel.
 
     Raises:
         ConfigError: it cannot be read, or has others.
     """
 
-    def __init__(self, model_path: str, saved: Mapping[str, Saved]) -> None:
-        self._path = model_path
+    def __init__(self, folder: Path, saved: Mapping[str, Saved]) -> None:
+        self._folder = folder
         self._saved = saved
-        self._weights = _opened(model_path)
+        self._weights = _opened(folder)
         for name, tensor in saved.items():
             found = self._weights.info(name).shape if name in self._weights else None
             if found != tensor.shape:
                 has = f"has it as {list(found)}" if found is not None else "has no tensor of that name"
                 raise ConfigError(
-                    f"model.path={model_path}: the base of the adapter has {name} of {list(tensor.shape)}, the folder "
+                    f"model.path={folder}: the base of the adapter has {name} of {list(tensor.shape)}, the folder "
                     f"{has}; save the model with save_pretrained of this transformers, and name that folder"
                 )
 
@@ -75,8 +75,8 @@ class BaseModel:
                 entries.append(digest_entry(name, tensor, saved.dtype))
         if odd:
             raise ConfigError(
-                f"model.path={self._path}: what the trainer holds of the adapter's base is not what the folder has in "
-                f"{listed(sorted(odd))}, so explorers, which read the folder, would work upon another base; was it "
+                f"model.path={self._folder}: what the trainer holds of the adapter's base is not what the folder has "
+                f"in {listed(sorted(odd))}, so explorers, which read the folder, would work upon another base; was it "
                 "changed while the run started, or does backend.master_dtype round more than sync.wire_dtype?"
             )
         return version_digest(entries) if digested else None
@@ -85,14 +85,14 @@ class BaseModel:
         try:
             return self._weights.read(name)
         except WeightsError as error:
-            raise ConfigError(f"model.path={self._path}: {error}") from error
+            raise ConfigError(f"model.path={self._folder}: {error}") from error
 
 
-def check_held(model_path: str, base: HeldBase, wire_dtype: str, *, told: bool) -> Digested | None:
+def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, told: bool) -> Digested | None:
     """Check a rank's part of the base against the folder. Not collective.
 
     Args:
-        model_path: see `BaseModel`.
+        folder: see `BaseModel`.
         base: what the rank holds.
         wire_dtype: in which floating tensors travel, as safetensors names it.
         told: this rank is to compute the digest.
@@ -103,18 +103,16 @@ def check_held(model_path: str, base: HeldBase, wire_dtype: str, *, told: bool) 
     Raises:
         ConfigError: the folder cannot be read, or is of another model.
     """
-    digest = BaseModel(model_path, base.saved).check(base.shards, base.sources, digested=told)
+    digest = BaseModel(folder, base.saved).check(base.shards, base.sources, digested=told)
     wire = Wire.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})
     return None if digest is None else Digested(digest, wire)
 
 
-def _opened(model_path: str) -> Weights:
+def _opened(folder: Path) -> Weights:
     try:
-        return open_weights(local_folder(model_path))
+        return open_weights(folder)
     except (WeightsError, OSError) as error:
-        raise ConfigError(
-            f"model.path={model_path}: the base of an adapter is read from its folder: {error}"
-        ) from error
+        raise ConfigError(f"model.path={folder}: the base of an adapter is read from its folder: {error}") from error
 
 
 def _has(tensor: torch.Tensor, shard: Shard, held: torch.Tensor) -> bool:

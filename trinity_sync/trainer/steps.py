@@ -125,19 +125,21 @@ class Steps:
         self._log = log
 
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
-        """Have all ranks train on a batch; return their metrics.
+        """Have all ranks train on a batch; return their metrics, with a `loss` where the batch has something to learn.
 
         Raises:
-            RunError: the loss is not finite.
+            RunError: the loss is not finite, or missing.
         """
         interrupts.check()
         shared = ray.put(batch)
         results = self._trainer.all(
             lambda rank: rank.train_step(step, shared, advantages), self._settings.step_timeout_s
         )
-        metrics = next(filter(None, results))  # with pipeline stages only ranks of the last one have some
-        if not np.isfinite(metrics.get("loss", 0.0)):
-            raise RunError(f"the loss of step {step} is {metrics['loss']}; the newest checkpoint is unharmed")
+        metrics = next(filter(None, results), {})  # with pipeline stages only ranks of the last one have some
+        loss = metrics.get("loss")
+        if len(batch) and (loss is None or not np.isfinite(loss)):
+            found = "missing from the ranks' metrics" if loss is None else loss
+            raise RunError(f"the loss of step {step} is {found}; the newest checkpoint is unharmed")
         return metrics
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:

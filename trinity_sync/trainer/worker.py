@@ -65,7 +65,8 @@ class TrinityWorker(Member, TrainingWorker):
         """
         check_attention(self.engine.model_config.hf_config, self._spec.attn_implementation)
         check_causal(self.engine.model_config)
-        left_out = left_out_by(self.engine.model_config)  # on each rank, so that all of them refuse
+        folder = local_folder(self._spec.model_path)
+        left_out = left_out_by(self.engine.model_config, folder)  # on each rank, so that all of them refuse
         if self._spec.lora:
             check_adapter(self.model_config, self._spec.lora)
         torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks
@@ -79,10 +80,9 @@ class TrinityWorker(Member, TrainingWorker):
         view = self._spec.backend.view(self.engine, self._spec.wire_dtype, self._spec.keep_fp32, merged=merged)
         told, info = self.rank == 0, self.hold(self._spec, view, self.rank)
         if self._spec.lora:
-            base = check_held(self._spec.model_path, view.base(), self._spec.wire_dtype, told=told)
+            base = check_held(folder, view.base(), self._spec.wire_dtype, told=told)
             info = replace(info, base=base, adapter=view.adapter_config() if told else None)
         if told and left_out:
-            folder = local_folder(self.model_config.local_path)
             digest = digest_left_out(open_hugging_face(folder), left_out)
             info = replace(info, left_out=Untrained(str(folder), left_out, digest))
         return info

@@ -16,6 +16,10 @@ from trinity_sync.weights.shards import listed
 if TYPE_CHECKING:
     import torch
 
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+"""What peft writes of an adapter into its folder."""
+
 ALL_LINEAR = "all-linear"
 """For peft: each linear layer but the one that gives the logits."""
 
@@ -118,6 +122,11 @@ def pairs(names: Iterable[str]) -> dict[str, Pair]:
 def target_names(targets: str | Iterable[str]) -> list[str]:
     """Return what an adapter is for, sorted: names of linear layers, or the one word that peft knows for them."""
     return [targets] if isinstance(targets, str) else sorted(set(targets))
+
+
+def target_text(targets: str | Iterable[str]) -> str:
+    """Return what an adapter is for as `model.lora.targets` takes it, names in order."""
+    return targets if isinstance(targets, str) else f"[{', '.join(target_names(targets))}]"
 
 
 def not_plain(config: Mapping[str, object], *, placed: bool = False) -> list[str]:

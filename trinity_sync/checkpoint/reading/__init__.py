@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -58,7 +57,7 @@ class Weights:
     manifest: Manifest | None
     _sources: Mapping[str, Source]
     adapter: bool = False
-    adapter_config: Mapping[str, Any] | None = None
+    adapter_config: Mapping[str, object] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -155,7 +154,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
     return Weights(folder, name, config, manifest, sources)
 
 
-def _config_of(folder: Path, manifest: Manifest | None) -> Mapping[str, Any] | None:
+def _config_of(folder: Path, manifest: Manifest | None) -> Mapping[str, object] | None:
     """What the manifest says of an adapter, else a file in or beside the folder."""
     if manifest is not None and manifest.base is not None and manifest.base.adapter is not None:
         return manifest.base.adapter

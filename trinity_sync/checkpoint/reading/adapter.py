@@ -9,7 +9,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -40,7 +39,7 @@ def adapter_form(sources: Mapping[str, Source], place: Path) -> dict[str, Source
     return {lora.saved_name(name): sources[name] for name in sorted(adapter)}
 
 
-def read_adapter_config(path: Path) -> dict[str, Any]:
+def read_adapter_config(path: Path) -> dict[str, object]:
     """Read an ``adapter_config.json``.
 
     Raises:
@@ -55,7 +54,7 @@ def read_adapter_config(path: Path) -> dict[str, Any]:
     return body
 
 
-def merge(adapter: Mapping[str, Source], config: Mapping[str, Any], base: Mapping[str, Source]) -> dict[str, Source]:
+def merge(adapter: Mapping[str, Source], config: Mapping[str, object], base: Mapping[str, Source]) -> dict[str, Source]:
     """Return the tensors of the base with the adapter's products added.
 
     Args:
