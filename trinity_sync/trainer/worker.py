@@ -34,7 +34,7 @@ from trinity_sync.models.attention import check_attention
 from trinity_sync.models.hub import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
-from trinity_sync.trainer.algorithms.base import GAP
+from trinity_sync.trainer.algorithms.base import MISMATCH
 from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.member import Member
@@ -132,7 +132,7 @@ class TrinityWorker(Member, TrainingWorker):
             return {}
         metrics = tu.get(output, "metrics")
         if not spec.algorithm.recomputes:
-            metrics |= {name: values[:1] for name, values in metrics.items() if name.startswith(GAP)}
+            metrics |= {name: values[:1] for name, values in metrics.items() if name.startswith(MISMATCH)}
         return _plain(metrics)
 
     def begin_at(self, step: int) -> None:

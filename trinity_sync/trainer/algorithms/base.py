@@ -11,7 +11,7 @@ from typing import ClassVar
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.schema import AlgorithmConfig
 
-GAP = "rollout_corr/"
+MISMATCH = "rollout_corr/"
 """Metrics of a loss that say how far the samplers' log-probs are from the trainer's own, under verl's prefix. They mean
 the weights before the step, so without `Algorithm.recomputes` those of its first optimizer step count.
 """

@@ -1,7 +1,7 @@
 """verl's policy loss on samples that another program made: how far its log-probs are from the trainer's, as metrics,
 and the importance weights that correct for it. Called by every trainer rank that has log-probs.
 
-The gap is that of the weights before the step: of the samplers' log-probs (`rollout_log_probs`) and those that the
+The mismatch is that of the weights before the step: of the samplers' log-probs (`rollout_log_probs`) and those that the
 trainer recomputed before it (`old_log_probs`), where it did. Otherwise the log-probs at hand stand for them, which they
 are in the first optimizer step only.
 """
@@ -20,7 +20,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from trinity_sync.config.schema import RolloutCorrectionConfig
-from trinity_sync.trainer.algorithms.base import GAP
+from trinity_sync.trainer.algorithms.base import MISMATCH
 
 _MEANS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high")
 
@@ -51,17 +51,17 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig) -> Cal
             )
             data = data.copy()
             data["rollout_is_weights"] = response_to_nested(weights, data["response_mask"])
-            measured = {GAP + name: Metric(AggregationType.MEAN, found[name]) for name in _MEANS}
-            measured[f"{GAP}rollout_is_max"] = Metric(AggregationType.MAX, found["rollout_is_max"])
+            measured = {MISMATCH + name: Metric(AggregationType.MEAN, found[name]) for name in _MEANS}
+            measured[f"{MISMATCH}rollout_is_max"] = Metric(AggregationType.MAX, found["rollout_is_max"])
         result, metrics = ppo_loss(config, model_output, data, dp_group)
         # only now the configuration knows the tokens of the whole mini-batch
-        gap = _gap(sampled, before, mask, config.global_batch_info)
-        return result, {**metrics, **measured, **gap}
+        mismatch = _mismatch(sampled, before, mask, config.global_batch_info)
+        return result, {**metrics, **measured, **mismatch}
 
     return loss
 
 
-def _gap(
+def _mismatch(
     sampled: torch.Tensor, trained: torch.Tensor, mask: torch.Tensor, batch: Mapping[str, int]
 ) -> dict[str, Metric]:
     """How far two programs' log-probs of the same tokens are from each other.
@@ -80,9 +80,9 @@ def _gap(
         for name, kind in (("kl", "k1"), ("k3_kl", "k3"), ("log_prob_abs_diff", "abs"))
     }
     # each micro-batch has its share of the mean, so shares are added up
-    gap = {
-        GAP + name: Metric(AggregationType.SUM, agg_loss(term, mask, "token-mean", **batch))
+    found = {
+        MISMATCH + name: Metric(AggregationType.SUM, agg_loss(term, mask, "token-mean", **batch))
         for name, term in terms.items()
     }
     most = (terms["log_prob_abs_diff"] * mask).max()
-    return {**gap, f"{GAP}log_prob_abs_diff_max": Metric(AggregationType.MAX, most)}
+    return {**found, f"{MISMATCH}log_prob_abs_diff_max": Metric(AggregationType.MAX, most)}
