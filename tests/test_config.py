@@ -117,6 +117,8 @@ def test_the_default_configuration_passes() -> None:
         ("checkpoint.save_strategy=all", "unrestricted, single_node"),
         ("algorithm.samples_per_prompt=1", "at least 2"),
         ("algorithm.clip_ratio_high=0", "more than 0"),
+        ("algorithm.rollout_correction.rollout_is=tokens", "token, sequence (did you mean token?)"),
+        ("algorithm.rollout_correction.rollout_is_threshold=0", "more than 0"),
         ("explorer.replicas=33", "32 or less"),
         ("explorer.top_p=1.5", "at most 1"),
         ("cluster.num_cpus=0", "at least 1"),

@@ -766,6 +766,9 @@ def test_an_algorithm_of_ones_own_is_an_option(raft: Path) -> None:
     spec = pickle.loads(pickle.dumps(worker_spec(config.typed(cfg), "model", "logs")))
     assert spec.algorithm.loss("fsdp2") == ("fsdp2", 3, 0.2)
     assert spec.algorithm.explores
+    assert not spec.algorithm.recomputes
+    own_level = composed(raft, "algorithm=raft", "algorithm.rollout_correction.rollout_is=token")
+    assert worker_spec(config.typed(own_level), "model", "logs").algorithm.recomputes
 
 
 def test_an_algorithm_of_ones_own_checks_the_configuration_as_ours_do(raft: Path) -> None:

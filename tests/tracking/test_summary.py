@@ -117,6 +117,17 @@ def test_a_run_at_its_own_pace_says_what_became_of_its_samples(tmp_path: Path) -
     assert "32 dropped as over-stale, explorers waited 1 s; staleness 0.750 on average, 2 at most" in text
 
 
+def test_a_run_says_how_far_its_samplers_were_from_the_trainer() -> None:
+    names = ("kl", "k3_kl", "log_prob_abs_diff", "log_prob_abs_diff_max")
+    lines = [
+        {**line, **{f"rollout_corr/{name}": value for name, value in zip(names, values, strict=True)}}
+        for line, values in zip(metrics([0.1, 0.2]), ((-0.5, 0.25, 0.5, 3.0), (1.0, 0.75, 1.0, 2.0)), strict=True)
+    ]
+    found = summarise([*lines, *metrics([0.3])], [], "completed", 1.0)["mismatch"]
+    assert found == {"kl": 0.25, "k3_kl": 0.5, "log_prob_abs_diff": 0.75, "log_prob_abs_diff_max": 3.0}
+    assert set(summarise(metrics([0.1]), [], "completed", 1.0)["mismatch"].values()) == {None}
+
+
 def test_a_run_in_lockstep_says_nothing_of_samples(tmp_path: Path) -> None:
     summary = summarise(metrics([0.1]), [], "completed", 1.0)
     assert summary["samples"]["dropped"] is None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from tensordict import TensorDict
     from torch.optim.lr_scheduler import LRScheduler
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -45,6 +47,16 @@ class Engine(Protocol):
     @property
     def is_optimizer_offload_enabled(self) -> bool:
         """Whether the optimizer's states are on the CPU while they are not used."""
+        ...
+
+    def eval_mode(self) -> AbstractContextManager[None]:
+        """Inside, the engine infers. Collective where it offloads."""
+        ...
+
+    def infer_batch(self, data: TensorDict) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """Go forward with a batch; `log_probs` and more under ``model_output``, jagged, at each position that of the
+        next token. Empty on pipeline stages before the last. Collective.
+        """
         ...
 
     def get_per_tensor_param(self) -> tuple[Iterable[tuple[str, torch.Tensor]], object | None]:

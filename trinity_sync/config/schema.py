@@ -173,6 +173,14 @@ class AlgorithmConfig:
 
 
 @dataclass(kw_only=True)
+class RolloutCorrectionConfig:
+    """Importance weights of samples whose log-probs are not the trainer's; the keys are verl's."""
+
+    rollout_is: str | None = choice("token", "sequence")
+    rollout_is_threshold: float = number(more_than=0)
+
+
+@dataclass(kw_only=True)
 class GrpoConfig(AlgorithmConfig):
     """Group relative policy optimization."""
 
@@ -184,6 +192,7 @@ class GrpoConfig(AlgorithmConfig):
     loss_agg_mode: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
     normalise_advantages: bool = MISSING
     entropy_coeff: float = number(at_least=0)
+    rollout_correction: RolloutCorrectionConfig = MISSING
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,6 @@
-"""The charts of a run's page: reward, loss, staleness, where the time goes, times and sizes of syncs and saves."""
+"""The charts of a run's page: reward, loss, staleness, mismatch, where the time goes, times and sizes of syncs and
+saves.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ from trinity_sync.report import activity, charts
 from trinity_sync.report.charts import Series
 from trinity_sync.report.data import Run, smooth
 from trinity_sync.tracking import units
+from trinity_sync.tracking.mismatch import ABS_DIFF, ABS_DIFF_MAX, K3_KL
 
 _MOST_PARTS = 7
 _WHOLE_STEP = ("timing/step", "timing/total")
@@ -75,6 +78,25 @@ def staleness(run: Run) -> Markup:
         y_format=metric_text,
         y_bounds=(0.0, 1.0),
         empty="No step has recorded staleness.",
+    )
+
+
+def mismatch(run: Run) -> Markup:
+    """Draw how far the log-probs of explorers and trainer are from each other."""
+    return charts.line_chart(
+        [
+            Series(name=text, points=run.series(name), colour=colour, dash=dash)
+            for name, text, colour, dash in (
+                (ABS_DIFF_MAX, "log-prob, largest difference", 3, 1),
+                (ABS_DIFF, "log-prob, mean difference", 1, 0),
+                (K3_KL, "divergence (k3)", 0, 0),
+            )
+        ],
+        label="Mismatch of explorers and trainer by step",
+        y_format=metric_text,
+        log=True,
+        marks=_resumes(run),
+        empty="No step has recorded a mismatch.",
     )
 
 

@@ -104,6 +104,18 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
             f"of {units.size(sync['bytes_full'])}{_saving(sync)}" if sync["bytes_full"] is not None else None,
         ),
         *(
+            [
+                (
+                    "Mismatch",
+                    units.number(mismatch["k3_kl"]),
+                    f"nats a token (k3); log-probs differ by {units.number(mismatch['log_prob_abs_diff'])}, "
+                    f"{units.number(mismatch['log_prob_abs_diff_max'])} at most",
+                )
+            ]
+            if (mismatch := summary["mismatch"])["k3_kl"] is not None
+            else []
+        ),
+        *(
             [("Share of the model", f"{100 * shapes['share']:.3g} %", f"{shapes['gb_s'] or 0:.3g} GB/s")]
             if (shapes := summary["shapes"]) is not None
             else []

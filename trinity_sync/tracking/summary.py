@@ -13,6 +13,7 @@ from typing import TypedDict
 from trinity_sync.tracking import jsonl, units
 from trinity_sync.tracking.files import write_json
 from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.mismatch import MismatchFigures, mismatch_figures
 from trinity_sync.tracking.record import AttemptJson, RunJson
 
 REWARD_STEPS = 10
@@ -115,6 +116,7 @@ class Summary(TypedDict):
     sync: SyncFigures
     checkpoint: CheckpointFigures
     samples: SampleFigures
+    mismatch: MismatchFigures
     peak_memory: dict[str, int]
     faults: int
     shapes: ShapesFigures | None
@@ -150,6 +152,7 @@ def summarise(
         "sync": (sync := _sync(events)),
         "checkpoint": checkpoint_figures(events, checkpoints),
         "samples": _samples(metrics),
+        "mismatch": mismatch_figures(metrics),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
         "shapes": _shapes(metrics, events, sync),

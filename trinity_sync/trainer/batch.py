@@ -2,7 +2,8 @@
 the data.
 
 verl packs sequences without padding: nested (jagged) tensors, one row per sequence. `loss_mask` covers the whole
-sequence and marks response tokens; `old_log_probs`, `advantages` and `response_mask` cover the response only.
+sequence and marks response tokens; `rollout_log_probs`, `old_log_probs`, `advantages` and `response_mask` cover the
+response only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def grpo_batch(
     micro_batch: int,
     global_mini_batch: int,
 ) -> TensorDict:
-    """Make a rank's share of a GRPO step for verl's `ppo_loss`.
+    """Make a rank's share of a GRPO step for `trainer.algorithms.policy_loss`. The sampler's log-probs are in it twice:
+    as `rollout_log_probs`, and as `old_log_probs`, which `recomputed` replaces.
 
     Args:
         prompts: int64 token ids per sequence, at least one.
@@ -59,12 +61,14 @@ def grpo_batch(
         global_mini_batch: sequences per optimizer step over all ranks.
     """
     lengths = [len(response) for response in responses]
+    sampled = _jagged([torch.from_numpy(item) for item in log_probs])
     tensors = {
         **_sequences(prompts, responses),
         "prompts": _jagged([torch.from_numpy(prompt) for prompt in prompts]),
         "responses": _jagged([torch.from_numpy(response) for response in responses]),
         "response_mask": _jagged([torch.ones(length, dtype=torch.int64) for length in lengths]),
-        "old_log_probs": _jagged([torch.from_numpy(item) for item in log_probs]),
+        "rollout_log_probs": sampled,
+        "old_log_probs": sampled,
         "advantages": _jagged(
             [
                 torch.full((length,), float(value), dtype=torch.float32)

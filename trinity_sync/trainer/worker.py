@@ -13,6 +13,7 @@ import trinity_sync.backends.lean_verl  # noqa: F401
 import random
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -33,9 +34,11 @@ from trinity_sync.models.attention import check_attention
 from trinity_sync.models.hub import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
+from trinity_sync.trainer.algorithms.base import MISMATCH
 from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.member import Member
+from trinity_sync.trainer.old_log_probs import recomputed
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.spec import WorkerSpec
 
@@ -111,8 +114,10 @@ class TrinityWorker(Member, TrainingWorker):
             data = sft_batch(prompts, responses, **settings)
         else:
             assert advantages is not None, "samples come with advantages"
-            old = [batch.log_probs_of(i) for i in mine]
-            data = grpo_batch(prompts, responses, old, advantages[mine], temperature=spec.temperature, **settings)
+            sampled = [batch.log_probs_of(i) for i in mine]
+            data = grpo_batch(prompts, responses, sampled, advantages[mine], temperature=spec.temperature, **settings)
+            if spec.algorithm.recomputes:
+                data = recomputed(self.engine, data)
         tu.assign_non_tensor(
             data,
             mini_batch_size=len(batch) // spec.mini_batches,
@@ -123,7 +128,12 @@ class TrinityWorker(Member, TrainingWorker):
         output = self.train_mini_batch(data)
         self._saver.prepare()
         story.info("trained step %d in %s", step, units.seconds(time.perf_counter() - started))
-        return _plain(tu.get(output, "metrics")) if output is not None else {}
+        if output is None:
+            return {}
+        metrics = tu.get(output, "metrics")
+        if not spec.algorithm.recomputes:
+            metrics |= {name: values[:1] for name, values in metrics.items() if name.startswith(MISMATCH)}
+        return _plain(metrics)
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
@@ -152,15 +162,15 @@ def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
 
 
 def _plain(metrics: dict[str, Any]) -> dict[str, float]:
-    """verl's metrics as floats: lists (one entry per mini-batch or micro-batch) by their mean, verl's Metric by its
-    aggregate.
+    """verl's metrics as floats: lists (one entry per mini-batch or micro-batch) by their mean, or the maximum where the
+    name says so; verl's Metric by its aggregate.
     """
-    return {name: _number(value) for name, value in metrics.items()}
+    return {name: _number(value, max if name.endswith("_max") else np.mean) for name, value in metrics.items()}
 
 
-def _number(value: Any) -> float:
+def _number(value: Any, reduce: Callable[[list[float]], Any]) -> float:
     if isinstance(value, list | tuple):
-        return float(np.mean([_number(item) for item in value]))
+        return float(reduce([_number(item, reduce) for item in value]))
     if hasattr(value, "aggregate"):
-        return _number(value.aggregate())
+        return _number(value.aggregate(), reduce)
     return float(value)

@@ -11,6 +11,11 @@ from typing import ClassVar
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.schema import AlgorithmConfig
 
+MISMATCH = "rollout_corr/"
+"""Metrics of a loss that say how far the samplers' log-probs are from the trainer's own, under verl's prefix. They mean
+the weights before the step, so without `Algorithm.recomputes` those of its first optimizer step count.
+"""
+
 
 class Algorithm(ABC):
     """An algorithm as the keys of `algorithm` configure it, which are its attributes. One of your own is a dataclass
@@ -43,6 +48,13 @@ class Algorithm(ABC):
         """How many sequences a step has: the number, the key that it hangs on, and words for both that follow the
         key.
         """
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the trainer computes the log-probs of a step's samples once more before it trains on them; its loss
+        then finds them as `old_log_probs`. Otherwise those are the samplers'.
+        """
+        return False
 
     @abstractmethod
     def loss(self, strategy: str) -> Callable[..., object]:

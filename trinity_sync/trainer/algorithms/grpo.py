@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from trinity_sync.config import Check, Get, Problem
@@ -44,9 +43,14 @@ class Grpo(GrpoConfig, Algorithm):
         counted = f"times algorithm.samples_per_prompt is {number} sequences a step ({prompts} x {samples})"
         return number, "algorithm.prompts_per_step", counted
 
+    @property
+    def recomputes(self) -> bool:
+        return self.rollout_correction.rollout_is is not None
+
     def loss(self, strategy: str) -> Callable[..., object]:
         from verl.workers.config import ActorConfig
-        from verl.workers.utils.losses import ppo_loss
+
+        from trinity_sync.trainer.algorithms.policy_loss import policy_loss
 
         config = ActorConfig(
             clip_ratio=self.clip_ratio,
@@ -61,4 +65,4 @@ class Grpo(GrpoConfig, Algorithm):
             rollout_n=1,
             use_torch_compile=False,
         )
-        return partial(ppo_loss, config)
+        return policy_loss(config, self.rollout_correction)

@@ -1,0 +1,163 @@
+"""The loss on samples of another program, against the formulas: importance weights, and what they correct."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity_sync.config.schema import RolloutCorrectionConfig
+from trinity_sync.trainer.batch import grpo_batch
+
+LENGTHS = ((3, 2), (2, 3), (4, 1), (1, 5))
+ADVANTAGES = np.array([1.5, 0.7, -0.9, -2.0])
+TOKENS = sum(response for _, response in LENGTHS)
+
+
+def drawn(seed: int, scale: float) -> list[np.ndarray]:
+    """One row of float32 log-probs per response."""
+    draw = np.random.default_rng(seed)
+    return [(-scale * draw.random(response)).astype(np.float32) for _, response in LENGTHS]
+
+
+def model_output(log_probs: list[np.ndarray], of: slice) -> dict[str, torch.Tensor]:
+    """As an engine gives them: the log-prob of the next token at each position, jagged; to be differentiated."""
+    rows = []
+    for (prompt, response), row in list(zip(LENGTHS, log_probs, strict=True))[of]:
+        whole = torch.full((prompt + response,), -9.0)
+        whole[prompt - 1 : -1] = torch.from_numpy(row)
+        rows.append(whole)
+    return {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged).requires_grad_()}
+
+
+def loss(
+    now: list[np.ndarray],
+    sampled: list[np.ndarray],
+    old: list[np.ndarray] | None = None,
+    *,
+    level: str | None = None,
+    threshold: float = 2.0,
+    micro_batches: tuple[slice, ...] = (slice(None),),
+) -> tuple[float, np.ndarray, dict[str, Any]]:
+    """The loss of a step in micro-batches, its gradient by the log-probs of `now`, and the metrics."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import ActorConfig
+
+    from trinity_sync.trainer.algorithms.policy_loss import policy_loss
+
+    config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio_c=3.0)
+    function: Any = policy_loss(config, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold))
+    total, gradients, metrics = 0.0, [], {}
+    for of in micro_batches:
+        prompts = [np.arange(1, prompt + 1) for prompt, _ in LENGTHS[of]]
+        responses = [np.arange(1, response + 1) for _, response in LENGTHS[of]]
+        data = grpo_batch(
+            prompts, responses, sampled[of], ADVANTAGES[of], temperature=1.0, micro_batch=4, global_mini_batch=4
+        )
+        if old is not None:
+            rows = [torch.from_numpy(row) for row in old[of]]
+            data["old_log_probs"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=TOKENS)
+        output = model_output(now, of)
+        result, found = function(model_output=output, data=data, dp_group=None)
+        (gradient,) = torch.autograd.grad(result, output["log_probs"])
+        total += result.item()
+        gradients.append(gradient.values().numpy())
+        for name, metric in found.items():
+            metrics.setdefault(name, metric.init_list()).append(metric)
+    return total, np.concatenate(gradients), {name: metric.aggregate() for name, metric in metrics.items()}
+
+
+def clipped(now: np.ndarray, old: np.ndarray, advantage: float) -> np.ndarray:
+    """Loss of each token of a response."""
+    ratio = np.exp(now.astype(np.float64) - old)
+    objective = np.maximum(-ratio * advantage, -np.clip(ratio, 0.8, 1.2) * advantage)
+    return np.minimum(objective, -3.0 * advantage) if advantage < 0 else objective
+
+
+def weights(old: np.ndarray, sampled: np.ndarray, level: str, threshold: float) -> np.ndarray:
+    logs = old.astype(np.float64) - sampled
+    of_sequence = np.full_like(logs, logs.sum())
+    return np.minimum(np.exp(logs if level == "token" else of_sequence), threshold)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_losses_of_tokens_are_multiplied_by_truncated_weights(level: str) -> None:
+    now, old, sampled = drawn(1, 2.0), drawn(6, 2.0), drawn(7, 2.0)
+    wanted = [weights(before, other, level, 1.5) for before, other in zip(old, sampled, strict=True)]
+    assert any((row == 1.5).any() for row in wanted), "nothing is truncated"
+    assert any((row < 1.5).any() for row in wanted), "everything is truncated"
+    losses = [clipped(*rows) * weight for *rows, weight in zip(now, old, ADVANTAGES, wanted, strict=True)]
+    found, _, metrics = loss(now, sampled, old, level=level, threshold=1.5)
+    assert found == pytest.approx(np.concatenate(losses).sum() / TOKENS, rel=1e-5)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(np.concatenate(wanted).mean(), rel=1e-5)
+
+
+def test_how_many_weights_are_truncated_is_measured() -> None:
+    now, old, sampled = drawn(1, 2.0), drawn(6, 2.0), drawn(7, 2.0)
+    found = np.concatenate([weights(before, other, "token", 1.5) for before, other in zip(old, sampled, strict=True)])
+    _, _, metrics = loss(now, sampled, old, level="token", threshold=1.5)
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx((found == 1.5).mean())
+    assert metrics["rollout_corr/rollout_is_max"] == 1.5
+    size = found.mean() ** 2 / (found**2).mean()
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(size, rel=1e-5)
+
+
+def gap(trained: list[np.ndarray], sampled: list[np.ndarray]) -> dict[str, float]:
+    logs = (np.concatenate(trained) - np.concatenate(sampled)).astype(np.float64)
+    return {
+        "rollout_corr/kl": -logs.mean(),
+        "rollout_corr/k3_kl": (np.exp(logs) - logs - 1).mean(),
+        "rollout_corr/log_prob_abs_diff": np.abs(logs).mean(),
+        "rollout_corr/log_prob_abs_diff_max": np.abs(logs).max(),
+    }
+
+
+def test_the_gap_is_that_of_the_recomputed_log_probs() -> None:
+    now, old, sampled = drawn(1, 2.0), drawn(6, 2.0), drawn(7, 2.0)
+    _, _, metrics = loss(now, sampled, old, level="token")
+    assert {name: metrics[name] for name in gap(old, sampled)} == pytest.approx(gap(old, sampled), rel=1e-5)
+
+
+def test_without_them_it_is_that_of_the_log_probs_at_hand() -> None:
+    now, sampled = drawn(1, 2.0), drawn(7, 2.0)
+    total, _, metrics = loss(now, sampled)
+    assert {name: metrics[name] for name in metrics if name.startswith("rollout_corr/")} == pytest.approx(
+        gap(now, sampled), rel=1e-5
+    )
+    losses = [clipped(*rows) for rows in zip(now, sampled, ADVANTAGES, strict=True)]
+    assert total == pytest.approx(np.concatenate(losses).sum() / TOKENS, rel=1e-5)
+
+
+def test_means_of_the_gap_are_over_all_tokens_however_they_are_divided() -> None:
+    now, sampled = drawn(1, 2.0), drawn(7, 2.0)
+    parts = (slice(0, 1), slice(1, 4))
+    _, _, metrics = loss(now, sampled, micro_batches=parts)
+    assert {name: metrics[name] for name in gap(now, sampled)} == pytest.approx(gap(now, sampled), rel=1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1000), st.sampled_from(["token", "sequence"]), st.floats(1.0, 9.0), st.floats(0.1, 5.0))
+def test_where_the_log_probs_agree_all_weights_are_1_and_nothing_changes(
+    seed: int, level: str, threshold: float, scale: float
+) -> None:
+    now, sampled = drawn(seed, scale), drawn(seed + 1, scale)
+    plain, gradient, _ = loss(now, sampled)
+    found, corrected, metrics = loss(now, sampled, sampled, level=level, threshold=threshold)
+    assert found == plain
+    assert corrected.tobytes() == gradient.tobytes()
+    assert metrics["rollout_corr/rollout_is_mean"] == metrics["rollout_corr/rollout_is_max"] == 1.0
+    assert metrics["rollout_corr/kl"] == metrics["rollout_corr/log_prob_abs_diff_max"] == 0.0
+
+
+def test_no_gradient_goes_through_the_weights() -> None:
+    old, sampled = drawn(2, 0.3), drawn(3, 0.3)
+    _, gradient, _ = loss(old, sampled, old, level="token", threshold=9.0)
+    found = [row for row in np.split(gradient, np.cumsum([sum(both) for both in LENGTHS]))[:-1]]
+    for (prompt, _), row, before, other, advantage in zip(LENGTHS, found, old, sampled, ADVANTAGES, strict=True):
+        wanted = -advantage * np.exp(before.astype(np.float64) - other) / TOKENS  # the ratio is 1 at the old weights
+        assert row[prompt - 1 : -1] == pytest.approx(wanted, rel=1e-5)
