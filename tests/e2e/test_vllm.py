@@ -1,21 +1,27 @@
-"""`explorer=vllm` as a user runs it: every backend with every sync mode, a model over two processes, and deaths."""
+"""`explorer=vllm` as a user runs it: every backend with every sync mode, two processes a model, deaths, learning."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import ray
 
-from tests.e2e.runs import launch
+from tests.e2e.runs import ROOT, Run, kill_at, launch, start
 
-BACKENDS, MODES, PROCESSES = ("fsdp2", "megatron"), ("checkpoint", "memory", "nccl"), (1, 2)
-PAIRWISE = {("fsdp2", "nccl", 2)}
-"""The others: test_resume.py and the rest of this file, and `tests/vllm`, which give the same engine versions."""
+BACKENDS, MODES = ("fsdp2", "megatron"), ("checkpoint", "memory", "nccl")
+VLLM = ("explorer=vllm", "explorer.eager=true")
 
+ALWAYS = ("fsdp2", "nccl", 1)  # the other modes are tried by tests/vllm, with the same workers
 CASES = [
-    pytest.param(*case, marks=() if case in PAIRWISE else pytest.mark.all, id="-".join(map(str, case)))
-    for case in itertools.product(BACKENDS, MODES, PROCESSES)
+    pytest.param(*case, marks=() if case == ALWAYS else pytest.mark.all, id="-".join(map(str, case)))
+    for case in [*itertools.product(BACKENDS, MODES, [1]), ("fsdp2", "memory", 2), ("fsdp2", "nccl", 2)]
 ]
 
 
@@ -23,12 +29,132 @@ CASES = [
 def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     tmp_path: Path, backend: str, mode: str, processes: int
 ) -> None:
-    run = launch(
-        tmp_path / "run",
-        f"backend={backend}",
-        f"sync={mode}",
-        "explorer=vllm",
-        "explorer.eager=true",
-        f"explorer.tp={processes}",
-    )
+    run = launch(tmp_path / "run", *VLLM, f"backend={backend}", f"sync={mode}", f"explorer.tp={processes}")
     run.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], 1)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(["model.lora.rank=8", "sync.what=merged"], id="lora"),
+        pytest.param(
+            [
+                *("model.architecture.model_type=qwen3_moe", "+model.architecture.num_experts=4"),
+                *("+model.architecture.num_experts_per_tok=2", "+model.architecture.moe_intermediate_size=64"),
+            ],
+            id="experts",
+        ),
+    ],
+)
+def test_a_merged_adapter_and_experts_are_rolled_out(tmp_path: Path, model: list[str]) -> None:
+    run = launch(tmp_path / "run", *VLLM, *model)
+    assert run.code == 0, run.output
+    assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
+    assert not run.events("fault")
+
+
+@pytest.mark.all
+def test_samples_of_two_explorers_in_a_free_run_are_trained_on(tmp_path: Path) -> None:
+    free = ("trainer.schedule=free", "sync.max_staleness=1", "explorer.replicas=2", "trainer.steps=6")
+    run = launch(tmp_path / "run", *VLLM, *free)
+    assert run.code == 0, run.output
+    assert {load["explorer"] for load in run.events("load")} == {"explorer-0", "explorer-1"}
+    assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
+
+
+def core_of(run: Run) -> int:
+    """Process id of vLLM's engine core below the run's explorer."""
+    [core] = [
+        child.pid
+        for child in psutil.Process(run.pid_of("explorer-0")).children()
+        if "EngineCore" in " ".join(child.cmdline())
+    ]
+    return core
+
+
+@pytest.mark.all
+def test_an_engine_core_that_is_killed_costs_its_explorer_which_is_started_again(tmp_path: Path) -> None:
+    settings = ("trainer.steps=12", "checkpoint.interval=0", "explorer.max_restarts=1")
+    undisturbed = launch(tmp_path / "undisturbed", *VLLM, *settings)
+    started = start(tmp_path / "run", *VLLM, *settings)
+    kill_at(started, "step 4/12", core_of)
+    run = started.finish()
+    assert run.code == 0, run.output
+    assert [event["where"] for event in run.events("fault")] == ["explorer-0"]
+    assert run.digests == undisturbed.digests
+    assert not [process for process in psutil.process_iter(["name"]) if process.info["name"].startswith("VLLM")]
+
+
+@pytest.mark.all
+def test_a_model_that_vllm_cannot_run_is_refused_by_its_own_words(tmp_path: Path) -> None:
+    heads = launch(tmp_path / "heads", *VLLM, "model.architecture.head_dim=24")
+    assert heads.code == 2
+    assert "cannot run a model with heads of 24 on a CPU; it knows 32, 64" in " ".join(heads.output.split())
+    memory = launch(tmp_path / "memory", *VLLM, "explorer.engine.max_num_batched_tokens=1")
+    assert memory.code == 2
+    assert re.search(r"explorer=vllm cannot run model\.path=.*max_num_batched_tokens", " ".join(memory.output.split()))
+    unknown = launch(tmp_path / "unknown", *VLLM, "explorer.engine.max_sequences=1")
+    assert unknown.code == 2
+    assert "explorer.engine.max_sequences is no argument" in unknown.output
+
+
+@pytest.mark.all
+def test_the_reward_rises(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", "live=line", *VLLM, "trainer.steps=80", "checkpoint.interval=0", small=False)
+    assert run.code == 0, run.output
+    rewards = [line["reward/mean"] for line in run.lines("metrics.jsonl")]
+    assert sum(rewards[-10:]) / 10 > 0.5 > 0.2 > sum(rewards[:10]) / 10
+
+
+PUBLISHER = """
+import sys, time
+from pathlib import Path
+import ray
+from safetensors.torch import load_file
+from trinity_sync.sync import Synchronizer, SynchronizerConfig
+
+ray.init(address="auto", log_to_driver=False)
+synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=300), namespace="theirs")
+print("up", flush=True)
+for step, path in enumerate(sys.argv[1:]):
+    synchronizer.set_model_state_dict(load_file(Path(path) / "model.safetensors"), step)
+    sys.stdin.readline()
+synchronizer.notify_no_new_model_state_dict()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.all
+def test_the_program_of_the_page_takes_versions_of_somebody_elses_trainer(tmp_path: Path) -> None:
+    from tests.explorer.helpers import ARCHITECTURE
+    from tests.local_ray import running
+    from trinity_sync.models.factory import make_model
+
+    page = (ROOT / "docs/explorers.md").read_text()
+    [program] = re.findall(r"```python\n(import asyncio.*?)```", page, re.DOTALL)
+    models = [str(make_model(ARCHITECTURE, seed, tmp_path / str(seed))) for seed in range(2)]
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "env": environment}
+    with running():
+        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        trainer = subprocess.Popen([sys.executable, "-c", PUBLISHER, *models], **pipes)  # type: ignore[call-overload]
+        assert trainer.stdout.readline() == "up\n"
+        own = subprocess.Popen(
+            [sys.executable, str(tmp_path / "program.py"), models[0], "theirs"],
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / "stderr").open("w"),
+            text=True,
+            env=environment,
+        )
+        told = []
+        for _ in models:
+            told.append(next(line.split()[0] for line in own.stdout if re.match(r"\d+ [\[(]", line)))
+            trainer.stdin.write("\n")
+            trainer.stdin.flush()
+        assert own.wait(120) == 0, (tmp_path / "stderr").read_text()
+        trainer.stdin.write("\n")
+        trainer.stdin.close()
+        assert trainer.wait(60) == 0
+    assert told == ["0", "1"]
