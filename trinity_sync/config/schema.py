@@ -258,7 +258,7 @@ class VllmConfig(ExplorerConfig):
 
     tp: int = number(at_least=1)
     kv_cache_gb: float | None = number(more_than=0)
-    eager: bool = MISSING
+    eager: bool | None = MISSING
     engine: dict[str, Any] = MISSING
 
 

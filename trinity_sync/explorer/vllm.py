@@ -68,7 +68,7 @@ class VLLMEngine(RolloutEngine):
         keep_fp32: as for `HFEngine`.
         tp: processes over which the model is spread.
         kv_cache_gb: memory for keys and values on a CPU, GB.
-        eager: run operations one by one.
+        eager: run operations one by one, uncompiled; None: on a CPU only.
         engine: further arguments of `AsyncEngineArgs`.
         sync: the keys of `sync`, by which workers receive.
         settings: of other engines; not used.
@@ -93,7 +93,7 @@ class VLLMEngine(RolloutEngine):
         keep_fp32: Sequence[str] | None = None,
         tp: int = 1,
         kv_cache_gb: float | None = None,
-        eager: bool = False,
+        eager: bool | None = None,
         engine: Mapping[str, Any] | None = None,
         sync: Mapping[str, object],
         **settings: object,
@@ -118,7 +118,8 @@ class VLLMEngine(RolloutEngine):
         )
         hold_fp32(model, kept_by_class(model, dtype_name(dtype)) if keep_fp32 is None else keep_fp32)
         self._shapes = {name: (saved.dtype, saved.shape) for name, saved in saved_list(model).items()}
-        _set_environment(kv_cache_gb)
+        eager = not torch.cuda.is_available() if eager is None else eager
+        _set_environment(kv_cache_gb, eager)
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
         longest = response_length + prompt_length if prompt_length is not None else self._texts.positions
@@ -261,13 +262,13 @@ def _responses(outputs: Sequence[RequestOutput]) -> Responses:
     return Responses(rows, np.array(log_probs, np.float32), finished)
 
 
-def _set_environment(kv_cache_gb: float | None) -> None:
+def _set_environment(kv_cache_gb: float | None, eager: bool) -> None:
     """What vLLM reads from the environment, in this process and those that it starts."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb or 1)))
-        # Each process would compile two small functions with a C++ compiler before its first token.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        if eager:  # each process would compile two small functions with a C++ compiler nevertheless
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # Each explorer would bind its threads to the same cores, and several workers need a NUMA node each for that.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # Lets the only worker live in the engine core's process; vLLM keeps them apart to bind threads.

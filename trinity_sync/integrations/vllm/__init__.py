@@ -14,7 +14,7 @@ _registered = False
 
 
 def register() -> None:
-    """Tell vLLM of `TrinityTransfer`, once in a process.
+    """Tell vLLM of `TrinityTransfer`, once in a process, and have the process use what its processor has.
 
     Raises:
         ValueError: somebody else has registered the name.
@@ -25,4 +25,14 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     WeightTransferEngineFactory.register_engine(BACKEND, "trinity_sync.integrations.vllm.transfer", "TrinityTransfer")
+    _allow_tiles()
     _registered = True
+
+
+def _allow_tiles() -> None:
+    """Ask the kernel for AMX's tiles, where the processor has them. vLLM's attention on CPUs uses them unasked, and
+    the process ends by SIGILL unless something else has asked before.
+    """
+    import torch
+
+    torch.cpu._init_amx()
