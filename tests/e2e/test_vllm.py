@@ -63,27 +63,44 @@ def test_samples_of_two_explorers_in_a_free_run_are_trained_on(tmp_path: Path) -
     assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
 
 
-def core_of(run: Run) -> int:
-    """Process id of vLLM's engine core below the run's explorer."""
-    [core] = [
-        child.pid
-        for child in psutil.Process(run.pid_of("explorer-0")).children()
-        if "EngineCore" in " ".join(child.cmdline())
-    ]
-    return core
+def processes_of(run: Run) -> list[psutil.Process]:
+    """vLLM's processes below the run's explorer, its engine core first."""
+    below = psutil.Process(run.pid_of("explorer-0")).children(recursive=True)
+    return sorted((one for one in below if one.name().startswith("VLLM")), key=lambda one: "Core" not in one.name())
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether a process is gone, be it that nobody has asked yet how it ended."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.all
-def test_an_engine_core_that_is_killed_costs_its_explorer_which_is_started_again(tmp_path: Path) -> None:
-    settings = ("trainer.steps=12", "checkpoint.interval=0", "explorer.max_restarts=1")
-    undisturbed = launch(tmp_path / "undisturbed", *VLLM, *settings)
-    started = start(tmp_path / "run", *VLLM, *settings)
-    kill_at(started, "step 4/12", core_of)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_process_of_vllm_that_is_killed_costs_its_explorer_which_is_started_again(
+    tmp_path: Path, processes: int
+) -> None:
+    """Of two workers one; else the engine core, in which the only worker is."""
+    settings = (
+        *VLLM,
+        "trainer.steps=12",
+        "checkpoint.interval=0",
+        "explorer.max_restarts=1",
+        f"explorer.tp={processes}",
+    )
+    started = start(tmp_path / "run", *VLLM, *steps, f"explorer.tp={processes}")
+    below: list[psutil.Process] = []
+
+    def victim(run: Run) -> int:
+        below.extend(processes_of(run))
+        return below[-1].pid
+
+    kill_at(started, "step 4/12", victim)
     run = started.finish()
     assert run.code == 0, run.output
     assert [event["where"] for event in run.events("fault")] == ["explorer-0"]
-    assert run.digests == undisturbed.digests
-    assert not [process for process in psutil.process_iter(["name"]) if process.info["name"].startswith("VLLM")]
+    assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
+    assert len(below) >= processes
+    assert all(map(ended, below))
 
 
 @pytest.mark.all
