@@ -216,6 +216,7 @@ def _examine(
     from safetensors.torch import load_file
     from verl.utils.device import get_device_name
 
+    from tests.backends.recomputing import recomputing
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.weights.tensors import state_digest
 
@@ -237,6 +238,7 @@ def _examine(
     if case["model"] == "tied":
         exported.pop("lm_head.weight", None)
     facts["exported_by_verl"] = state_digest(exported, "BF16")
+    facts["recomputing"] = recomputing(engine)
 
     torch.manual_seed(100 + rank)
     state = backend.state("verl")

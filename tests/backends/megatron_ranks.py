@@ -19,6 +19,7 @@ from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
 from tests.backends.engines import drawn_pairs, join_group, refused
+from tests.backends.recomputing import recomputing
 from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.parts import FileTuple
 
@@ -243,6 +244,7 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     facts["after_step"] = digest(backend, case["world"])
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
     facts["exported"] = state_digest({name: exported[name] for name in file}, "BF16")
+    facts["recomputing"] = recomputing(engine)
     return facts
 
 

@@ -80,13 +80,7 @@ def test_a_process_of_vllm_that_is_killed_costs_its_explorer_which_is_started_ag
     tmp_path: Path, processes: int
 ) -> None:
     """Of two workers one; else the engine core, in which the only worker is."""
-    settings = (
-        *VLLM,
-        "trainer.steps=12",
-        "checkpoint.interval=0",
-        "explorer.max_restarts=1",
-        f"explorer.tp={processes}",
-    )
+    steps = ("trainer.steps=12", "checkpoint.interval=0", "explorer.max_restarts=1")
     started = start(tmp_path / "run", *VLLM, *steps, f"explorer.tp={processes}")
     below: list[psutil.Process] = []
 

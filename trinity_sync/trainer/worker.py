@@ -13,9 +13,7 @@ import trinity_sync.backends.lean_verl  # noqa: F401
 import random
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,13 +32,13 @@ from trinity_sync.models.attention import check_attention
 from trinity_sync.models.hub import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
-from trinity_sync.trainer.algorithms.base import MISMATCH
 from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.old_log_probs import recomputed
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.spec import WorkerSpec
+from trinity_sync.trainer.step_metrics import step_metrics
 
 
 class TrinityWorker(Member, TrainingWorker):
@@ -130,10 +128,7 @@ class TrinityWorker(Member, TrainingWorker):
         story.info("trained step %d in %s", step, units.seconds(time.perf_counter() - started))
         if output is None:
             return {}
-        metrics = tu.get(output, "metrics")
-        if not spec.algorithm.recomputes:
-            metrics |= {name: values[:1] for name, values in metrics.items() if name.startswith(MISMATCH)}
-        return _plain(metrics)
+        return step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes)
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
@@ -159,18 +154,3 @@ def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
         optimizer_config=optimizer,
         checkpoint_config=CheckpointConfig(),
     )
-
-
-def _plain(metrics: dict[str, Any]) -> dict[str, float]:
-    """verl's metrics as floats: lists (one entry per mini-batch or micro-batch) by their mean, or the maximum where the
-    name says so; verl's Metric by its aggregate.
-    """
-    return {name: _number(value, max if name.endswith("_max") else np.mean) for name, value in metrics.items()}
-
-
-def _number(value: Any, reduce: Callable[[list[float]], Any]) -> float:
-    if isinstance(value, list | tuple):
-        return float(reduce([_number(item, reduce) for item in value]))
-    if hasattr(value, "aggregate"):
-        return _number(value.aggregate(), reduce)
-    return float(value)

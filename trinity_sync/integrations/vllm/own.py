@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +47,9 @@ class EngineWeights:
         on_update: what becomes of requests under way when a version is put in: ``wait`` (they are finished first),
             ``keep`` or ``abort``.
         timeout_s: limit of each wait, seconds.
+
+    Attributes:
+        paused_s: seconds from when the engine had paused for the version that it took last until it went on.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class EngineWeights:
             prefix="trinity-state-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         )
         self._segments: dict[str, mmap.mmap] = {}
+        self.paused_s = 0.0
 
     def take_newest(self, synchronizer: Synchronizer) -> int:
         """Have the engine take the newest version of a run, from memory or from its checkpoint.
@@ -125,8 +130,12 @@ class EngineWeights:
         if self._target is None:
             self._target = self._make_target({shard.name: (shard.dtype, shard.shape) for shard in shards})
         self._target.check(lease)
-        self._target.take(lease, None, lambda: None)
+        self._target.take(lease, None, self._note_pause)
+        self.paused_s = time.perf_counter() - self._paused
         return digest
+
+    def _note_pause(self) -> None:
+        self._paused = time.perf_counter()
 
     def close(self) -> None:
         """Let the workers go, and give back the memory. The engine goes on with the weights that it has."""

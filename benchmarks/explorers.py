@@ -1,0 +1,213 @@
+"""What a version costs vLLM, beside vLLM's own reload of the same tensors; and samples per second of both explorers.
+
+    python benchmarks/explorers.py --json [--only pause memory samples] [--megabytes 500] [--rounds 7] [--updates 100]
+                                   [--output benchmarks/results/explorers.json]
+
+In one process and vLLM's, without Ray. `pause` takes versions in turns with vLLM's `reload_weights` of the same
+tensors, which lie in the same memory of the worker, and gives medians in seconds. `memory` is what vLLM's processes
+have resident after a tenth of the updates and after all of them. `samples` generates for 64 prompts of the default task
+with vLLM and with transformers, in turns. `aims` says what was to be reached, and whether it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that a worker can be handed a function
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from trinity_sync.explorer.hf import HFEngine
+from trinity_sync.explorer.vllm import VLLMEngine
+from trinity_sync.integrations.vllm.own import EngineWeights
+from trinity_sync.models.factory import make_model
+from trinity_sync.tasks.copy_digits import CopyDigits
+
+DIGITS = {
+    "model_type": "qwen3",
+    "vocab_size": 32,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+"""The model of conf/model/digits.yaml."""
+LAYER_MB = 25.2
+PARTS = ("pause", "memory", "samples")
+SETTINGS: dict[str, Any] = {"dtype": "bf16", "temperature": 1.0, "batch_size": 512, "response_length": 3, "seed": 0}
+
+Point = dict[str, Any]
+
+
+def large(megabytes: float) -> dict[str, object]:
+    """A dense model of about so many megabytes in bf16."""
+    return DIGITS | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": max(1, round(megabytes / LAYER_MB)),
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
+
+
+def vllm_of(path: Path) -> VLLMEngine:
+    """The engine of an explorer."""
+    return VLLMEngine(str(path), sync={}, **SETTINGS)
+
+
+def weights_of(engine: VLLMEngine) -> EngineWeights:
+    """How it takes versions."""
+    return EngineWeights(engine._llm, engine._loop)
+
+
+def reload_in(worker: Any, version: str) -> float:
+    """In a worker: have vLLM load what arrived last, by its own means; seconds."""
+    tensors = list(worker.weight_transfer_engine._arrived().tensors(version))
+    began = time.perf_counter()
+    worker.reload_weights(weights_iterator=iter(tensors))
+    return time.perf_counter() - began
+
+
+def measure_pause(folder: Path, megabytes: float, rounds: int) -> Point:
+    """Versions in turns with vLLM's own reload."""
+    path = make_model(large(megabytes), 0, folder / "large")
+    tensors = load_file(path / "model.safetensors")
+    engine = vllm_of(path)
+    weights = weights_of(engine)
+    paused, taken, reloaded = [], [], []
+    for step in range(rounds + 1):
+        began = time.perf_counter()
+        weights.take(tensors, step)
+        whole = time.perf_counter() - began
+        own = asyncio.run_coroutine_threadsafe(
+            engine._llm.collective_rpc(reload_in, args=(str(step),)), engine._loop
+        ).result(600)
+        if step:  # the first ones touch memory for the first time
+            paused.append(weights.paused_s)
+            taken.append(whole)
+            reloaded.append(own[0])
+    weights.close()
+    engine.close()
+    return {
+        "megabytes": round(sum(tensor.nbytes for tensor in tensors.values()) / 1e6, 1),
+        "paused_s": statistics.median(paused),
+        "take_s": statistics.median(taken),
+        "reload_weights_s": statistics.median(reloaded),
+        "paused_in_reloads": statistics.median(paused) / statistics.median(reloaded),
+        "rounds": rounds,
+    }
+
+
+def resident() -> int:
+    """Resident bytes of vLLM's processes."""
+    return sum(one.memory_info().rss for one in psutil.Process().children(recursive=True))
+
+
+def measure_memory(folder: Path, updates: int) -> Point:
+    """What many updates leave behind."""
+    path = make_model(DIGITS | {"num_hidden_layers": 8}, 0, folder / "small")
+    tensors = load_file(path / "model.safetensors")
+    engine = vllm_of(path)
+    weights = weights_of(engine)
+    for step in range(updates // 10):
+        weights.take(tensors, step)
+    early = resident()
+    for step in range(updates // 10, updates):
+        weights.take(tensors, step)
+    late = resident()
+    weights.close()
+    engine.close()
+    return {"updates": updates, "early_mb": early / 1e6, "late_mb": late / 1e6, "growth_mb": (late - early) / 1e6}
+
+
+def measure_samples(folder: Path, rounds: int) -> Point:
+    """Samples per second of both engines for 64 prompts with 1 and 16 samples each."""
+    path = make_model(DIGITS, 0, folder / "digits")
+    tensors = load_file(path / "model.safetensors")
+    engine, task = vllm_of(path), CopyDigits(2, 0)
+    weights = weights_of(engine)
+    weights.take(tensors, 0)
+    reference = HFEngine(str(path), device="cpu", **SETTINGS)
+    for name, tensor in reference.destinations().items():
+        tensor.copy_(tensors[name])
+    found: Point = {"prompts": 64}
+    for count in (1, 16):
+        spent: dict[str, list[float]] = {"vllm": [], "hf": []}
+        for step in range(rounds + 1):
+            prompts = task.prompts(step, 64)
+            makers: dict[str, Callable[..., object]] = {"vllm": engine.generate, "hf": reference.generate}
+            for name, generate in makers.items():
+                began = time.perf_counter()
+                generate(prompts, task, step=step, samples_per_prompt=count, version=(0, 0))
+                if step:
+                    spent[name].append(time.perf_counter() - began)
+        for name, seconds in spent.items():
+            found[f"{name}_samples_per_s_{count}"] = 64 * count / statistics.median(seconds)
+    weights.close()
+    engine.close()
+    return found
+
+
+def aims(found: Point) -> list[Point]:
+    """What was to be reached of what was measured."""
+    told = []
+    if "pause" in found:
+        told.append(_aim("paused in vLLM's own reloads", found["pause"]["paused_in_reloads"], 1.3))
+    if "memory" in found:
+        told.append(_aim("growth of memory over the updates, MB", found["memory"]["growth_mb"], 8.0))
+    if "samples" in found:
+        samples = found["samples"]
+        times = samples["vllm_samples_per_s_1"] / samples["hf_samples_per_s_1"]
+        told.append({"what": "samples per second in those of hf, 64 prompts", "found": times, "at_least": 5.0})
+        told[-1]["reached"] = times >= 5.0
+    return told
+
+
+def _aim(what: str, found: float, at_most: float) -> Point:
+    return {"what": what, "found": found, "at_most": at_most, "reached": found <= at_most}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write or print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--megabytes", type=float, default=500.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(arguments)
+    found: Point = {"torch": torch.__version__, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+        if "pause" in options.only:
+            found["pause"] = measure_pause(Path(scratch), options.megabytes, options.rounds)
+        if "memory" in options.only:
+            found["memory"] = measure_memory(Path(scratch), options.updates)
+        if "samples" in options.only:
+            found["samples"] = measure_samples(Path(scratch), options.rounds)
+    found["aims"] = aims(found)
+    text = json.dumps(found, indent=2)
+    if options.output:
+        options.output.write_text(text + "\n")
+    print(text if options.json else "\n".join(f"{aim['what']}: {aim['found']:.3g}" for aim in found["aims"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Whether the log-probs that a real engine recomputes are those with which it trains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SAMPLED = -9.0
+"""The sampler's log-prob of each token: one that no small model gives any."""
+
+
+def recomputing(engine: Any) -> dict[str, Any]:
+    """Recompute log-probs of samples, and go forward and backward with the loss as a step does. Collective; changes
+    nothing of the engine.
+
+    Returns:
+        ``changed``: how many of this rank's tokens have another log-prob than the sampler's. ``ppo_kl`` and
+        ``clipped``, by micro-batch: what the loss finds between the recomputed log-probs and its own; empty where it
+        is not computed. ``mismatch``: likewise, the largest difference from the sampler's.
+    """
+    import numpy as np
+    from verl.workers.config import ActorConfig
+
+    from tests.backends.engines import drawn_pairs
+    from trinity_sync.config.schema import RolloutCorrectionConfig
+    from trinity_sync.trainer.algorithms.policy_loss import policy_loss
+    from trinity_sync.trainer.batch import grpo_batch
+    from trinity_sync.trainer.old_log_probs import recomputed
+
+    drawn = drawn_pairs(7, engine.get_data_parallel_rank())
+    prompts = [prompt[: 2 + index] for index, (prompt, _) in enumerate(drawn)]
+    answers = [answer[: 4 - index] for index, (_, answer) in enumerate(drawn)]
+    sampled = [np.full(len(answer), SAMPLED, np.float32) for answer in answers]
+    size = len(drawn) * engine.get_data_parallel_size()
+    data = recomputed(
+        engine,
+        grpo_batch(prompts, answers, sampled, np.ones(4), temperature=0.7, micro_batch=2, global_mini_batch=size),
+    )
+    config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1)
+    loss = policy_loss(config, RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0))
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        metrics = engine.forward_backward_batch(data, loss).get("metrics", {})
+
+    def of_micro_batches(name: str) -> list[float]:
+        return list(metrics[name].values) if metrics else []
+
+    return {
+        "changed": int((data["old_log_probs"].values() != SAMPLED).sum()),
+        "ppo_kl": of_micro_batches("actor/ppo_kl"),
+        "clipped": of_micro_batches("actor/pg_clipfrac"),
+        "mismatch": of_micro_batches("rollout_corr/log_prob_abs_diff_max"),
+    }
+
+
+def assert_recomputed(ranks: list[dict[str, Any]]) -> None:
+    """Hold what the ranks of a layout have found against what is to be."""
+    found = [rank for rank in ranks if rank["ppo_kl"]]
+    assert found, "no rank computes the loss"
+    for rank in found:
+        assert rank["changed"] == 10
+        assert rank["ppo_kl"] == rank["clipped"] == [0.0, 0.0]
+        assert min(rank["mismatch"]) > 1
+    assert all(rank["changed"] == 0 for rank in ranks if rank not in found)
