@@ -69,7 +69,7 @@ def large(megabytes: float) -> dict[str, object]:
 
 def vllm_of(path: Path) -> VLLMEngine:
     """The engine of an explorer."""
-    return VLLMEngine(str(path), sync={}, **SETTINGS)
+    return VLLMEngine(str(path), **SETTINGS)
 
 
 def weights_of(engine: VLLMEngine) -> EngineWeights:

@@ -69,15 +69,20 @@ def trainer(synchronizer: Synchronizer, agent: AgentClient, weights: list[Weight
 
 @pytest.fixture(scope="module")
 def engine(models: list[Path]) -> Iterator[VLLMEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that faults can be planted in a worker
+        yield from _started(models[0])
+
+
+def _started(model: Path) -> Iterator[VLLMEngine]:
     made = VLLMEngine(
-        str(models[0]),
+        str(model),
         dtype="bf16",
         temperature=1.0,
         batch_size=64,
         response_length=6,
         seed=0,
         eager=True,
-        sync={"_target_": "trinity_sync.sync.memory.MemoryMode"},
     )
     yield made
     made.close()
@@ -89,9 +94,16 @@ def make_loader(engine: VLLMEngine, trainer: PretendTrainer) -> Callable[..., We
         mode: SyncMode | None = None, verify: str = "full", of: PretendTrainer = trainer, **settings: object
     ) -> WeightLoader:
         mode = mode or MemoryMode()
-        engine._sync = {"_target_": f"{type(mode).__module__}.{type(mode).__name__}", **settings}
+        target = {"_target_": f"{type(mode).__module__}.{type(mode).__name__}"}
         layouts = LayoutCache(of.agents, LIMIT)
-        side = ExplorerSide(name="explorer-0", node=node_id(), agents=of.agents, layouts=layouts, timeout_s=LIMIT)
+        side = ExplorerSide(
+            name="explorer-0",
+            node=node_id(),
+            agents=of.agents,
+            layouts=layouts,
+            timeout_s=LIMIT,
+            settings=target | settings,
+        )
         return WeightLoader(Member.new("explorer-0"), engine.target(mode, side, verify), of.synchronizer)
 
     return make

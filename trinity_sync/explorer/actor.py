@@ -83,6 +83,7 @@ class Explorer:
             agents=agents,
             layouts=layouts,
             timeout_s=spec.timeout_s,
+            settings=spec.sync,
             lease_folder=partial(_lease_folder, spec),
         )
         target = self._engine.target(mode, side, spec.verify)

@@ -63,7 +63,6 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         "seed": cfg.seed,
         "attn_implementation": cfg.model.attn_implementation,
         "trust_remote_code": cfg.model.trust_remote_code,
-        "sync": vars(cfg.sync),
     }
     if cfg.sync.keep_fp32 is not None:  # engines of users need not know it
         engine["keep_fp32"] = list(cfg.sync.keep_fp32)

@@ -70,7 +70,6 @@ class VLLMEngine(RolloutEngine):
         kv_cache_gb: memory for keys and values on a CPU, GB.
         eager: run operations one by one, uncompiled; None: on a CPU only.
         engine: further arguments of `AsyncEngineArgs`.
-        sync: the keys of `sync`, by which workers receive.
         settings: of other engines; not used.
 
     Raises:
@@ -95,12 +94,10 @@ class VLLMEngine(RolloutEngine):
         kv_cache_gb: float | None = None,
         eager: bool | None = None,
         engine: Mapping[str, Any] | None = None,
-        sync: Mapping[str, object],
         **settings: object,
     ) -> None:
         self._seed = seed
         self._tp = tp
-        self._sync = sync
         try:
             self._texts = Texts(
                 model_path,
@@ -140,6 +137,7 @@ class VLLMEngine(RolloutEngine):
             "weight_transfer_config": {"backend": BACKEND},
         } | dict(engine or {})
         self._llm = self._start(arguments)
+        self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)
         self._sampling = _sampling(temperature, top_k, top_p, response_length, self._texts.ends)
         self._ids = itertools.count()
 
@@ -147,14 +145,12 @@ class VLLMEngine(RolloutEngine):
         """vLLM's workers, which receive by themselves."""
         from trinity_sync.integrations.vllm.target import WorkerTarget
 
-        self._who = f"vLLM of {side.name}"
-        self._control = AsyncControl(self._llm, self._loop, self._who, side.timeout_s)
+        self._control = AsyncControl(self._llm, self._loop, f"vLLM of {side.name}", side.timeout_s)
         self._target = WorkerTarget(
             self._control,
             workers=self._tp,
             tensors=self._shapes,
             side=side,
-            sync=self._sync,
             verify=verify,
             on_update="wait",
             start_timeout_s=_START_S,

@@ -95,6 +95,7 @@ class ExplorerSide:
         agents: Ray node id -> agent.
         layouts: layouts that were seen before.
         timeout_s: limit of each wait (`sync.timeout_s`).
+        settings: the keys of `sync`, from which processes of the explorer build the mode for themselves.
         lease_folder: keeps a version's folder while it is read; None: nobody deletes folders.
     """
 
@@ -103,6 +104,7 @@ class ExplorerSide:
     agents: Mapping[str, AgentClient]
     layouts: LayoutCache
     timeout_s: float
+    settings: Mapping[str, object] = field(default_factory=dict)
     lease_folder: LeaseFolder | None = None
 
 

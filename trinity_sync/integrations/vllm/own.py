@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from trinity_sync.sync import Synchronizer
 
 _PART, _HERE = "state", "here"
+_MODE = {"_target_": "trinity_sync.sync.memory.MemoryMode"}
 _BUCKET_BYTES = 4 << 20
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -154,13 +155,14 @@ class EngineWeights:
         return path
 
     def _make_target(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> WorkerTarget:
-        side = ExplorerSide(name=self._name, node=_HERE, agents={}, layouts=self._layouts, timeout_s=self._timeout_s)
+        side = ExplorerSide(
+            name=self._name, node=_HERE, agents={}, layouts=self._layouts, timeout_s=self._timeout_s, settings=_MODE
+        )
         return WorkerTarget(
             self._control,
             workers=self._workers,
             tensors=shapes,
             side=side,
-            sync={"_target_": "trinity_sync.sync.memory.MemoryMode"},
             verify="full",
             on_update=self._on_update,
             start_timeout_s=self._timeout_s,

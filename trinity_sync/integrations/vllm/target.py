@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,7 +42,6 @@ class WorkerTarget:
         workers: how many processes hold its weights (tensor times pipeline parallel).
         tensors: what a version consists of, as the engine takes it.
         side: what the mode may ask.
-        sync: the keys of `sync`, from which each worker builds its half of the mode.
         verify: `sync.verify`.
         on_update: what becomes of requests that are under way.
         start_timeout_s: limit until the workers have connected, seconds.
@@ -55,7 +54,6 @@ class WorkerTarget:
         workers: int,
         tensors: Shapes,
         side: ExplorerSide,
-        sync: Mapping[str, object],
         verify: str,
         on_update: OnUpdate,
         start_timeout_s: float,
@@ -74,7 +72,7 @@ class WorkerTarget:
         control.connect(self._link.address)
         self._link.wait(start_timeout_s)
         names = receivers(side.name, workers)
-        told = (side.node, dict(tensors), dict(sync), verify, side.timeout_s)
+        told = (side.node, dict(tensors), dict(side.settings), verify, side.timeout_s)
         self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s)
 
     def check(self, lease: Lease) -> None:
