@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.explorer.helpers import ARCHITECTURE, engine_of, load, loaded
-from trinity_sync.actors.explorer import LoadFailed, LoadReport
+from trinity_sync.actors.explorer import EngineDied, LoadFailed, LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import ExplorerSpec
@@ -121,3 +121,22 @@ def test_an_explorer_whose_update_failed_makes_nothing_and_goes_on_with_the_next
     produced = explorer.produce(WORK, 3)
     assert produced.load is not None
     assert list(produced.batch) == made_by(models[Version(0, 1)], Version(0, 1))
+
+
+@pytest.mark.parametrize("where", ["load", "generate"])
+def test_an_explorer_ends_with_its_engine(
+    explorer: Explorer, versions: Versions, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    class ExitError(BaseException):
+        pass
+
+    def leave(code: int) -> None:
+        raise ExitError(code)
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        raise EngineDied("the engine core is gone")
+
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.setattr(versions if where == "load" else explorer._engine, where, dies)
+    with pytest.raises(ExitError, match="1"):
+        explorer.produce(WORK, 3)

@@ -22,10 +22,10 @@ from tests.explorer.helpers import ARCHITECTURE, loaded
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent  # noqa: F401
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
+from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.integrations.vllm.control import OnUpdate
-from trinity_sync.integrations.vllm.link import EngineDied
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.models.factory import make_model
 from trinity_sync.protocol.members import Member

@@ -24,6 +24,12 @@ class LoadFailed(RunError):  # noqa: N818 - it says what happened
     """The explorer could not take the newest version, and holds none until a load succeeds."""
 
 
+class EngineDied(RunError):  # noqa: N818 - it says what happened
+    """A process of the explorer's engine is gone. The explorer can do nothing any more and ends with it: a run knows what
+    to do about explorers that died.
+    """
+
+
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
     """What an explorer tells of a load.

@@ -19,7 +19,7 @@ import ray
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
-from trinity_sync.actors.explorer import LoadFailed, LoadReport, Produced, Whereabouts
+from trinity_sync.actors.explorer import EngineDied, LoadFailed, LoadReport, Produced, Whereabouts
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
 from trinity_sync.errors import RunError, TrinityError
@@ -99,8 +99,9 @@ class Explorer:
             broadcast: the broadcast in which it comes, in nccl mode.
         """
         assert self._loader is not None, "attach() comes first"
-        report = self._loader.load(version, broadcast)
-        self._engine.after_load()
+        with _engine_alive():
+            report = self._loader.load(version, broadcast)
+            self._engine.after_load()
         story.info(
             "loaded version %s: %s in %s, paused %s%s",
             report.version,
@@ -121,9 +122,10 @@ class Explorer:
         if held is None:
             raise RunError(f"{self._spec.name} holds no version, so it cannot generate for step {step}")
         started = time.perf_counter()
-        batch = self._engine.generate(
-            prompts, self._task, step=step, samples_per_prompt=samples_per_prompt, version=held
-        )
+        with _engine_alive():
+            batch = self._engine.generate(
+                prompts, self._task, step=step, samples_per_prompt=samples_per_prompt, version=held
+            )
         took = units.seconds(time.perf_counter() - started)
         story.info("made %d samples for step %d by version %s in %s", len(batch), step, held, took)
         return batch
@@ -156,6 +158,16 @@ class Explorer:
     def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process."""
         return {"peak_rss": peak_memory(), "pid": os.getpid()}
+
+
+@contextmanager
+def _engine_alive() -> Iterator[None]:
+    """End this process where its engine turns out to be gone."""
+    try:
+        yield
+    except EngineDied as error:
+        story.error("%s; this explorer ends with it", error)
+        os._exit(1)
 
 
 @contextmanager

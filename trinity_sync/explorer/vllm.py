@@ -1,7 +1,7 @@
 """Generates and scores samples with vLLM. The engine inside the explorer actor.
 
 vLLM runs in processes of its own (an engine core, and workers that hold the weights); here is its front end, in an
-event loop of a thread. Where one of these processes dies, this one ends as well: the run sees a dead explorer.
+event loop of a thread. Where one of these processes dies, the explorer ends with it (`EngineDied`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,12 +21,10 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.sampling import sequence_keys
 from trinity_sync.explorer.texts import Responses, Texts, scored
-from trinity_sync.host.logs import story
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl
-from trinity_sync.integrations.vllm.link import EngineDied
 from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
@@ -179,10 +177,7 @@ class VLLMEngine(RolloutEngine):
         numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
         keys = sequence_keys(self._seed, step, numbers, np.tile(np.arange(samples_per_prompt), len(prompts)))
         doing = self._generate_all([prompt_ids[row] for row in prompt_of], keys.tolist())
-        try:
-            outputs = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
-        except EngineDied as error:
-            _end(error)
+        outputs = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
         return scored(self._texts, task, prompts, prompt_ids, _responses(outputs), step=step, version=version)
 
     async def _generate_all(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> list[RequestOutput]:
@@ -269,9 +264,3 @@ def _set_environment(kv_cache_gb: float | None, eager: bool) -> None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         # Lets the only worker live in the engine core's process; vLLM keeps them apart to bind threads.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
-def _end(error: EngineDied) -> NoReturn:
-    """End the process: without its engine it can do nothing, and a run replaces dead explorers."""
-    story.error("%s; this process ends with it", error)
-    os._exit(1)

@@ -18,12 +18,9 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import NamedTuple
 
+from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.origin import told
-
-
-class EngineDied(RunError):  # noqa: N818 - it says what happened
-    """A process of the engine is gone."""
 
 
 class Address(NamedTuple):

@@ -17,10 +17,11 @@ from typing import cast
 import torch
 
 from trinity_sync.actors.broadcast import Broadcast, receivers
+from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
-from trinity_sync.integrations.vllm.link import EngineDied, WorkerLink
+from trinity_sync.integrations.vllm.link import WorkerLink
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease
 from trinity_sync.sync.base import ExplorerSide
