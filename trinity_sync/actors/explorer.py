@@ -25,8 +25,8 @@ class LoadFailed(RunError):  # noqa: N818 - it says what happened
 
 
 class EngineDied(RunError):  # noqa: N818 - it says what happened
-    """A process of the explorer's engine is gone. The explorer can do nothing any more and ends with it: a run knows what
-    to do about explorers that died.
+    """A process of the explorer's engine is gone. The explorer can do nothing any more and ends with it, as a run knows
+    what to do about explorers that died.
     """
 
 
