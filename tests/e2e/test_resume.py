@@ -72,6 +72,7 @@ def test_a_resume_is_a_new_attempt_of_the_same_run(uninterrupted: Run, resumed: 
     assert steps == {step: int(step > 10) for step in range(1, 21)}
 
 
+@pytest.mark.all
 def test_a_resumed_run_is_reproduced_as_one_whole(resumed: Run) -> None:
     """Its first steps: the learning rate goes by all of them."""
     resumed.assert_reproduced("--steps", "6")

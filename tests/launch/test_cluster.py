@@ -359,7 +359,9 @@ print("the end")
     ("victim", "work", "why"),
     [
         ("raylet", 'ray.put(b"x" * 10_000_000)', "Ray has given up this node"),
-        ("gcs_server", "while True: ray.nodes()", "Ray's GCS has not answered for 2.4 s"),
+        pytest.param(
+            "gcs_server", "while True: ray.nodes()", "Ray's GCS has not answered for 2.4 s", marks=pytest.mark.all
+        ),
     ],
 )
 def test_what_stands_still_of_ray_ends_the_run_and_is_named_and_recorded(
@@ -372,13 +374,16 @@ def test_what_stands_still_of_ray_ends_the_run_and_is_named_and_recorded(
     assert f"recorded: {said}\n" in done.stdout
 
 
-@pytest.mark.parametrize("victim", [pytest.param("raylet", marks=pytest.mark.all), "gcs_server"])
+@pytest.mark.all
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
 def test_what_stands_still_of_ray_does_not_keep_a_run_from_its_end(root: Path, victim: str) -> None:
     done = struck(root, "SIGSTOP", "pass", victim)
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
 
 
-@pytest.mark.parametrize("work", ['ray.put(b"x" * 10_000_000)', "import time; time.sleep(100.0)"])
+@pytest.mark.parametrize(
+    "work", ['ray.put(b"x" * 10_000_000)', pytest.param("import time; time.sleep(100.0)", marks=pytest.mark.all)]
+)
 def test_a_raylet_that_dies_ends_the_run_and_is_named(root: Path, work: str) -> None:
     """Whether Ray ends the program, at its next call, or Ray gives up the node."""
     done = struck(root, "SIGKILL", work)
@@ -387,6 +392,7 @@ def test_a_raylet_that_dies_ends_the_run_and_is_named(root: Path, work: str) -> 
     assert re.match(r"error: Ray's raylet on this node \(pid \d+\) has died and the run ends", said[0])
 
 
+@pytest.mark.all
 def test_the_end_of_a_raylet_at_the_end_of_a_run_is_not_called_its_death(root: Path) -> None:
     done = struck(root, "SIGCONT", "pass")
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr

@@ -75,6 +75,7 @@ def value_of(name: str) -> str | None:
     return os.environ.get(name)
 
 
+@pytest.mark.all
 @pytest.mark.timeout(300)
 def test_one_that_is_kept_holds_nothing_of_the_run_before(root: Path) -> None:
     with ray_kept():
@@ -217,6 +218,7 @@ def test_a_server_that_cannot_be_started_is_an_error_of_the_run(tmp_path: Path) 
         pass
 
 
+@pytest.mark.all
 @pytest.mark.timeout(300)
 def test_without_the_server_ray_starts_processes_itself(root: Path) -> None:
     with a_run(root):

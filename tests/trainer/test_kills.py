@@ -157,7 +157,8 @@ def test_a_process_killed_at_any_instant_of_a_save_tears_nothing(
     assert list((again.root / ".staging").glob("*/")) == []
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 0 else pytest.mark.all) for seed in range(8)])
+@pytest.mark.all
+@pytest.mark.parametrize("seed", range(8))
 def test_a_driver_killed_at_any_instant_of_a_save_tears_nothing(tmp_path: Path, seed: int) -> None:
     """With it goes all of Ray."""
     delay = random.Random(f"driver-{seed}").uniform(0.0, 0.6)
