@@ -25,12 +25,19 @@ CASES = [
 ]
 
 
+def assert_sampled_as_trained(run: Run) -> None:
+    """What vLLM computed with is what the trainer holds: log-probs of another model's would be some tenths off."""
+    differences = [line["rollout_corr/log_prob_abs_diff"] for line in run.lines("metrics.jsonl")]
+    assert max(differences) < 0.05
+
+
 @pytest.mark.parametrize(("backend", "mode", "processes"), CASES)
 def test_a_run_completes_with_equal_digests_at_trainer_explorer_and_checkpoint(
     tmp_path: Path, backend: str, mode: str, processes: int
 ) -> None:
     run = launch(tmp_path / "run", *VLLM, f"backend={backend}", f"sync={mode}", f"explorer.tp={processes}")
     run.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], 1)
+    assert_sampled_as_trained(run)
 
 
 @pytest.mark.all
@@ -52,6 +59,7 @@ def test_a_merged_adapter_and_experts_are_rolled_out(tmp_path: Path, model: list
     assert run.code == 0, run.output
     assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
     assert not run.events("fault")
+    assert_sampled_as_trained(run)
 
 
 @pytest.mark.all

@@ -48,7 +48,7 @@ class StandIn:
 
     def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:
         self._agents = agents
-        return {"pid": os.getpid(), "node": "node", "base": self._spec.engine.get("base")}
+        return {"pid": os.getpid(), "node": "node", "base": self._spec.engine.get("base"), "closes": False}
 
     def lease(self, version: Version) -> Member:
         """Begin a load that does not end; who it is."""

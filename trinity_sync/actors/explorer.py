@@ -85,11 +85,14 @@ class Produced:
 
 
 class Whereabouts(TypedDict):
-    """Which process an explorer is: its pid, Ray's id of its node, and `RolloutEngine.base_digest` of its engine."""
+    """Which process an explorer is: its pid, Ray's id of its node, its engine's `base_digest`, and whether that has
+    something to `close`.
+    """
 
     pid: int
     node: str
     base: str | None
+    closes: bool
 
 
 class ExplorerClient(Client):
@@ -140,3 +143,7 @@ class ExplorerClient(Client):
     def memory(self) -> Call[dict[str, int]]:
         """Ask for the peak resident bytes of its process."""
         return self._call("tell its memory", "memory")
+
+    def close(self) -> Call[None]:
+        """Have it end what its engine has outside of its process."""
+        return self._call("end its engine", "close")

@@ -89,7 +89,8 @@ class Explorer:
         target = self._engine.target(mode, side, spec.verify)
         self._loader = WeightLoader(spec.member, target, self._synchronizer)
         self._base = self._engine.base_digest(dtype_name(spec.sync["wire_dtype"]))
-        return {"pid": os.getpid(), "node": node, "base": self._base}
+        closes = type(self._engine).close is not RolloutEngine.close
+        return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Take a committed version, the newest for None.
@@ -154,6 +155,10 @@ class Explorer:
         except Exception as error:  # of a version that was replaced meanwhile the files may be gone, or the lease
             why = error if isinstance(error, TrinityError) else told(error)
             raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error
+
+    def close(self) -> None:
+        """End what the engine has outside of this process."""
+        self._engine.close()
 
     def memory(self) -> dict[str, int]:
         """Return the peak resident bytes of this process."""

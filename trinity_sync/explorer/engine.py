@@ -51,6 +51,9 @@ class RolloutEngine(ABC):
         """
         return None
 
+    def close(self) -> None:  # noqa: B027 - most have nothing
+        """End what the engine has outside of this process. Called at the end of a run that can wait for it."""
+
     @abstractmethod
     def after_load(self) -> None:
         """To be called when new weights are in: what was computed with those before must not be used any more."""

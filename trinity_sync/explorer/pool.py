@@ -15,7 +15,7 @@ from functools import partial
 import ray
 
 from trinity_sync.actors.agent import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied, results
+from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.actors.explorer import ExplorerClient, Generated, LoadReport, Produced
 from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import SynchronizerClient
@@ -29,6 +29,8 @@ from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery
+
+_CLOSE_S = 10.0
 
 Deliver = Callable[[dict[str, ExplorerClient], Version], Delivery]
 
@@ -73,6 +75,7 @@ class ExplorerPool:
         self._agents: dict[str, AgentClient] = {}
         self._base: str | None = None
         self._held: Version | None = None
+        self._closes = False
         self._members: dict[str, Member] = {}
         names = [f"explorer-{index}" for index in range(replicas)]
         self.clients = {name: self._create(name) for name in names}
@@ -122,6 +125,7 @@ class ExplorerPool:
         places = results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
             story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
+            self._closes = place["closes"]
             if place["base"] != self._base:
                 raise ConfigError(
                     f"model.path={self._spec.engine['model_path']}: {name} has an adapter's base with the digest "
@@ -229,6 +233,11 @@ class ExplorerPool:
         with self._lock:
             self._restarts_left = 0
         ray.kill(self.clients[name].handle)
+
+    def close(self) -> None:
+        """Have engines end what they have outside of explorers. One that does not in time is left to Ray's end."""
+        if self._closes:
+            ended([client.close() for client in self.clients.values()], _CLOSE_S)
 
     def _forget(self, name: str) -> None:
         """Make sure that nothing of an explorer is left: neither a process that hangs nor a lease."""

@@ -236,6 +236,9 @@ class Actors:
         if self._relay is not None:
             with contextlib.suppress(Exception):
                 self._relay.close()
+        if self.pool is not None:
+            with contextlib.suppress(Exception):
+                self.pool.close()
         close_agents(self.agents)
 
     # -- building

@@ -83,6 +83,7 @@ class WorkerLink:
         """
         if not self._complete.wait(timeout_s):
             raise WaitTimeout(self._who, f"have {self._count} workers connect", timeout_s)
+        self._stop_listening()  # nothing is left behind, however this process ends
 
     def ask(self, method: str, arguments: Callable[[int], tuple[object, ...]], timeout_s: float) -> list[object]:
         """Have all workers do something side by side; return what they answer, in the order of their ranks.
@@ -115,9 +116,12 @@ class WorkerLink:
 
     def close(self) -> None:
         """Let the workers go."""
-        self._listener.close()
+        self._stop_listening()
         for connection in self._connections.values():
             connection.close()
+
+    def _stop_listening(self) -> None:
+        self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _answer(self, rank: int, method: str, until: float, timeout_s: float) -> _Answer:

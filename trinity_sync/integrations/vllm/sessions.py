@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
@@ -24,18 +22,16 @@ def give_back(model: torch.nn.Module) -> None:
         info.reset()
 
 
-def never_loaded(model: torch.nn.Module, loaded: Iterable[str] | None) -> list[str]:
-    """Names of parameters, within a session, for which nothing came.
+def never_loaded(model: torch.nn.Module) -> list[str]:
+    """Names of parameters, within a session, of layers for which nothing came.
 
     Args:
-        model: the model, of which every layer waits for weights or has them.
-        loaded: what its `load_weights` returned; None: it does not tell, and layers are asked.
+        model: the model; what came for it has been handed to its `load_weights`.
     """
-    if loaded is not None:
-        return sorted({name for name, _ in model.named_parameters()} - set(loaded))
     waiting = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load() and not is_deferred_attention_layer(layer) and info.load_numel <= 0 < info.load_numel_total:
-            waiting.append(name)
-    return waiting
+        # a layer that has all of its weights is in no session any more; that of attention has none to wait for
+        if info.can_load() and info.load_numel <= 0 and not is_deferred_attention_layer(layer):
+            waiting += [f"{name}.{one}" if name else one for one, _ in layer.named_parameters(recurse=False)]
+    return sorted(waiting)

@@ -6,7 +6,7 @@ has arrived before (`arrivals`), asked for over a `link` while the engine genera
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -147,6 +147,6 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         tensors = self._arrived().tensors(version)
         with disable_mtp_completeness_check():
-            loaded: Iterable[str] | None = self.model.load_weights(tensors)
-        if missing := never_loaded(self.model, loaded):
+            self.model.load_weights(tensors)
+        if missing := never_loaded(self.model):
             raise RunError(f"the version does not fill {listed(missing)} of {type(self.model).__name__}")
