@@ -9,6 +9,7 @@ import pytest
 from trinity_sync import config
 from trinity_sync.config import vllm_checks
 from trinity_sync.errors import ConfigError
+from trinity_sync.explorer.spec import explorer_spec
 
 
 def refusal(*overrides: str) -> str:
@@ -67,3 +68,8 @@ def test_an_adapter_that_travels_alone_is_refused() -> None:
     assert refusal("model.lora.rank=4").startswith("sync.what has adapters travel alone")
     assert refusal("model.lora.rank=4", "sync.what=adapter").startswith("sync.what has adapters travel alone")
     config.check(config.compose(["explorer=vllm", "model.lora.rank=4", "sync.what=merged"]))
+
+
+def test_each_process_of_an_explorer_receives_weights() -> None:
+    for chosen, processes in ((["explorer=vllm", "explorer.tp=4"], 4), (["explorer=vllm"], 1), ([], 1)):
+        assert explorer_spec(config.typed(config.compose(chosen)), "model", "logs").processes == processes

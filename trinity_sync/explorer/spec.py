@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_sync.config.lora import adapter_of, travels
-from trinity_sync.config.schema import Config
+from trinity_sync.config.schema import Config, VllmConfig
 from trinity_sync.protocol.members import Member
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "timeout_s")
@@ -26,6 +26,7 @@ class ExplorerSpec:
         verify: `sync.verify`.
         timeout_s: `sync.timeout_s`.
         log_dir: where this process logs.
+        processes: how many of its processes hold its weights; one GPU each where there are GPUs.
     """
 
     member: Member
@@ -36,11 +37,7 @@ class ExplorerSpec:
     verify: str
     timeout_s: float
     log_dir: str | None
-
-    @property
-    def processes(self) -> int:
-        """How many of an explorer's processes hold its weights; one GPU each where there are GPUs."""
-        return int(self.engine.get("tp", 1))
+    processes: int = 1
 
     @property
     def name(self) -> str:
@@ -79,4 +76,5 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         verify=cfg.sync.verify,
         timeout_s=cfg.sync.timeout_s,
         log_dir=log_dir,
+        processes=cfg.explorer.tp if isinstance(cfg.explorer, VllmConfig) else 1,
     )
