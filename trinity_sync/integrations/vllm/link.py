@@ -14,13 +14,16 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
+from pickle import PicklingError
 from typing import NamedTuple
 
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.origin import told
+
+_LONGEST_FOLDER = 70
 
 
 class Address(NamedTuple):
@@ -64,7 +67,10 @@ class WorkerLink:
 
     def __init__(self, who: str, workers: int) -> None:
         self._who = who
-        self._folder = Path(tempfile.mkdtemp(prefix="trinity-vllm-"))
+        # a socket's path has 107 characters at most
+        short = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
+        self._folder = Path(tempfile.mkdtemp(prefix="trinity-vllm-", dir=short))
+        self._closed = False
         key = secrets.token_bytes(32)
         self.address = Address(str(self._folder / "workers"), key.hex())
         self._listener = Listener(self.address.path, "AF_UNIX", backlog=workers, authkey=key)
@@ -100,14 +106,22 @@ class WorkerLink:
         """
         self._number += 1
         until = time.monotonic() + timeout_s
-        for rank, connection in sorted(self._connections.items()):
-            with self._alive(rank):
-                connection.send(_Request(self._number, method, arguments(rank)))
-        answers = [self._answer(rank, method, until, timeout_s) for rank in sorted(self._connections)]
-        for answer in answers:
+        self._send(method, arguments, until, timeout_s)
+        answers: dict[int, _Answer] = {}
+        while len(answers) < self._count:
+            waiting = [rank for rank in sorted(self._connections) if rank not in answers]
+            ready = wait([self._connections[rank] for rank in waiting], max(0.0, until - time.monotonic()))
+            if not ready:
+                raise WaitTimeout(f"worker {waiting[0]} of {self._who}", method, timeout_s)
+            for rank in (rank for rank in waiting if self._connections[rank] in ready):
+                with self._alive(rank):
+                    answer: _Answer = self._connections[rank].recv()
+                if answer.number == self._number:  # of an earlier one the wait was given up
+                    answers[rank] = answer
+        for _, answer in sorted(answers.items()):
             if answer.error is not None:
                 raise answer.error
-        return [answer.result for answer in answers]
+        return [answer.result for _, answer in sorted(answers.items())]
 
     @property
     def workers(self) -> list[int]:
@@ -121,18 +135,32 @@ class WorkerLink:
             connection.close()
 
     def _stop_listening(self) -> None:
+        self._closed = True
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _answer(self, rank: int, method: str, until: float, timeout_s: float) -> _Answer:
-        connection = self._connections[rank]
-        while True:
-            with self._alive(rank):
-                if not connection.poll(max(0.0, until - time.monotonic())):
-                    raise WaitTimeout(f"worker {rank} of {self._who}", method, timeout_s)
-                answer: _Answer = connection.recv()
-                if answer.number == self._number:  # of an earlier one the wait was given up
-                    return answer
+    def _send(
+        self, method: str, arguments: Callable[[int], tuple[object, ...]], until: float, timeout_s: float
+    ) -> None:
+        """Send side by side: what does not fit into a socket waits until the worker reads."""
+        lost: dict[int, EngineDied] = {}
+
+        def send(rank: int) -> None:
+            try:
+                with self._alive(rank):
+                    self._connections[rank].send(_Request(self._number, method, arguments(rank)))
+            except EngineDied as error:
+                lost[rank] = error
+
+        threads = {rank: threading.Thread(target=send, args=(rank,), daemon=True) for rank in self._connections}
+        for thread in threads.values():
+            thread.start()
+        for rank, thread in threads.items():
+            thread.join(max(0.0, until - time.monotonic()))
+            if thread.is_alive():
+                raise WaitTimeout(f"worker {rank} of {self._who}", f"hear that it is to {method}", timeout_s)
+        for error in lost.values():
+            raise error
 
     @contextlib.contextmanager
     def _alive(self, rank: int) -> Iterator[None]:
@@ -146,32 +174,42 @@ class WorkerLink:
             try:
                 connection = self._listener.accept()
                 hello: Hello = connection.recv()
-            except OSError:
-                return  # closed
-            except Exception:  # somebody who does not know the key, or went away
+            except Exception:  # somebody who does not know the key, or went away; or nobody will come any more
+                if self._closed:
+                    return
+                continue
+            if hello.rank not in range(self._count):
+                connection.close()
                 continue
             self._connections[hello.rank], self._pids[hello.rank] = connection, hello.pid
         self._complete.set()
 
 
-def serve(address: Address, rank: int, methods: Mapping[str, Callable[..., object]]) -> None:
+def serve(address: Address, rank: int, methods: Mapping[str, Callable[..., object]], begin: Callable[[], None]) -> None:
     """The answering end: connect, and answer in a thread until the asking end is gone.
 
     Args:
         address: where to connect.
         rank: of the worker.
         methods: what it can be asked.
+        begin: called by the thread first.
     """
     connection = Client(address.path, "AF_UNIX", authkey=bytes.fromhex(address.key))
     connection.send(Hello(rank, os.getpid()))
-    threading.Thread(target=_serve, args=(connection, methods), name="versions arrive", daemon=True).start()
+    threading.Thread(target=_serve, args=(connection, methods, begin), name="versions arrive", daemon=True).start()
 
 
-def _serve(connection: Connection, methods: Mapping[str, Callable[..., object]]) -> None:
+def _serve(connection: Connection, methods: Mapping[str, Callable[..., object]], begin: Callable[[], None]) -> None:
     with contextlib.suppress(EOFError, OSError), connection:
+        begin()
         while True:
             request: _Request = connection.recv()
-            connection.send(_answered(request, methods))
+            answer = _answered(request, methods)
+            try:
+                connection.send(answer)
+            except (TypeError, AttributeError, PicklingError) as error:
+                why = RunError(f"what came of its attempt to {request.method} cannot be sent: {error}")
+                connection.send(_Answer(request.number, None, why))
 
 
 def _answered(request: _Request, methods: Mapping[str, Callable[..., object]]) -> _Answer:

@@ -93,7 +93,7 @@ class EngineWeights:
             folder = synchronizer.get_latest_model_path()
             if folder is None:
                 raise RunError(f"{self._name} cannot take a version: none was published yet, or none can be had here")
-            tensors = _read(Path(folder))
+            tensors, step = _read(Path(folder), step)  # it may be a newer one by now
         self.take(tensors, step)
         return step
 
@@ -169,8 +169,10 @@ class EngineWeights:
         )
 
 
-def _read(folder: Path) -> dict[str, torch.Tensor]:
+def _read(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The weights in a folder, and the step that they are of; `step` where nothing there says."""
     from trinity_sync.checkpoint.reading import open_weights
 
     weights = open_weights(folder)
-    return {name: weights.read(name) for name in weights}
+    found = step if weights.manifest is None else weights.manifest.step
+    return {name: weights.read(name) for name in weights}, found

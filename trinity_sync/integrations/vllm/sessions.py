@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 
@@ -22,8 +23,9 @@ def give_back(model: torch.nn.Module) -> None:
         info.reset()
 
 
-def never_loaded(model: torch.nn.Module) -> list[str]:
-    """Names of parameters, within a session, of layers for which nothing came.
+def unfilled(model: torch.nn.Module) -> list[str]:
+    """Names of parameters, within a session, of layers that wait for weights still. vLLM would fill them with what is in
+    memory, or leave them as they were.
 
     Args:
         model: the model; what came for it has been handed to its `load_weights`.
@@ -31,7 +33,13 @@ def never_loaded(model: torch.nn.Module) -> list[str]:
     waiting = []
     for name, layer in model.named_modules():
         info = get_layerwise_info(layer)
-        # a layer that has all of its weights is in no session any more; that of attention has none to wait for
-        if info.can_load() and info.load_numel <= 0 and not is_deferred_attention_layer(layer):
-            waiting += [f"{name}.{one}" if name else one for one, _ in layer.named_parameters(recurse=False)]
+        # A layer that has all of its weights is in no session any more; that of attention has none to wait for.
+        if not info.can_load() or is_deferred_attention_layer(layer) or _holds_padding(layer, info.load_numel):
+            continue
+        waiting += [f"{name}.{one}" if name else one for one, _ in layer.named_parameters(recurse=False)]
     return sorted(waiting)
+
+
+def _holds_padding(layer: torch.nn.Module, loaded: int) -> bool:
+    """Tell whether a layer is (a share of) a vocabulary, of which all but padding may be there."""
+    return isinstance(layer, VocabParallelEmbedding) and (loaded > 0 or layer.shard_indices.num_org_elements == 0)

@@ -70,11 +70,15 @@ class WorkerTarget:
             {name: torch.empty(shape, dtype=to_torch(dtype), device="meta") for name, (dtype, shape) in tensors.items()}
         )
         self._link = WorkerLink(f"vLLM of {side.name}", workers)
-        control.connect(self._link.address)
-        self._link.wait(start_timeout_s)
         names = receivers(side.name, workers)
         told = (side.node, dict(tensors), dict(side.settings), verify, side.timeout_s)
-        self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s)
+        try:
+            control.connect(self._link.address)
+            self._link.wait(start_timeout_s)
+            self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s)
+        except BaseException:
+            self._link.close()
+            raise
 
     def check(self, lease: Lease) -> None:
         """Check that names and shapes fit. Done once per set of layouts."""
@@ -125,7 +129,12 @@ class WorkerTarget:
 
     def _put(self, version: str, give_up: Callable[[], None]) -> None:
         control = self._control
-        control.pause(self._on_update)
+        try:
+            control.pause(self._on_update)
+        except RunError:
+            with contextlib.suppress(RunError):  # nothing was touched: what it holds is whole
+                control.resume()
+            raise
         give_up()
         try:
             control.start_update()
@@ -175,5 +184,8 @@ class _PartCopies:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="trinity-parts-"))
         path = self._folder / info.part
-        path.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
+        coming = path.with_suffix(".coming")
+        # a worker that is late may be reading the one before
+        coming.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
+        coming.replace(path)
         return replace(info, node=self._side.node, path=str(path))

@@ -22,12 +22,13 @@ from vllm.model_executor.model_loader.reload import (
 )
 
 from trinity_sync.config import build
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Shapes
 from trinity_sync.integrations.vllm.link import Address, serve
-from trinity_sync.integrations.vllm.sessions import give_back, never_loaded
+from trinity_sync.integrations.vllm.sessions import give_back, unfilled
 from trinity_sync.sync.base import SyncMode
 from trinity_sync.weights.shards import listed
+from trinity_sync.weights.tensors import from_torch, rounds
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,7 +81,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             "show": self._show,
             "digest": self._digests,
         }
-        serve(Address(init_info.path, init_info.key), self.parallel_config.rank, methods)
+        serve(Address(init_info.path, init_info.key), self.parallel_config.rank, methods, self._use_device)
 
     def start_weight_update(self) -> None:
         """Begin a session. What one before has left half done is put right first."""
@@ -108,13 +109,37 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         """Nothing is held that the end of the process does not free."""
 
+    def _use_device(self) -> None:
+        """Have the calling thread use the worker's device: that is each thread's own matter."""
+        if self.device.type != "cpu":
+            torch.accelerator.set_device_index(self.device)
+
     # -- asked over the link
 
     def _expect(
         self, name: str, node: str, tensors: Shapes, sync: dict[str, object], verify: str, timeout_s: float
     ) -> None:
+        self._check_dtypes(tensors)
         mode = build("sync", sync, SyncMode)  # type: ignore[type-abstract]
         self._arrivals = Arrivals(name=name, node=node, tensors=tensors, mode=mode, verify=verify, timeout_s=timeout_s)
+
+    def _check_dtypes(self, tensors: Shapes) -> None:
+        """See whether the model holds in fp32 what comes so; vLLM would round it and say nothing.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        held = {name: from_torch(one.dtype) for name, one in self.model.named_parameters()}
+        ends = {_end(name): dtype for name, dtype in held.items()}
+        own = from_torch(self.model_config.dtype)
+        rounded = [
+            name for name, (dtype, _) in tensors.items() if rounds(dtype, held.get(name) or ends.get(_end(name)) or own)
+        ]
+        if rounded:
+            raise ConfigError(
+                f"vLLM would round {listed(sorted(rounded))}, which come in fp32 and which it holds in {own}; set "
+                "explorer.dtype=fp32, or leave them out of sync.keep_fp32"
+            )
 
     def _take(self, arrival: Arrival) -> Arrived:
         return self._arrived().take(arrival)
@@ -133,7 +158,8 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             if arrived.dim() > 1 and self.parallel_config.world_size > 1:
                 continue  # a share of what was padded can have the shape of the whole
             most = max(1, _CHECKED_BYTES // max(1, arrived[:1].nbytes))
-            if not torch.equal(here[:most].cpu(), arrived[:most]):
+            there = here[:most].cpu().contiguous()
+            if not torch.equal(there.view(torch.uint8), arrived[:most].view(torch.uint8)):  # of NaN, too
                 differing.append(name)
         return differing
 
@@ -148,5 +174,10 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         tensors = self._arrived().tensors(version)
         with disable_mtp_completeness_check():
             self.model.load_weights(tensors)
-        if missing := never_loaded(self.model):
-            raise RunError(f"the version does not fill {listed(missing)} of {type(self.model).__name__}")
+        if waiting := unfilled(self.model):
+            raise RunError(f"the version does not fill {listed(waiting)} of {type(self.model).__name__}")
+
+
+def _end(name: str) -> str:
+    """The last two words of a parameter's name, which engines have in common."""
+    return ".".join(name.split(".")[-2:])
