@@ -64,10 +64,10 @@ def test_a_merged_adapter_and_experts_are_rolled_out(tmp_path: Path, model: list
 
 @pytest.mark.all
 def test_samples_of_two_explorers_in_a_free_run_are_trained_on(tmp_path: Path) -> None:
-    free = ("trainer.schedule=free", "sync.max_staleness=1", "explorer.replicas=2", "trainer.steps=6")
+    free = ("trainer.schedule=free", "sync.max_staleness=1", "explorer.replicas=2", "trainer.steps=80")
     run = launch(tmp_path / "run", *VLLM, *free)
     assert run.code == 0, run.output
-    assert {load["explorer"] for load in run.events("load")} == {"explorer-0", "explorer-1"}
+    assert {made["explorer"] for made in run.events("generate")} == {"explorer-0", "explorer-1"}
     assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
 
 

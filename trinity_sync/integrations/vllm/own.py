@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import mmap
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,9 +47,6 @@ class EngineWeights:
         on_update: what becomes of requests under way when a version is put in: ``wait`` (they are finished first),
             ``keep`` or ``abort``.
         timeout_s: limit of each wait, seconds.
-
-    Attributes:
-        paused_s: seconds from when the engine had paused for the version that it took last until it went on.
     """
 
     def __init__(
@@ -73,7 +69,6 @@ class EngineWeights:
             prefix="trinity-state-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
         )
         self._segments: dict[str, mmap.mmap] = {}
-        self.paused_s = 0.0
 
     def take_newest(self, synchronizer: Synchronizer) -> int:
         """Have the engine take the newest version of a run, from memory or from its checkpoint.
@@ -131,12 +126,13 @@ class EngineWeights:
         if self._target is None:
             self._target = self._make_target({shard.name: (shard.dtype, shard.shape) for shard in shards})
         self._target.check(lease)
-        self._target.take(lease, None, self._note_pause)
-        self.paused_s = time.perf_counter() - self._paused
+        self._target.take(lease, None, lambda: None)
         return digest
 
-    def _note_pause(self) -> None:
-        self._paused = time.perf_counter()
+    @property
+    def paused_s(self) -> float:
+        """Seconds from the call that paused the engine for the version that it took last until it went on."""
+        return self._target.paused_s if self._target is not None else 0.0
 
     def close(self) -> None:
         """Let the workers go, and give back the memory. The engine goes on with the weights that it has."""

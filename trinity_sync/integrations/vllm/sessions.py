@@ -24,8 +24,8 @@ def give_back(model: torch.nn.Module) -> None:
 
 
 def unfilled(model: torch.nn.Module) -> list[str]:
-    """Names of parameters, within a session, of layers that wait for weights still. vLLM would fill them with what is in
-    memory, or leave them as they were.
+    """Names of parameters, within a session, of layers that still wait for weights. vLLM would fill them with what
+    is in memory, or leave them as they were.
 
     Args:
         model: the model; what came for it has been handed to its `load_weights`.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,6 +47,9 @@ class WorkerTarget:
         verify: `sync.verify`.
         on_update: what becomes of requests that are under way.
         start_timeout_s: limit until the workers have connected, seconds.
+
+    Attributes:
+        paused_s: seconds from the call that paused the engine for the version that it took last until it went on.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class WorkerTarget:
         self._known: set[str] = set()
         self._checked: frozenset[str] = frozenset()
         self._copies = _PartCopies(side)
+        self.paused_s = 0.0
         self._expected = Receiver(
             {name: torch.empty(shape, dtype=to_torch(dtype), device="meta") for name, (dtype, shape) in tensors.items()}
         )
@@ -129,6 +134,7 @@ class WorkerTarget:
 
     def _put(self, version: str, give_up: Callable[[], None]) -> None:
         control = self._control
+        began = time.perf_counter()
         try:
             control.pause(self._on_update)
         except RunError:
@@ -149,6 +155,7 @@ class WorkerTarget:
                 control.update(None)
             raise error
         control.resume()
+        self.paused_s = time.perf_counter() - began
 
     def _spot_check(self, version: str) -> None:
         """Read back from the engine what it holds as it came."""
