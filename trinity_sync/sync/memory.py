@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
+import ray
+
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call
@@ -53,15 +55,17 @@ class MemoryTransport:
         agents: Ray node id -> agent.
         layouts: layouts that were seen before.
         timeout_s: limit of a fetch, seconds.
-        node: Ray id of the node that the reader is on.
+        node: Ray id of the node that the reader is on; None: that of this process, which Ray knows.
     """
 
-    def __init__(self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str) -> None:
+    def __init__(
+        self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str | None = None
+    ) -> None:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._segments = MappedSegments()
-        self._node = node
+        self._node = ray.get_runtime_context().get_node_id() if node is None else node
 
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
