@@ -18,7 +18,7 @@ from trinity_sync.host.memory import peak_rss
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.weights.apply import ChecksumError
+from trinity_sync.weights.apply import ChecksumError, MismatchError
 from trinity_sync.weights.shards import listed
 
 # A load that met damaged bytes is repeated once from the source; damage that stays is an error.
@@ -120,7 +120,7 @@ class WeightLoader:
     def _check(self, lease: Lease) -> None:
         try:
             self._target.check(lease)
-        except RunError as error:
+        except MismatchError as error:
             raise self._cannot(lease, error) from error
 
     def _take(self, lease: Lease, broadcast: Broadcast | None) -> Taken:

@@ -1,0 +1,124 @@
+"""The wire between who gives versions and workers, which here are threads, or nobody."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.integrations.vllm.link import Hello, WorkerLink, serve
+from trinity_sync.weights.apply import ChecksumError
+
+LIMIT = 20.0
+
+
+@pytest.fixture
+def link() -> Iterator[WorkerLink]:
+    made = WorkerLink("vLLM of explorer-0", 2)
+    yield made
+    made.close()
+
+
+def worker(link: WorkerLink, rank: int, **methods: Callable[..., object]) -> None:
+    serve(link.address, rank, methods, lambda: None)
+
+
+def nobody(link: WorkerLink, rank: int) -> Connection:
+    """A worker that connects and answers nothing."""
+    connection = Client(link.address.path, "AF_UNIX", authkey=bytes.fromhex(link.address.key))
+    connection.send(Hello(rank, 4711))
+    return connection
+
+
+def test_all_workers_are_asked_side_by_side_and_answer_in_order(link: WorkerLink) -> None:
+    both = threading.Barrier(2, timeout=LIMIT)
+    for rank in (1, 0):
+        worker(link, rank, double=lambda number, rank=rank: (both.wait() >= 0, 2 * number, rank))
+    link.wait(LIMIT)
+    assert link.ask("double", lambda rank: (rank + 5,), LIMIT) == [(True, 10, 0), (True, 12, 1)]
+    assert not Path(link.address.path).parent.exists(), "nobody else is to connect"
+
+
+def test_an_error_of_a_worker_is_raised_as_what_it_is(link: WorkerLink) -> None:
+    def damaged() -> None:
+        raise ChecksumError("bucket 3 is damaged")
+
+    def odd() -> None:
+        raise OSError("no such device")
+
+    worker(link, 0, damaged=lambda: 1, odd=odd)
+    worker(link, 1, damaged=damaged, odd=lambda: 1)
+    link.wait(LIMIT)
+    with pytest.raises(ChecksumError, match="bucket 3 is damaged"):
+        link.ask("damaged", lambda rank: (), LIMIT)
+    with pytest.raises(RunError, match=r"it failed to odd: OSError: no such device"):
+        link.ask("odd", lambda rank: (), LIMIT)
+
+
+def test_what_cannot_be_sent_is_told_and_the_worker_lives(link: WorkerLink) -> None:
+    for rank in range(2):
+        worker(link, rank, make=lambda: threading.Lock(), count=lambda: 7)
+    link.wait(LIMIT)
+    with pytest.raises(RunError, match="what came of its attempt to make cannot be sent"):
+        link.ask("make", lambda rank: (), LIMIT)
+    assert link.ask("count", lambda rank: (), LIMIT) == [7, 7]
+
+
+def test_a_worker_that_dies_is_told_at_once_though_another_one_is_busy(link: WorkerLink) -> None:
+    release = threading.Event()
+    worker(link, 0, work=lambda: release.wait(LIMIT))
+    dying = nobody(link, 1)
+    link.wait(LIMIT)
+    threading.Timer(0.2, dying.close).start()
+    began = time.monotonic()
+    with pytest.raises(EngineDied, match=r"worker 1 of vLLM of explorer-0 \(pid 4711\) is gone"):
+        link.ask("work", lambda rank: (), LIMIT)
+    assert time.monotonic() - began < LIMIT / 2
+    release.set()
+
+
+def test_a_worker_that_is_late_is_named_and_its_late_answer_is_no_answer_to_the_next_question(link: WorkerLink) -> None:
+    release = threading.Event()
+    worker(link, 0, work=lambda word: word)
+    worker(link, 1, work=lambda word: (release.wait(LIMIT), word)[1])
+    link.wait(LIMIT)
+    with pytest.raises(WaitTimeout, match=r"worker 1 of vLLM of explorer-0 did not work within 0.2 s"):
+        link.ask("work", lambda rank: ("first",), 0.2)
+    release.set()
+    assert link.ask("work", lambda rank: ("second",), LIMIT) == ["second", "second"]
+
+
+def test_a_worker_that_does_not_listen_is_named(link: WorkerLink) -> None:
+    worker(link, 0, work=len)
+    stopped = nobody(link, 1)
+    link.wait(LIMIT)
+    with pytest.raises(WaitTimeout, match=r"worker 1 of vLLM of explorer-0 did not hear that it is to work within 2 s"):
+        link.ask("work", lambda rank: (b"." * (4 << 20),), 2.0)
+    stopped.close()
+
+
+def test_who_does_not_belong_to_it_is_not_taken_for_a_worker(link: WorkerLink) -> None:
+    with socket.socket(socket.AF_UNIX) as passing:
+        passing.connect(link.address.path)
+    with pytest.raises(Exception, match=r"digest|AUTHENTICATION|reset|EOF|"):
+        Client(link.address.path, "AF_UNIX", authkey=b"wrong")
+    with nobody(link, 7):
+        worker(link, 0, work=lambda: 0)
+        worker(link, 1, work=lambda: 1)
+        link.wait(LIMIT)
+        assert link.ask("work", lambda rank: (), LIMIT) == [0, 1]
+
+
+def test_workers_that_do_not_come_are_waited_for_no_longer_than_that() -> None:
+    made = WorkerLink("vLLM of explorer-0", 1)
+    with pytest.raises(WaitTimeout, match=r"vLLM of explorer-0 did not have 1 workers connect within 0.1 s"):
+        made.wait(0.1)
+    made.close()
+    assert not Path(made.address.path).parent.exists()
