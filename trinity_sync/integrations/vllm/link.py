@@ -143,13 +143,13 @@ class WorkerLink:
         self, method: str, arguments: Callable[[int], tuple[object, ...]], until: float, timeout_s: float
     ) -> None:
         """Send side by side: what does not fit into a socket waits until the worker reads."""
-        lost: dict[int, EngineDied] = {}
+        lost: dict[int, Exception] = {}
 
         def send(rank: int) -> None:
             try:
                 with self._alive(rank):
                     self._connections[rank].send(_Request(self._number, method, arguments(rank)))
-            except EngineDied as error:
+            except Exception as error:  # raised below, by who waits
                 lost[rank] = error
 
         threads = {rank: threading.Thread(target=send, args=(rank,), daemon=True) for rank in self._connections}
