@@ -29,25 +29,15 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
+from trinity_sync import config
 from trinity_sync.explorer.hf import HFEngine
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.models.factory import make_model
 from trinity_sync.tasks.copy_digits import CopyDigits
 
-DIGITS = {
-    "model_type": "qwen3",
-    "vocab_size": 32,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-}
-"""The model of conf/model/digits.yaml."""
+DIGITS: dict[str, object] = config.plain(config.compose([]).model.architecture)
+"""The model of the default experiment."""
 LAYER_MB = 25.2
 PARTS = ("pause", "memory", "samples")
 SETTINGS: dict[str, Any] = {"dtype": "bf16", "temperature": 1.0, "batch_size": 512, "response_length": 3, "seed": 0}

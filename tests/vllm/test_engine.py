@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.tasks.copy_digits import CopyDigits
+from trinity_sync.weights.slots import DEFAULT_ROOT
 
 TASK = CopyDigits(3, 0)
 PROMPTS = TASK.prompts(1, 4)
@@ -377,6 +379,31 @@ def test_a_tensor_that_vllm_would_round_is_refused(engine: VLLMEngine, weights: 
     with pytest.raises(ConfigError, match=rf"vLLM would round {NORM}, which come in fp32 and which it holds in BF16"):
         own.take(mixed, 1)
     own.close()
+
+
+def test_the_memory_in_which_versions_are_handed_over_is_given_back(engine: VLLMEngine, weights: list[Weights]) -> None:
+    def folders() -> set[Path]:
+        return {*Path(DEFAULT_ROOT).glob("trinity-sync-*/vllm-*"), *Path(gettempdir()).glob("trinity-sync-*/vllm-*")}
+
+    before = folders()
+    own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
+    whole = {name: tensor.bfloat16() for name, tensor in weights[1].items()}
+    own.take(whole, 1)
+    [made] = folders() - before
+    own.take(dict(reversed(whole.items())), 2)  # laid out otherwise
+    [again] = folders() - before
+    assert again != made
+    own.close()
+    assert folders() == before
+
+
+def test_a_wait_of_vllms_own_is_not_taken_for_ours(engine: VLLMEngine) -> None:
+    async def in_vain() -> None:
+        raise TimeoutError("no answer of the scheduler")
+
+    with pytest.raises(RunError, match="failed to look: TimeoutError: no answer of the scheduler") as caught:
+        engine._control.wait(in_vain(), "look")
+    assert not isinstance(caught.value, WaitTimeout)
 
 
 def test_weights_that_are_no_numbers_are_taken_as_they_are(engine: VLLMEngine, weights: list[Weights]) -> None:

@@ -104,7 +104,9 @@ class AsyncControl:
         future = asyncio.run_coroutine_threadsafe(doing, self._loop)
         try:
             return future.result(limit)
-        except LateError:
+        except LateError as error:
+            if future.done():  # it is vLLM itself that waited for something in vain
+                raise RunError(f"{self._who} failed to {what}: {told(error)}") from error
             future.cancel()
             raise WaitTimeout(self._who, what, limit) from None
         except EngineDeadError as error:

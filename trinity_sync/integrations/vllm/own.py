@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
+import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from trinity_sync.sync.base import ExplorerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
-from trinity_sync.weights.slots import map_segment
+from trinity_sync.weights.slots import SlotArena, remove_stale
 from trinity_sync.weights.staging import stage
 from trinity_sync.weights.tensors import from_torch, state_digest
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _PART, _HERE = "state", "here"
 _MODE = {"_target_": "trinity_sync.sync.memory.MemoryMode"}
 _BUCKET_BYTES = 4 << 20
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 class EngineWeights:
@@ -65,10 +64,8 @@ class EngineWeights:
         self._timeout_s = timeout_s
         self._layouts = LayoutCache({}, timeout_s)
         self._target: WorkerTarget | None = None
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="trinity-state-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        )
-        self._segments: dict[str, mmap.mmap] = {}
+        self._arena: SlotArena | None = None
+        self._laid_out: str | None = None
 
     def take_newest(self, synchronizer: Synchronizer) -> int:
         """Have the engine take the newest version of a run, from memory or from its checkpoint.
@@ -138,17 +135,22 @@ class EngineWeights:
         """Let the workers go, and give back the memory. The engine goes on with the weights that it has."""
         if self._target is not None:
             self._target.close()
-        self._segments.clear()
-        self._folder.cleanup()
+        self._give_memory_back()
 
     def _staged(self, layout: PartLayout, tensors: Mapping[str, torch.Tensor]) -> Path:
-        path = Path(self._folder.name) / layout.digest
-        if layout.digest not in self._segments:
-            with path.open("wb") as file:
-                file.truncate(max(1, layout.nbytes))
-            self._segments[layout.digest] = map_segment(path, layout.nbytes, writable=True)
-        stage(layout, tensors, self._segments[layout.digest])
-        return path
+        if self._arena is None or self._laid_out != layout.digest:
+            self._give_memory_back()
+            remove_stale()  # of programs that were killed
+            key, elsewhere = f"vllm-{secrets.token_hex(8)}", Path(tempfile.gettempdir())
+            self._arena = SlotArena.create(key, 1, {_PART: layout.nbytes}, fallback=elsewhere)
+            self._laid_out = layout.digest
+        stage(layout, tensors, self._arena.map(0, _PART))
+        return self._arena.path(0, _PART)
+
+    def _give_memory_back(self) -> None:
+        if self._arena is not None:
+            self._arena.close()
+        self._arena = None
 
     def _make_target(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> WorkerTarget:
         side = ExplorerSide(
