@@ -52,6 +52,14 @@ def test_another_version_than_was_tested_is_refused(monkeypatch: pytest.MonkeyPa
     assert refusal() == f"explorer is vllm, of which {version} is installed; this works with 0.31"
 
 
+@pytest.mark.parametrize("how", ["keep", "abort"])
+def test_what_becomes_of_requests_is_asked_only_where_there_are_some(how: str) -> None:
+    told = refusal(f"explorer.on_update={how}")
+    assert told.startswith(f"explorer.on_update is {how}, but with trainer.schedule=lockstep no request is under way")
+    config.check(config.compose(["explorer=vllm", f"explorer.on_update={how}", "trainer.schedule=free"]))
+    config.check(config.compose(["explorer=vllm", "explorer.on_update=wait"]))
+
+
 @pytest.mark.parametrize(("name", "instead"), sorted(vllm_checks.OURS.items()))
 def test_an_argument_that_follows_from_a_setting_is_refused(name: str, instead: str) -> None:
     assert refusal(f"explorer.engine.{name}=1") == f"explorer.engine.{name} follows from {instead}; set that instead"

@@ -25,7 +25,9 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.explorer.made import Made
 from trinity_sync.explorer.vllm import VLLMEngine
+from trinity_sync.host.threads import in_background
 from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.models.factory import make_model
@@ -280,6 +282,77 @@ def test_requests_under_way_are_finished_kept_or_aborted(
         assert asked.reasons == {"abort"}
         assert all(len(tokens) < 96 for tokens, _ in asked.batch)
         assert all(of.all() for of in old)
+
+
+# ---- versions that a run's explorer takes while it generates
+
+
+@pytest.mark.parametrize("on_update", ["keep", "abort"])
+def test_each_token_bears_the_version_that_made_it(
+    engine: VLLMEngine,
+    make_loader: Callable[..., WeightLoader],
+    trainer: PretendTrainer,
+    models: list[Path],
+    weights: list[Weights],
+    monkeypatch: pytest.MonkeyPatch,
+    on_update: OnUpdate,
+) -> None:
+    monkeypatch.setattr(engine, "_on_update", on_update)
+    sampling = engine._sampling.clone()
+    sampling.max_tokens, sampling.stop_token_ids, sampling.output_kind = 96, [], RequestOutputKind.DELTA
+    monkeypatch.setattr(engine, "_sampling", sampling)
+    begun = threading.Event()
+    add = Made.add
+
+    def adds(made: Made, piece: Any, step: int) -> None:
+        add(made, piece, step)
+        if len(made.tokens) > 8:
+            begun.set()
+
+    monkeypatch.setattr(Made, "add", adds)
+    loader = make_loader()
+    old = trainer.publish(weights[0]).version
+    loader.load(None)
+    made = in_background(partial(generated, engine, samples=8), "generate")
+    assert begun.wait(LIMIT)
+    new = trainer.publish(weights[3]).version
+    loader.load(None)
+    batch = made.result(LIMIT)
+    by_new = np.zeros(batch.token_count, np.bool_)
+    for row in range(len(batch)):
+        for start, end, step in batch.spans.of_sample(row):
+            assert step in {old.step, new.step}
+            by_new[batch.responses.offsets[row] + start : batch.responses.offsets[row] + end] = step == new.step
+    assert set(batch.responses.lengths) == {96}
+    if on_update == "keep":
+        assert batch.spans.mixed.all()
+        assert not by_new.all()
+    else:
+        assert not batch.spans.mixed.any()
+        assert by_new.any()
+    assert (batch.version_steps == old.step).tolist() == [not new for new in by_new[batch.responses.offsets[:-1]]]
+    for model, mask in ((models[0], ~by_new), (models[3], by_new)):
+        expected = log_probs_of_transformers(model, batch)
+        np.testing.assert_allclose(batch.log_probs[mask], expected[mask], atol=0.03)
+
+
+def test_what_is_made_ends_when_the_weights_are_lost_until_a_version_is_taken(
+    engine: VLLMEngine, loader: WeightLoader, trainer: PretendTrainer, weights: list[Weights]
+) -> None:
+    trainer.publish(weights[0])
+    loader.load(None)
+    engine._control.pause("keep")
+    made = in_background(partial(generated, engine), "generate")
+    while not engine._asked:
+        assert not made.done()
+    engine.give_up()
+    with pytest.raises(RunError, match="its weights were lost in an update"):
+        made.result(LIMIT)
+    with pytest.raises(RunError, match="its weights were lost in an update"):
+        generated(engine)
+    trainer.publish(weights[1])
+    loader.load(None)
+    assert len(generated(engine)) == 12
 
 
 # ---- an update that fails

@@ -78,10 +78,17 @@ class Generated:
 
 @dataclass(frozen=True)
 class Produced:
-    """Samples of whole groups, all by one version, and the load that came before them where there was one."""
+    """Samples of whole groups, and how versions came in.
+
+    Attributes:
+        batch: the samples.
+        load: what came before them, where a load did.
+        beside: loads while they were made: seconds after that began, and the load.
+    """
 
     batch: SampleBatch
     load: LoadReport | None
+    beside: tuple[tuple[float, LoadReport], ...] = ()
 
 
 class Whereabouts(TypedDict):

@@ -259,6 +259,7 @@ class VllmConfig(ExplorerConfig):
     tp: int = number(at_least=1)
     kv_cache_gb: int | None = number(at_least=1)
     eager: bool | None = MISSING
+    on_update: str = choice("wait", "keep", "abort")
     engine: dict[str, Any] = MISSING
 
 

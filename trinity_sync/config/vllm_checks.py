@@ -52,6 +52,12 @@ def check_vllm(get: Get) -> Iterator[Problem]:
     for name in get("explorer.engine"):
         if name in OURS:
             yield Problem(f"explorer.engine.{name}", f"follows from {OURS[name]}; set that instead")
+    if get("explorer.on_update") != "wait" and get("trainer.schedule") != "free":
+        yield Problem(
+            "explorer.on_update",
+            f"is {get('explorer.on_update')}, but with trainer.schedule={get('trainer.schedule')} no request is under "
+            "way when a version comes; set trainer.schedule=free, or leave it at wait",
+        )
     temperature = get("explorer.temperature")
     if temperature not in (0.0, 1.0) and (get("explorer.top_k") or get("explorer.top_p") != 1.0):
         yield Problem(

@@ -1,7 +1,8 @@
 """An explorer: one rollout replica as a Ray actor. It loads versions, and generates samples with the version that it
 holds.
 
-An explorer that holds no version (before its first load, during a load, after a failed one) refuses to generate.
+An explorer that holds no version (before its first load, during a load, after a failed one) refuses to generate. Where
+the engine takes versions beside what it generates, a load does not end that; the engine then labels each token.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.explorer.engine import RolloutEngine
+from trinity_sync.explorer.following import Follower
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.memory import peak_memory
@@ -119,9 +121,15 @@ class Explorer:
         Raises:
             RunError: this explorer holds no version.
         """
+        return self._generate(step, prompts, samples_per_prompt, self._held_for(step))
+
+    def _held_for(self, step: int) -> Version:
         held = self._loader.held if self._loader is not None else None
         if held is None:
             raise RunError(f"{self._spec.name} holds no version, so it cannot generate for step {step}")
+        return held
+
+    def _generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, held: Version) -> SampleBatch:
         started = time.perf_counter()
         with _engine_alive():
             batch = self._engine.generate(
@@ -133,6 +141,7 @@ class Explorer:
 
     def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
         """Take the newest version where it is not the one that is held, then make samples for prompts of several steps.
+        An engine that can takes further versions meanwhile.
 
         Args:
             work: (step, prompts of that step).
@@ -143,15 +152,30 @@ class Explorer:
             RunError: the samples cannot be made or judged.
         """
         report = self._take_newest()
-        batches = [self.generate(step, prompts, samples_per_prompt) for step, prompts in work]
-        return Produced(SampleBatch.concatenate(batches), report)
+        if not self._engine.takes_beside:
+            batches = [self.generate(step, prompts, samples_per_prompt) for step, prompts in work]
+            return Produced(SampleBatch.concatenate(batches), report)
+        with Follower(self._newer, partial(self._loaded, None), self._engine.give_up) as follower:
+            batches = []
+            for step, prompts in work:
+                with follower.still():
+                    held = self._held_for(step)
+                batches.append(self._generate(step, prompts, samples_per_prompt, held))
+        return Produced(SampleBatch.concatenate(batches), report, tuple(follower.loads))
 
     def _take_newest(self) -> LoadReport | None:
         assert self._loader is not None, "attach() comes first"
+        if self._loader.held == self._synchronizer.newest().result(self._synchronizer.timeout_s):
+            return None
+        return self._loaded(None)
+
+    def _newer(self, timeout_s: float) -> Version | None:
+        assert self._loader is not None, "attach() comes first"
+        return self._synchronizer.wait_newer(self._loader.held, timeout_s).result(self._synchronizer.timeout_s)
+
+    def _loaded(self, version: Version | None) -> LoadReport:
         try:
-            if self._loader.held == self._synchronizer.newest().result(self._synchronizer.timeout_s):
-                return None
-            return self.load(None)
+            return self.load(version)
         except Exception as error:  # of a version that was replaced meanwhile the files may be gone, or the lease
             why = error if isinstance(error, TrinityError) else told(error)
             raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error

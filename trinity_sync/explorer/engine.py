@@ -51,6 +51,17 @@ class RolloutEngine(ABC):
         """
         return None
 
+    @property
+    def takes_beside(self) -> bool:
+        """Whether its `target` takes versions while `generate` runs in another thread, and it labels tokens by them."""
+        return False
+
+    def give_up(self) -> None:
+        """Have `generate` raise `RunError`, where it runs and whenever it is called, until a version is taken whole.
+        Called in another thread, where `takes_beside`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} takes versions beside what it generates, but cannot give up")
+
     def close(self) -> None:  # noqa: B027 - most have nothing
         """End what the engine has outside of this process. Called at the end of a run that can wait for it."""
 

@@ -117,7 +117,8 @@ class FreeRollout:
         self._closed = False
         self._progress = time.monotonic()
         self._waited_s = 0.0
-        self._told = (0, 0.0)
+        self._mixed = 0
+        self._told = (0, 0.0, 0)
         self._prompts: dict[int, Sequence[Prompt]] = {}
         self._threads = [
             threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in members.clients
@@ -163,16 +164,17 @@ class FreeRollout:
         return _assemble([ready.samples for ready in taken])
 
     def metrics(self) -> dict[str, float]:
-        """Count, since the last call, dropped groups and the seconds that explorers waited; as of now, ready groups
-        and living explorers.
+        """Count, since the last call, dropped samples, those that more than one version made, and the seconds that
+        explorers waited; as of now, ready samples and living explorers.
         """
         with self._changed:
-            now = (self._queue.dropped, self._waited_s)
-            dropped, waited = (new - old for new, old in zip(now, self._told, strict=True))
+            now = (self._queue.dropped, self._waited_s, self._mixed)
+            dropped, waited, mixed = (new - old for new, old in zip(now, self._told, strict=True))
             self._told = now
             return {
                 "samples/dropped": float(dropped * self._samples_per_prompt),
                 "samples/waited_s": waited,
+                "samples/mixed": float(mixed),
                 "samples/ready": float(self._queue.ready * self._samples_per_prompt),
                 "samples/explorers": float(len(self._alive)),
             }
@@ -281,13 +283,17 @@ class FreeRollout:
             GroupId(int(step), int(prompt)): np.flatnonzero((batch.steps == step) & (batch.prompts == prompt))
             for step, prompt in {*zip(batch.steps.tolist(), batch.prompts.tolist(), strict=True)}
         }
-        if produced.load is not None and not self._closed:
-            self._on_load(produced.load)
+        if not self._closed:
+            for load in (produced.load, *(load for _, load in produced.beside)):
+                if load is not None:
+                    self._on_load(load)
+        oldest = batch.version_steps
         with self._changed:
             self._progress = time.monotonic()
+            self._mixed += int(batch.spans.mixed.sum())
             for group in sorted(pieces):
                 rows = pieces[group]
-                self._queue.deliver(group, int(batch.version_steps[rows[0]]), _Piece(batch, rows))
+                self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows))
             self._changed.notify_all()
 
     def _give_back(self, name: str) -> None:

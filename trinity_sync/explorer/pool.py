@@ -198,10 +198,14 @@ class ExplorerPool:
         """
         began = time.time()
         produced = self.clients[name].produce(work, samples_per_prompt).result(self._timeout_s)
-        ended, load, version = time.time(), produced.load, int(produced.batch.version_steps[0])
+        ended, load, version = time.time(), produced.load, int(produced.batch.version_steps.max())
         loaded = began + (load.total_s if load is not None else 0.0)
         self._on_generated(_generated(name, work[0][0], version, loaded, ended))
-        return produced if load is None else replace(produced, load=replace(load, began=began))
+        return replace(
+            produced,
+            load=None if load is None else replace(load, began=began),
+            beside=tuple((after, replace(one, began=loaded + after)) for after, one in produced.beside),
+        )
 
     def _told(self, step: int, began: float, call: Call[SampleBatch]) -> None:
         assert self._held is not None, "explorers load before they generate"

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.spans import VersionSpans
 from trinity_sync.tasks.base import Task, score
 
 if TYPE_CHECKING:
@@ -117,11 +118,13 @@ class Responses(NamedTuple):
         rows: the tokens of each response, its end included.
         log_probs: float32, natural; one for each token of `rows`, in the same order.
         finished: whether each came to an end.
+        spans: which version made which tokens; None: all were made by one.
     """
 
     rows: TokenRows
     log_probs: NDArray[np.float32]
     finished: NDArray[np.bool_]
+    spans: VersionSpans | None = None
 
 
 def scored(
@@ -142,7 +145,7 @@ def scored(
         prompts, prompt_ids: the prompts and their tokens.
         responses: as many of each prompt, prompt by prompt.
         step: the trainer step that they are for.
-        version: (attempt, step) of the weights that made them.
+        version: (attempt, step) of the weights that made them, where `responses` does not say.
 
     Raises:
         RunError: the task fails to judge a response.
@@ -160,7 +163,6 @@ def scored(
         prompts=np.array([prompt.index for prompt in prompts], np.int64)[prompt_of],
         samples=np.tile(np.arange(count), len(prompts)),
         version_attempts=np.full(total, version[0], np.int64),
-        version_steps=np.full(total, version[1], np.int64),
         rewards=np.array([result.reward for result in results], np.float64),
         exact=np.array([np.nan if result.exact is None else result.exact for result in results], np.float64),
         finished=responses.finished,
@@ -168,6 +170,7 @@ def scored(
         prompt_of=prompt_of,
         prompt_rows=TokenRows.of(prompt_ids),
         responses=responses.rows,
+        spans=VersionSpans.whole(responses.rows.lengths, version[1]) if responses.spans is None else responses.spans,
         log_probs=responses.log_probs,
     )
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +19,16 @@ import torch
 from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
+from trinity_sync.explorer.made import Made, joined
 from trinity_sync.explorer.sampling import sequence_keys
-from trinity_sync.explorer.texts import Responses, Texts, scored
+from trinity_sync.explorer.texts import Texts, scored
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
-from trinity_sync.integrations.vllm.control import AsyncControl
+from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
 from trinity_sync.models.unfilled import unfilled_model
-from trinity_sync.samples.batch import SampleBatch, TokenRows
+from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.tensors import saved_list, to_torch
@@ -34,7 +36,7 @@ from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-    from vllm import RequestOutput, SamplingParams
+    from vllm import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from trinity_sync.integrations.vllm.target import WorkerTarget
@@ -68,6 +70,8 @@ class VLLMEngine(RolloutEngine):
         tp: processes over which the model is spread.
         kv_cache_gb: memory for keys and values on a CPU, GB.
         eager: run operations one by one, uncompiled; None: on a CPU only.
+        on_update: what becomes of requests under way when a version comes: ``wait`` (it is taken between `generate`s),
+            ``keep`` (they go on with the new weights) or ``abort`` (they are made anew).
         engine: further arguments of `AsyncEngineArgs`.
         settings: of other engines; not used.
 
@@ -92,6 +96,7 @@ class VLLMEngine(RolloutEngine):
         tp: int = 1,
         kv_cache_gb: int | None = None,
         eager: bool | None = None,
+        on_update: OnUpdate = "wait",
         engine: Mapping[str, Any] | None = None,
         **settings: object,
     ) -> None:
@@ -138,7 +143,13 @@ class VLLMEngine(RolloutEngine):
         self._llm = self._start(arguments)
         self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)
         self._target: WorkerTarget | None = None
-        self._sampling = _sampling(temperature, top_k, top_p, response_length, self._texts.ends)
+        self._on_update = on_update
+        self._sampling = _sampling(
+            temperature, top_k, top_p, response_length, self._texts.ends, in_pieces=on_update == "keep"
+        )
+        self._asked: set[asyncio.Future[Made]] = set()
+        self._switched: Version | None = None
+        self._lost = False
         self._ids = itertools.count()
 
     def target(self, mode: SyncMode, side: ExplorerSide, verify: str) -> WeightTarget:
@@ -152,8 +163,9 @@ class VLLMEngine(RolloutEngine):
             tensors=self._shapes,
             side=side,
             verify=verify,
-            on_update="wait",
+            on_update=self._on_update,
             start_timeout_s=_START_S,
+            on_switch=self._switch,
         )
         return self._target
 
@@ -172,34 +184,72 @@ class VLLMEngine(RolloutEngine):
     def after_load(self) -> None:
         """Nothing is left to do: pausing has dropped all keys, values and prefixes of the weights before."""
 
+    @property
+    def takes_beside(self) -> bool:
+        """Whether requests that are under way are kept, or made anew, when a version comes."""
+        return self._on_update != "wait"
+
+    def give_up(self) -> None:
+        """See `RolloutEngine.give_up`."""
+
+        def drop() -> None:
+            self._lost = True
+            for one in self._asked:
+                one.cancel()
+
+        self._loop.call_soon_threadsafe(drop)
+
+    def _switch(self, version: Version) -> None:
+        """Label tokens by a version from now on. The engine is paused, and all tokens from before have come."""
+        self._switched, self._lost = version, False
+
     def generate(
         self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
     ) -> SampleBatch:
-        """Make scored samples for the prompts; see `RolloutEngine.generate`."""
+        """Make scored samples for the prompts; see `RolloutEngine.generate`.
+
+        Where versions are taken beside, `version` labels tokens only as long as none was taken.
+        """
         prompt_ids = [self._texts.encode(prompt, step) for prompt in prompts]
         prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
         numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
         keys = sequence_keys(self._seed, step, numbers, np.tile(np.arange(samples_per_prompt), len(prompts)))
-        doing = self._generate_all([prompt_ids[row] for row in prompt_of], keys.tolist())
-        outputs = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
-        return scored(self._texts, task, prompts, prompt_ids, _responses(outputs), step=step, version=version)
 
-    async def _generate_all(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> list[RequestOutput]:
-        asked = [asyncio.ensure_future(one) for one in map(self._generate_one, prompts, keys)]
+        def label() -> int:
+            return version[1] if self._switched is None or not self.takes_beside else self._switched.step
+
+        doing = self._generate_all([prompt_ids[row] for row in prompt_of], keys.tolist(), label)
+        made = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
+        return scored(self._texts, task, prompts, prompt_ids, joined(made), step=step, version=version)
+
+    async def _generate_all(
+        self, prompts: Sequence[Sequence[int]], keys: Sequence[int], label: Callable[[], int]
+    ) -> list[Made]:
+        if self._lost:
+            raise RunError("its weights were lost in an update")
+        asked = [asyncio.ensure_future(self._generate_one(*one, label)) for one in zip(prompts, keys, strict=True)]
+        self._asked.update(asked)
         try:
             return await asyncio.gather(*asked)
+        except asyncio.CancelledError:
+            if self._lost:
+                raise RunError("its weights were lost in an update") from None
+            raise
         finally:
             for one in asked:
                 one.cancel()
+            self._asked.difference_update(asked)
 
-    async def _generate_one(self, prompt: Sequence[int], key: int) -> RequestOutput:
+    async def _generate_one(self, prompt: Sequence[int], key: int, label: Callable[[], int]) -> Made:
         sampling = self._sampling.clone()
         sampling.seed = key & (2**63 - 1)
-        last = None
-        async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(next(self._ids))):
-            last = output
-        assert last is not None, "vLLM ends a request with an output"
-        return last
+        while True:
+            made = Made()
+            async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(next(self._ids))):
+                piece = output.outputs[0]
+                made.add(piece, label())
+            if made.ended_by != "abort" or self._on_update != "abort":
+                return made
 
     def _start(self, arguments: Mapping[str, Any]) -> AsyncLLM:
         from vllm import AsyncEngineArgs
@@ -236,7 +286,9 @@ def _check_heads(config: PreTrainedConfig) -> None:
         raise ConfigError(f"explorer=vllm cannot run a model with heads of {size} on a CPU; it knows {sizes} there")
 
 
-def _sampling(temperature: float, top_k: int, top_p: float, length: int, ends: Sequence[int]) -> SamplingParams:
+def _sampling(
+    temperature: float, top_k: int, top_p: float, length: int, ends: Sequence[int], *, in_pieces: bool
+) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -249,20 +301,8 @@ def _sampling(temperature: float, top_k: int, top_p: float, length: int, ends: S
         ignore_eos=True,  # where the model names no other ends, vLLM takes those of its config for more of them
         logprobs=0,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.DELTA if in_pieces else RequestOutputKind.FINAL_ONLY,
     )
-
-
-def _responses(outputs: Sequence[RequestOutput]) -> Responses:
-    made = [output.outputs[0] for output in outputs]
-    if odd := {one.finish_reason for one in made} - {"stop", "length"}:
-        raise RunError(f"vLLM ended requests by {', '.join(map(str, odd))}, so they are no samples")
-    rows = TokenRows.of([list(one.token_ids) for one in made])
-    log_probs = [
-        entry[token].logprob for one in made for token, entry in zip(one.token_ids, one.logprobs or (), strict=True)
-    ]
-    finished = np.array([one.finish_reason == "stop" for one in made], np.bool_)
-    return Responses(rows, np.array(log_probs, np.float32), finished)
 
 
 def _set_environment(kv_cache_gb: int | None, eager: bool) -> None:

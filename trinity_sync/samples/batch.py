@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trinity_sync.samples.ragged import offsets_of, positions
 from trinity_sync.samples.record import Sample
+from trinity_sync.samples.spans import VersionSpans
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,7 @@ class TokenRows:
         cls, ids: Sequence[int] | NDArray[np.integer], lengths: Sequence[int] | NDArray[np.integer]
     ) -> TokenRows:
         """Build from all tokens end to end and the length of each row."""
-        offsets = np.zeros(len(lengths) + 1, np.int64)
-        np.cumsum(lengths, out=offsets[1:])
-        return cls(np.asarray(ids, np.int32), offsets)
+        return cls(np.asarray(ids, np.int32), offsets_of(lengths))
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -56,9 +56,7 @@ class TokenRows:
 
     def positions(self, rows: NDArray[np.integer]) -> NDArray[np.int64]:
         """Return where the tokens of these rows stand in `ids`, row after row."""
-        starts, lengths = self.offsets[rows], self.lengths[rows]
-        shifts = starts - (np.cumsum(lengths) - lengths)
-        return np.repeat(shifts, lengths) + np.arange(lengths.sum())
+        return positions(self.offsets, rows)
 
     def take(self, rows: NDArray[np.integer]) -> TokenRows:
         """Return these rows, in this order."""
@@ -80,7 +78,7 @@ class SampleBatch:
 
     Attributes:
         steps, prompts, samples: int64; the trainer step, the prompt's number within it, the sample's within its group.
-        version_attempts, version_steps: int64; the version that made the sample.
+        version_attempts: int64; the attempt of the versions that made the sample.
         rewards: float64.
         exact: float64; NaN where the task does not say.
         finished: bool; the end-of-sequence token was reached.
@@ -88,6 +86,7 @@ class SampleBatch:
         prompt_of: int64; the sample's row in `prompt_rows`.
         prompt_rows: tokens of the prompts; has as many rows as there are distinct prompts.
         responses: tokens of the responses, one row per sample, the end-of-sequence token included.
+        spans: which version made which of these tokens.
         log_probs: float32, one entry per token of `responses`, in the same order.
     """
 
@@ -95,7 +94,6 @@ class SampleBatch:
     prompts: NDArray[np.int64]
     samples: NDArray[np.int64]
     version_attempts: NDArray[np.int64]
-    version_steps: NDArray[np.int64]
     rewards: NDArray[np.float64]
     exact: NDArray[np.float64]
     finished: NDArray[np.bool_]
@@ -103,6 +101,7 @@ class SampleBatch:
     prompt_of: NDArray[np.int64]
     prompt_rows: TokenRows
     responses: TokenRows
+    spans: VersionSpans
     log_probs: NDArray[np.float32]
 
     @classmethod
@@ -116,7 +115,6 @@ class SampleBatch:
             prompts=np.array([item.prompt for item in items], np.int64),
             samples=np.array([item.sample for item in items], np.int64),
             version_attempts=np.array([item.version[0] for item in items], np.int64),
-            version_steps=np.array([item.version[1] for item in items], np.int64),
             rewards=np.array([item.reward for item in items], np.float64),
             exact=np.array([np.nan if item.exact is None else item.exact for item in items], np.float64),
             finished=np.array([item.finished for item in items], np.bool_),
@@ -124,6 +122,7 @@ class SampleBatch:
             prompt_of=np.array(prompt_of, np.int64),
             prompt_rows=TokenRows.of([ids for _, _, ids in rows]),
             responses=TokenRows.of([item.response_ids for item in items]),
+            spans=VersionSpans.of([item.spans for item in items]),
             log_probs=np.array([value for item in items for value in item.log_probs], np.float32),
         )
 
@@ -139,7 +138,6 @@ class SampleBatch:
             prompts=np.concatenate([part.prompts for part in parts]),
             samples=np.concatenate([part.samples for part in parts]),
             version_attempts=np.concatenate([part.version_attempts for part in parts]),
-            version_steps=np.concatenate([part.version_steps for part in parts]),
             rewards=np.concatenate([part.rewards for part in parts]),
             exact=np.concatenate([part.exact for part in parts]),
             finished=np.concatenate([part.finished for part in parts]),
@@ -147,6 +145,7 @@ class SampleBatch:
             prompt_of=np.concatenate(shifted),
             prompt_rows=TokenRows.concatenate([part.prompt_rows for part in parts]),
             responses=TokenRows.concatenate([part.responses for part in parts]),
+            spans=VersionSpans.concatenate([part.spans for part in parts]),
             log_probs=np.concatenate([part.log_probs for part in parts]),
         )
 
@@ -162,7 +161,6 @@ class SampleBatch:
             prompts=self.prompts[rows],
             samples=self.samples[rows],
             version_attempts=self.version_attempts[rows],
-            version_steps=self.version_steps[rows],
             rewards=self.rewards[rows],
             exact=self.exact[rows],
             finished=self.finished[rows],
@@ -170,6 +168,7 @@ class SampleBatch:
             prompt_of=prompt_of,
             prompt_rows=self.prompt_rows.take(kept),
             responses=self.responses.take(rows),
+            spans=self.spans.take(rows),
             log_probs=self.log_probs[self.responses.positions(rows)],
         )
 
@@ -181,6 +180,7 @@ class SampleBatch:
 
     def __getitem__(self, index: int) -> Sample:
         exact = float(self.exact[index])
+        spans = self.spans.of_sample(index)
         return Sample(
             step=int(self.steps[index]),
             prompt=int(self.prompts[index]),
@@ -188,12 +188,18 @@ class SampleBatch:
             prompt_ids=tuple(self.prompt_ids(index).tolist()),
             response_ids=tuple(self.response_ids(index).tolist()),
             log_probs=tuple(self.log_probs_of(index).tolist()),
-            version=(int(self.version_attempts[index]), int(self.version_steps[index])),
+            version=(int(self.version_attempts[index]), min(step for _, _, step in spans)),
+            spans=spans,
             reward=float(self.rewards[index]),
             exact=None if np.isnan(exact) else exact,
             text=self.texts[index],
             finished=bool(self.finished[index]),
         )
+
+    @property
+    def version_steps(self) -> NDArray[np.int64]:
+        """The step of the version that made each sample; of several, the oldest."""
+        return self.spans.oldest
 
     @property
     def response_lengths(self) -> NDArray[np.int64]:

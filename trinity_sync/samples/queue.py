@@ -1,9 +1,9 @@
 """The queue between explorers that never stop and a trainer that takes whole batches: which groups of samples are to be
 made next, which are on their way, and which the trainer gets. A pure state machine with an injected clock.
 
-A *group* is all samples of one prompt; it is made by one version, is trained on whole, and is never split. Groups are
-numbered (step, prompt) as the task gives them out, and each is trained on exactly once, though not always in the step
-whose number it bears: an update takes the oldest that are ready, so one explorer that is slow holds nobody up.
+A *group* is all samples of one prompt; it is trained on whole, is never split, and is as stale as its oldest token.
+Groups are numbered (step, prompt) as the task gives them out, and each is trained on exactly once, though not always in
+the step whose number it bears: an update takes the oldest that are ready, so one explorer that is slow holds nobody up.
 
     waiting -> out (an explorer makes it) -> ready -> taken
 
@@ -30,7 +30,7 @@ class GroupId(NamedTuple):
 
 
 class Ready(NamedTuple, Generic[T]):
-    """A group that the trainer may take: the step of the version that made it, which group, and its samples."""
+    """A group that the trainer may take: the step of the (oldest) version that made it, which group, its samples."""
 
     version_step: int
     group: GroupId

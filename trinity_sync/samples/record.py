@@ -42,11 +42,12 @@ class Sample:
         prompt_ids: tokens of the prompt.
         response_ids: tokens of the response, the end-of-sequence token included where it was reached.
         log_probs: natural log-probability of each response token under the sampler's temperature, before truncation.
-        version: (attempt, step) of the weights.
+        version: (attempt, step) of the weights; of several, the oldest.
         reward: what the task gave.
         exact: 1.0 for a right answer, 0.0 for a wrong one, None where the task does not say.
         text: the response as the reward saw it.
         finished: whether the end-of-sequence token was reached.
+        spans: ``[start, end, step of the version]`` of stretches of the response's tokens; empty: `version` made all.
     """
 
     step: int
@@ -60,6 +61,11 @@ class Sample:
     exact: float | None
     text: str
     finished: bool
+    spans: tuple[tuple[int, int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.spans:
+            object.__setattr__(self, "spans", ((0, len(self.response_ids), self.version[1]),))
 
     @property
     def order(self) -> tuple[int, int, int]:

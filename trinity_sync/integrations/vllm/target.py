@@ -24,7 +24,7 @@ from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.link import WorkerLink
 from trinity_sync.protocol.staged import PartInfo
-from trinity_sync.protocol.versions import Lease
+from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
 from trinity_sync.sync.loading import Taken, check_digest, damage
 from trinity_sync.sync.memory import fetch
@@ -47,6 +47,7 @@ class WorkerTarget:
         verify: `sync.verify`.
         on_update: what becomes of requests that are under way.
         start_timeout_s: limit until the workers have connected, seconds.
+        on_switch: told of a version that is in, just before the engine goes on with it.
 
     Attributes:
         paused_s: seconds from the call that paused the engine for the version that it took last until it went on.
@@ -62,8 +63,10 @@ class WorkerTarget:
         verify: str,
         on_update: OnUpdate,
         start_timeout_s: float,
+        on_switch: Callable[[Version], None] = lambda version: None,
     ) -> None:
         self._control = control
+        self._on_switch = on_switch
         self._side = side
         self._on_update = on_update
         self._verify = verify
@@ -95,7 +98,7 @@ class WorkerTarget:
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
         """Have a version arrive, then put it into the model."""
         arrived = self._receive(lease, broadcast)
-        self._put(str(lease.version), give_up)
+        self._put(lease.version, give_up)
         return Taken(arrived.moved, arrived.digest)
 
     @property
@@ -132,8 +135,8 @@ class WorkerTarget:
             return nullcontext()
         return self._side.lease_folder(Path(lease.location), lease.version)
 
-    def _put(self, version: str, give_up: Callable[[], None]) -> None:
-        control = self._control
+    def _put(self, taken: Version, give_up: Callable[[], None]) -> None:
+        control, version = self._control, str(taken)
         began = time.perf_counter()
         try:
             control.pause(self._on_update)
@@ -154,6 +157,7 @@ class WorkerTarget:
             with contextlib.suppress(RunError):
                 control.update(None)
             raise error
+        self._on_switch(taken)
         control.resume()
         self.paused_s = time.perf_counter() - began
 
