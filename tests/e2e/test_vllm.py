@@ -71,6 +71,23 @@ def test_samples_of_two_explorers_in_a_free_run_are_trained_on(tmp_path: Path) -
     assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
 
 
+@pytest.mark.all
+@pytest.mark.parametrize("on_update", ["keep", "abort"])
+def test_versions_are_taken_while_samples_are_made(tmp_path: Path, on_update: str) -> None:
+    """Few at a time, so that making them takes longer than a step."""
+    free = ("trainer.schedule=free", "sync.max_staleness=4", "explorer.batch_size=16", "task.response_length=48")
+    run = launch(tmp_path / "run", *VLLM, *free, f"explorer.on_update={on_update}", "trainer.steps=8", small=False)
+    assert run.code == 0, run.output
+    loads = run.events("load")
+    assert all(load["digest"] == run.digests[load["version"]] for load in loads)
+    assert not run.events("fault")
+    lines = run.lines("metrics.jsonl")
+    mixed = sum(line["samples/mixed"] for line in lines)
+    assert mixed > 0 if on_update == "keep" else mixed == 0
+    made = [(one["began"], one["began"] + one["total_s"]) for one in run.events("generate")]
+    assert any(began < load["began"] < ended for load in loads for began, ended in made)
+
+
 def processes_of(run: Run) -> list[psutil.Process]:
     """vLLM's processes below the run's explorer, its engine core first."""
     below = psutil.Process(run.pid_of("explorer-0")).children(recursive=True)

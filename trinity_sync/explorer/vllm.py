@@ -139,7 +139,12 @@ class VLLMEngine(RolloutEngine):
             "seed": seed % 2**32,
             "logprobs_mode": "raw_logprobs" if temperature in (0.0, 1.0) else "processed_logprobs",
             "weight_transfer_config": {"backend": BACKEND},
-        } | dict(engine or {})
+        }
+        if not torch.cuda.is_available():
+            # Of a prompt computed in pieces vLLM takes back the token that each piece drew, which random numbers of a
+            # request's own do not let it on a CPU: the engine core dies.
+            arguments["enable_chunked_prefill"] = False
+        arguments |= engine or {}
         self._llm = self._start(arguments)
         self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)
         self._target: WorkerTarget | None = None
