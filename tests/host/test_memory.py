@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,3 +43,13 @@ def test_where_the_system_does_not_tell_all_of_it_counts(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "read_text", refused)
     assert memory.peak_memory() == memory.peak_rss()
+
+
+def test_what_was_started_counts_with_who_started_it() -> None:
+    alone = memory.peak_memory_with_children()
+    hold = f"held = b'x' * {BYTES}; print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert memory.peak_memory_with_children() > alone + 0.9 * BYTES
+        child.communicate(b"\n")

@@ -103,6 +103,7 @@ def test_the_page_says_what_was_run_and_how_it_went(finished: Path) -> None:
         "✓ completed",
         "backend fsdp2 on 2 ranks",
         "sync memory",
+        "explorers 2 of hf",
         "seed 7",
         "wall 2 min 30 s",
         "Steps 60 of 60",

@@ -28,7 +28,7 @@ from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.following import Follower
 from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.host.logs import own_log, story
-from trinity_sync.host.memory import peak_memory
+from trinity_sync.host.memory import peak_memory_with_children
 from trinity_sync.host.origin import told
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
@@ -185,8 +185,8 @@ class Explorer:
         self._engine.close()
 
     def memory(self) -> dict[str, int]:
-        """Return the peak resident bytes of this process."""
-        return {"peak_rss": peak_memory(), "pid": os.getpid()}
+        """Return the peak resident bytes of this process and its engine's."""
+        return {"peak_rss": peak_memory_with_children(), "pid": os.getpid()}
 
 
 @contextmanager

@@ -4,6 +4,7 @@ is free.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
@@ -21,11 +22,32 @@ def peak_memory() -> int:
     have imported. Where the system does not tell (Linux does), all of it.
     """
     try:
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-        sizes = {name: int(size.split()[0]) * 1024 for name, size in (line.split(":", 1) for line in lines)}
-        return peak_rss() - (sizes["Rss"] - sizes["Pss"])
+        return peak_rss() - _shared("self")
     except (OSError, ValueError, KeyError):
         return peak_rss()
+
+
+def peak_memory_with_children() -> int:
+    """Return the sum of `peak_memory` over this process and all below it, as far as the system tells."""
+    import psutil
+
+    total = peak_memory()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # it has ended, or is no Linux process
+            total += _sizes(Path(f"/proc/{child.pid}/status"))["VmHWM"] - _shared(str(child.pid))
+    return total
+
+
+def _shared(process: str) -> int:
+    """Bytes that a process has of others' share."""
+    sizes = _sizes(Path(f"/proc/{process}/smaps_rollup"))
+    return sizes["Rss"] - sizes["Pss"]
+
+
+def _sizes(table: Path) -> dict[str, int]:
+    """The sizes in a table of /proc, in bytes."""
+    lines = (line.split(":", 1) for line in table.read_text().splitlines() if line.endswith(" kB"))
+    return {name: int(size.split()[0]) * 1024 for name, size in lines}
 
 
 def available_memory() -> int | None:

@@ -57,11 +57,17 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("backend", f"{backend} on {units.plural(ranks, 'rank')}" if backend and isinstance(ranks, int) else backend),
         ("sync", run.setting("sync", "mode") or _chosen(run, "sync") or sync["mode"]),
         ("encoding", sync["encoding"]),
+        ("explorers", _explorers(run)),
         ("seed", run.record.get("seed")),
         ("wall", units.seconds(run.summary["wall_s"]) if run.summary["wall_s"] is not None else None),
         ("started", units.moment(run.record.get("started")) if run.record.get("started") is not None else None),
     ]
     return [(name, str(value)) for name, value in items if value is not None]
+
+
+def _explorers(run: Run) -> str | None:
+    kind, replicas = run.setting("explorer", "kind"), run.setting("explorer", "replicas")
+    return f"{replicas} of {kind}" if kind is not None and replicas is not None else None
 
 
 def _chosen(run: Run, group: str) -> str | None:
