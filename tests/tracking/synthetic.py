@@ -138,7 +138,8 @@ def hydra(
     folder.mkdir(parents=True)
     (folder / "overrides.yaml").write_text("".join(f"- {text}\n" for text in overrides))
     (folder / "config.yaml").write_text(
-        f"name: {name}\nseed: {seed}\nbackend:\n  strategy: fsdp2\n  ranks: 2\nexplorer:\n  kind: hf\n  replicas: 2\nsync:\n  mode: {mode}\n  interval: 1\n"
+        f"name: {name}\nseed: {seed}\nbackend:\n  strategy: fsdp2\n  ranks: 2\n"
+        f"explorer:\n  kind: hf\n  replicas: 2\nsync:\n  mode: {mode}\n  interval: 1\n"
         f"trainer:\n  steps: {total}\n  lr: 0.001\nagain: ${{trainer.steps}}\n"
         "algorithm:\n  prompts_per_step: 4\n  samples_per_prompt: 8\n"
     )
