@@ -123,6 +123,12 @@ class World:
         self.lines.append({"step": step, **values})
         return None
 
+    def excerpt(self, batch: SampleBatch, advantages: Any, groups: int) -> list[dict[str, object]]:
+        return [{"for_step": int(batch.steps[0]), "advantage": advantages[0]}] * groups
+
+    def samples(self, step: int, lines: Any) -> None:
+        self.happened.append(("samples", step, lines))
+
     def position(self) -> dict[str, Any]:
         return {"next": [7, 0]}
 
@@ -203,6 +209,14 @@ def test_the_trainer_goes_on_while_a_version_is_on_its_way_and_leaves_the_next_o
     assert world.times("skip") == [2, 3, 4]
     assert world.published_steps == [0, 1, 5]
     assert world.happened.index(("train", 5)) < world.happened.index(("publish", 1))
+
+
+def test_samples_of_the_steps_that_are_due_are_written_out() -> None:
+    world = World()
+    assert world.loop(steps=5, record_interval=2, record_groups=1).run()
+    assert [entry for entry in world.happened if entry[0] == "samples"] == [
+        ("samples", step, [{"for_step": step, "advantage": 0.0}]) for step in (2, 4)
+    ]
 
 
 def test_a_version_without_a_slot_is_left_out_where_explorers_can_do_without_it() -> None:

@@ -265,8 +265,10 @@ class VllmConfig(ExplorerConfig):
 
 @dataclass(kw_only=True)
 class SamplesConfig:
-    """What becomes of samples between explorers and trainer (`trainer.schedule=free`)."""
+    """What becomes of samples between explorers and trainer, and which of them are recorded."""
 
+    record_interval: int = number(at_least=0)
+    record_groups: int = number(at_least=1)
     over_stale: str = choice("wait", "drop")
     buffer: int = number(at_least=1)
 

@@ -5,7 +5,7 @@ driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
@@ -35,6 +35,10 @@ class Log(Protocol):
         """Record one event."""
         ...
 
+    def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
+        """Record samples of one trainer step."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSettings:
@@ -50,6 +54,8 @@ class LoopSettings:
         save_interval: steps between full checkpoints, 0 for the last only.
         sync_timeout_s, step_timeout_s: limits in seconds.
         base: digest of the base of the adapters that are published; None: versions are whole.
+        record_interval, record_groups: steps between those of which samples are recorded, 0 for none; and of how many
+            prompts.
     """
 
     steps: int
@@ -62,10 +68,16 @@ class LoopSettings:
     sync_timeout_s: float
     step_timeout_s: float
     base: str | None = None
+    record_interval: int = 0
+    record_groups: int = 0
 
     def publishes(self, step: int) -> bool:
         """Tell whether a step's weights are to become a version."""
         return step == self.steps or step % self.sync_interval == 0
+
+    def records(self, step: int) -> bool:
+        """Tell whether samples of a step are to be recorded."""
+        return bool(self.record_interval and step % self.record_interval == 0)
 
     def saves(self, step: int) -> bool:
         """Tell whether a step is to be checkpointed."""
@@ -84,6 +96,11 @@ class Timing:
         started = time.perf_counter()
         yield
         self.seconds[f"timing/{name}"] = time.perf_counter() - started
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """Note the whole step, and how fast it learnt from so many tokens of responses."""
+        self.seconds["timing/step"] = seconds
+        self.seconds["perf/tokens_per_s"] = tokens / seconds
 
 
 @dataclass(frozen=True)
@@ -246,19 +263,3 @@ def upon(base: str | None) -> dict[str, str]:
 def record_generated(log: Log, generated: Generated) -> None:
     """Write down that an explorer made samples. Any thread."""
     log.event("generate", **asdict(generated))
-
-
-def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
-    """Measure what is known of a batch before it is trained on."""
-    counts = {"batch/samples": float(len(batch)), "batch/tokens": float(batch.token_count)}
-    if not isinstance(batch, SampleBatch):
-        return counts
-    metrics = {
-        **counts,
-        "reward/mean": float(batch.rewards.mean()),
-        "reward/std": float(batch.rewards.std()),
-        "response_length/mean": float(batch.response_lengths.mean()),
-    }
-    if np.isfinite(batch.exact).all():
-        metrics["reward/exact"] = float(batch.exact.mean())
-    return metrics
