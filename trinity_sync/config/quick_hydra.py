@@ -1,7 +1,7 @@
 """Composing without the work that Hydra and OmegaConf do again for each of the fifty files of a configuration.
 
-A start composes twice; a sweep twice, and three times for each of its jobs. What comes out is the same, in little more
-than half of the time. Functions inside of both are replaced, so their versions are pinned in `pyproject.toml`.
+A start composes twice; a sweep twice, and twice for each of its jobs. What comes out is the same, in little more than
+half of the time. Functions inside of both are replaced, so their versions are pinned in `pyproject.toml`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import yaml
 from hydra import version
 from hydra._internal import defaults_list
 from hydra._internal.defaults_list import Overrides
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import InputDefault
+from hydra.types import RunMode
 from omegaconf import DictConfig, _utils
 
 _TEXTS = 256
@@ -24,14 +26,26 @@ _TEXTS = 256
 
 
 def make_quick() -> None:
-    """Replace four functions of Hydra and OmegaConf in this process. Runs when the package is imported."""
+    """Replace five functions of Hydra and OmegaConf in this process. Runs when the package is imported."""
     version._get_version = cache(version._get_version)
     defaults_list._create_interpolation_map = _where_needed(  # type: ignore[assignment]
         defaults_list._create_interpolation_map
     )
     _utils.get_yaml_loader = _remembering(_utils.get_yaml_loader)
+    Hydra.get_mode = _as_given(Hydra.get_mode)  # type: ignore[assignment, method-assign]
     # Each composition copies its sources, and with them the store, from which it takes copies of what it needs anyway.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
+
+
+def _as_given(get_mode: Callable[[Hydra, str | None, list[str]], Any]) -> Callable[[Hydra, str | None, list[str]], Any]:
+    """Hydra composes a configuration only to see whether it is for one run or for a sweep, even where that is given."""
+
+    @wraps(get_mode)
+    def given(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+        modes = [text for text in overrides if "hydra.mode" in text]
+        return RunMode.RUN if modes == ["hydra.mode=RUN"] else get_mode(hydra, config_name, overrides)
+
+    return given
 
 
 _Map = Callable[[Overrides, list[InputDefault], bool], DictConfig | None]
