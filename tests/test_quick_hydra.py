@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,27 @@ CHOICES = (
     ("experiment=quick", "retention=[keep_last,keep_best]", "+backend.overrides.some.key=1"),
     ("tracker=[tensorboard,wandb]", "hydra/launcher=basic", "task=jsonl", "task.path=rows.jsonl"),
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> None:
+    config.make_quick()
+
+
+@pytest.mark.parametrize(("package", "other"), [("hydra", "1.3.9"), ("omegaconf", "2.4.0")])
+def test_who_uses_the_library_or_has_other_versions_keeps_hydra_as_it_is(package: str, other: str) -> None:
+    program = f"""
+import {package}
+from trinity_sync import config
+from hydra.core.config_store import ConfigStore
+from omegaconf import _utils
+config.compose(["sync=nccl"])
+assert not hasattr(_utils.get_yaml_loader, "__wrapped__")
+{package}.__version__ = "{other}"
+config.make_quick()
+assert not hasattr(_utils.get_yaml_loader, "__wrapped__") and "__deepcopy__" not in vars(ConfigStore)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 @pytest.fixture

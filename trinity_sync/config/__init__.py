@@ -48,6 +48,7 @@ __all__ = [
     "instantiate_target",
     "load",
     "load_class",
+    "make_quick",
     "only_trusted",
     "only_trusted_places",
     "plain",
@@ -57,5 +58,4 @@ __all__ = [
     "typed",
 ]
 
-make_quick()
 register()

@@ -1,7 +1,8 @@
 """Composing without the work that Hydra and OmegaConf do again for each of the fifty files of a configuration.
 
 A start composes twice; a sweep twice, and twice for each of its jobs. What comes out is the same, in little more than
-half of the time. Functions inside of both are replaced, so their versions are pinned in `pyproject.toml`.
+half of the time. Functions inside of both are replaced: in the processes of our commands only, never in a program that
+uses this as a library, and only with the versions that this was tried with.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from functools import cache, lru_cache, wraps
 from typing import IO, Any
 
+import hydra
+import omegaconf
 import yaml
 from hydra import version
 from hydra._internal import defaults_list
@@ -25,8 +28,15 @@ _TEXTS = 256
 """Of so many texts it is remembered what they say."""
 
 
+_TRIED = ("1.3.8", "2.3.1")
+"""Versions of Hydra and OmegaConf."""
+
+
+@cache
 def make_quick() -> None:
-    """Replace five functions of Hydra and OmegaConf in this process. Runs when the package is imported."""
+    """Replace five functions of Hydra and OmegaConf in this process, once. With other versions nothing is done."""
+    if (hydra.__version__, omegaconf.__version__) != _TRIED:
+        return
     version._get_version = cache(version._get_version)
     defaults_list._create_interpolation_map = _where_needed(  # type: ignore[assignment]
         defaults_list._create_interpolation_map
@@ -41,9 +51,9 @@ def _as_given(get_mode: Callable[[Hydra, str | None, list[str]], Any]) -> Callab
     """Hydra composes a configuration only to see whether it is for one run or for a sweep, even where that is given."""
 
     @wraps(get_mode)
-    def given(hydra: Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    def given(app: Hydra, config_name: str | None, overrides: list[str]) -> Any:
         modes = [text for text in overrides if "hydra.mode" in text]
-        return RunMode.RUN if modes == ["hydra.mode=RUN"] else get_mode(hydra, config_name, overrides)
+        return RunMode.RUN if modes == ["hydra.mode=RUN"] else get_mode(app, config_name, overrides)
 
     return given
 

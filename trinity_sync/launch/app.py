@@ -88,6 +88,7 @@ def run_main(
     """
     global _session
     _session = _Session(resume=resume, until=until)
+    config.make_quick()
     try:
         with _command_line(arguments), _hydra_errors_raised(), _session.around_jobs:
             main()
