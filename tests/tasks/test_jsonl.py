@@ -75,7 +75,6 @@ def test_the_reward_function_judges(tmp_path: Path) -> None:
     assert score(task, prompt, "LOUD", False, step=1) == (2.0, None)
 
 
-@pytest.mark.parametrize("reward", [broken, partial(partial(broken))])
 @pytest.mark.parametrize(
     ("reward", "cut_off"), [(short, -1.0), (partial(short), -1.0), (partial(short, finished=True), 1.0), (max, None)]
 )
@@ -91,6 +90,7 @@ def test_a_function_that_asks_is_told_whether_the_response_was_finished(
         assert [task.reward(prompt, "a", finished).reward for finished in (True, False)] == [1.0, cut_off]
 
 
+@pytest.mark.parametrize("reward", [broken, partial(partial(broken))])
 def test_an_error_names_the_users_function(tmp_path: Path, reward: Any) -> None:
     task = task_of(tmp_path, ROWS, reward=reward)
     with pytest.raises(
