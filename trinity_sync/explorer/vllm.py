@@ -13,24 +13,21 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from trinity_sync.config import dtype_name
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.sampling import sequence_keys
-from trinity_sync.explorer.texts import Responses, Texts, scored
+from trinity_sync.explorer.policy import Answered, asked_for, log_probs_mode, open_texts, responses_of, shapes_of
+from trinity_sync.explorer.texts import scored
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl
-from trinity_sync.models.unfilled import unfilled_model
-from trinity_sync.samples.batch import SampleBatch, TokenRows
+from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
-from trinity_sync.weights.tensors import saved_list, to_torch
-from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
+from trinity_sync.weights.tensors import to_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -97,23 +94,15 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         self._seed = seed
         self._tp = tp
-        try:
-            self._texts = Texts(
-                model_path,
-                response_length=response_length,
-                prompt_length=prompt_length,
-                trust_remote_code=trust_remote_code,
-            )
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
+        self._texts = open_texts(
+            model_path,
+            response_length=response_length,
+            prompt_length=prompt_length,
+            trust_remote_code=trust_remote_code,
+        )
         _check_heads(self._texts.config)
         kind = to_torch(dtype_name(dtype))
-        model = unfilled_model(
-            self._texts.config, kind, "meta", attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
-        hold_fp32(model, kept_by_class(model, dtype_name(dtype)) if keep_fp32 is None else keep_fp32)
-        self._shapes = {name: (saved.dtype, saved.shape) for name, saved in saved_list(model).items()}
+        self._shapes = shapes_of(self._texts.config, dtype, keep_fp32, trust_remote_code=trust_remote_code)
         eager = not torch.cuda.is_available() if eager is None else eager
         _set_environment(kv_cache_gb, eager)
         self._loop = asyncio.new_event_loop()
@@ -132,7 +121,7 @@ class VLLMEngine(RolloutEngine):
             "enforce_eager": eager,
             "disable_log_stats": True,
             "seed": seed % 2**32,
-            "logprobs_mode": "raw_logprobs" if temperature in (0.0, 1.0) else "processed_logprobs",
+            "logprobs_mode": log_probs_mode(temperature),
             "weight_transfer_config": {"backend": BACKEND},
         } | dict(engine or {})
         self._llm = self._start(arguments)
@@ -176,25 +165,23 @@ class VLLMEngine(RolloutEngine):
         self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
     ) -> SampleBatch:
         """Make scored samples for the prompts; see `RolloutEngine.generate`."""
-        prompt_ids = [self._texts.encode(prompt, step) for prompt in prompts]
-        prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
-        numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
-        keys = sequence_keys(self._seed, step, numbers, np.tile(np.arange(samples_per_prompt), len(prompts)))
-        doing = self._generate_all([prompt_ids[row] for row in prompt_of], keys.tolist())
+        asked = asked_for(self._texts, self._seed, prompts, step=step, samples_per_prompt=samples_per_prompt)
+        doing = self._generate_all(asked.rows, asked.seeds)
         outputs = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
-        return scored(self._texts, task, prompts, prompt_ids, _responses(outputs), step=step, version=version)
+        responses = responses_of([_answered(output) for output in outputs])
+        return scored(self._texts, task, prompts, asked.prompt_ids, responses, step=step, version=version)
 
-    async def _generate_all(self, prompts: Sequence[Sequence[int]], keys: Sequence[int]) -> list[RequestOutput]:
-        asked = [asyncio.ensure_future(one) for one in map(self._generate_one, prompts, keys)]
+    async def _generate_all(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> list[RequestOutput]:
+        asked = [asyncio.ensure_future(one) for one in map(self._generate_one, prompts, seeds)]
         try:
             return await asyncio.gather(*asked)
         finally:
             for one in asked:
                 one.cancel()
 
-    async def _generate_one(self, prompt: Sequence[int], key: int) -> RequestOutput:
+    async def _generate_one(self, prompt: Sequence[int], seed: int) -> RequestOutput:
         sampling = self._sampling.clone()
-        sampling.seed = key & (2**63 - 1)
+        sampling.seed = seed
         last = None
         async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(next(self._ids))):
             last = output
@@ -253,16 +240,10 @@ def _sampling(temperature: float, top_k: int, top_p: float, length: int, ends: S
     )
 
 
-def _responses(outputs: Sequence[RequestOutput]) -> Responses:
-    made = [output.outputs[0] for output in outputs]
-    if odd := {one.finish_reason for one in made} - {"stop", "length"}:
-        raise RunError(f"vLLM ended requests by {', '.join(map(str, odd))}, so they are no samples")
-    rows = TokenRows.of([list(one.token_ids) for one in made])
-    log_probs = [
-        entry[token].logprob for one in made for token, entry in zip(one.token_ids, one.logprobs or (), strict=True)
-    ]
-    finished = np.array([one.finish_reason == "stop" for one in made], np.bool_)
-    return Responses(rows, np.array(log_probs, np.float32), finished)
+def _answered(output: RequestOutput) -> Answered:
+    [made] = output.outputs
+    pairs = zip(made.token_ids, made.logprobs or (), strict=True)
+    return Answered(made.token_ids, [entry[token].logprob for token, entry in pairs], made.finish_reason)
 
 
 def _set_environment(kv_cache_gb: int | None, eager: bool) -> None:
