@@ -263,6 +263,13 @@ class VllmConfig(ExplorerConfig):
 
 
 @dataclass(kw_only=True)
+class VllmServerConfig(ExplorerConfig):
+    """An explorer that asks a vLLM server."""
+
+    url: str | None = MISSING
+
+
+@dataclass(kw_only=True)
 class SamplesConfig:
     """What becomes of samples between explorers and trainer (`trainer.schedule=free`)."""
 
@@ -373,6 +380,7 @@ SCHEMA: dict[str, type] = {
     "pairs": PairsConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,
+    "vllm_server": VllmServerConfig,
     "samples": SamplesConfig,
     "cluster": ClusterConfig,
     "tensorboard": TensorboardConfig,
