@@ -264,6 +264,13 @@ class VllmConfig(ExplorerConfig):
 
 
 @dataclass(kw_only=True)
+class VllmServerConfig(ExplorerConfig):
+    """An explorer that asks a vLLM server."""
+
+    url: str | None = MISSING
+
+
+@dataclass(kw_only=True)
 class SamplesConfig:
     """What becomes of samples between explorers and trainer, and which of them are recorded."""
 
@@ -376,6 +383,7 @@ SCHEMA: dict[str, type] = {
     "pairs": PairsConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,
+    "vllm_server": VllmServerConfig,
     "samples": SamplesConfig,
     "cluster": ClusterConfig,
     "tensorboard": TensorboardConfig,
