@@ -12,6 +12,7 @@ import pytest
 
 from tests.backends import megatron_ranks
 from tests.backends.engines import PLATFORM, Ranks
+from tests.backends.gradients import assert_as_by_hand
 from tests.backends.recomputing import assert_recomputed
 
 Facts = dict[str, list[dict[str, Any]]]
@@ -167,6 +168,11 @@ def test_gradients_are_as_large_as_those_of_transformers(case_facts: list[dict[s
     assert found == pytest.approx([wanted] * len(found), rel=0.02)
     clipping = max(found[0], 1.0)
     assert case_facts[0]["clipped_of_experts"] * clipping == pytest.approx(of_experts, rel=0.05)
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_loss_entropy_and_gradient_are_those_by_hand(case_facts: list[dict[str, Any]]) -> None:
+    assert_as_by_hand([rank["gradients"] for rank in case_facts])
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("version"))

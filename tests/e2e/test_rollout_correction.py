@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.runs import Run, launch
@@ -37,9 +38,12 @@ def assert_truncated(run: Run) -> None:
 
 
 def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_before(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED)
+    run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED, "algorithm.calculate_entropy=true")
     assert_measured(run)
     assert_truncated(run)
+    entropies = [line["actor/entropy_loss"] for line in run.lines("metrics.jsonl")]
+    assert entropies[0] == pytest.approx(np.log(32), rel=0.02), "that of all tokens alike, as the model begins"
+    assert min(entropies) > 0
     # with one optimizer step, what is trained with is what was recomputed, bit for bit
     assert {line["actor/ppo_kl"] for line in run.lines("metrics.jsonl")} == {0.0}
     assert run.summary["sync"]["mismatched"] == 0

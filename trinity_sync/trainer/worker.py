@@ -113,7 +113,15 @@ class TrinityWorker(Member, TrainingWorker):
         else:
             assert advantages is not None, "samples come with advantages"
             sampled = [batch.log_probs_of(i) for i in mine]
-            data = grpo_batch(prompts, responses, sampled, advantages[mine], temperature=spec.temperature, **settings)
+            data = grpo_batch(
+                prompts,
+                responses,
+                sampled,
+                advantages[mine],
+                temperature=spec.temperature,
+                entropy=spec.algorithm.needs_entropy,
+                **settings,
+            )
             if spec.algorithm.recomputes:
                 data = recomputed(self.engine, data)
         tu.assign_non_tensor(

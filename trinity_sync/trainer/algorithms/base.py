@@ -56,6 +56,11 @@ class Algorithm(ABC):
         """
         return False
 
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the trainer computes the entropy of the distribution of each token, which its loss then finds."""
+        return False
+
     @abstractmethod
     def loss(self, strategy: str) -> Callable[..., object]:
         """The loss, as verl's `TrainingWorker.set_loss_fn` takes it; called in a rank of the trainer.

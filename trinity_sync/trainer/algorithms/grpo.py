@@ -47,6 +47,10 @@ class Grpo(GrpoConfig, Algorithm):
     def recomputes(self) -> bool:
         return self.rollout_correction.rollout_is is not None
 
+    @property
+    def needs_entropy(self) -> bool:
+        return self.calculate_entropy or self.entropy_coeff > 0
+
     def loss(self, strategy: str) -> Callable[..., object]:
         from verl.workers.config import ActorConfig
 
