@@ -193,12 +193,13 @@ def build(case: Mapping[str, Any], models: Path) -> Any:
             },
         ),
         optimizer_config=McoreOptimizerConfig(
-            lr=1e-2,
+            lr=case.get("lr", 1e-2),
+            weight_decay=case.get("weight_decay", 1e-2),
             total_training_steps=20,
             lr_warmup_steps=2,
             lr_decay_style="cosine",
-            use_checkpoint_opt_param_scheduler=True,
-            override_optimizer_config={"overlap_param_gather": late},
+            use_checkpoint_opt_param_scheduler=False,
+            override_optimizer_config={"overlap_param_gather": late, "adam_beta1": case.get("beta", 0.9)},
         ),
         checkpoint_config=CheckpointConfig(),
     )
@@ -395,7 +396,9 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     import torch.distributed as dist
 
     backend.load(folder / case["load"])
-    facts = {"loaded": digest(backend, case["world"]), "lr": engine.optimizer.param_groups[0]["lr"]}
+    groups = [group for group in engine.optimizer.param_groups if group["params"]]
+    facts = {"loaded": digest(backend, case["world"]), "lr": groups[0]["lr"]}
+    facts["settings"] = [[group["lr"], group["betas"][0], group["weight_decay"]] for group in groups]
     again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case.get('ep', 1)}-{case['world']}"
     backend.begin_save(again, meetings().begin("the state"))[1]()
     dist.barrier()

@@ -23,7 +23,10 @@ TWO: dict[str, dict[str, Any]] = {
     "tp2-to-pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3", "do": ["load"], "load": "a"},
     "pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3-tied", "do": ["version", "save", "functions"], "save": "b"},
     "dp2": {"world": 2, "tp": 1, "pp": 1, "model": "llama-tied", "do": ["version", "save"], "save": "c"},
-    "dp2-to-tp2": {"world": 2, "tp": 2, "pp": 1, "model": "llama-tied", "do": ["load"], "load": "c"},
+    "dp2-to-tp2": {
+        **{"world": 2, "tp": 2, "pp": 1, "model": "llama-tied", "do": ["load"], "load": "c"},
+        **{"lr": 2e-2, "weight_decay": 0.5, "beta": 0.8},
+    },
     "late": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"], "overlap_param_gather": True},
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
     "ep2": {
@@ -237,6 +240,14 @@ def test_a_load_in_another_layout_has_the_version_and_learning_rate_of_the_save(
     for case, saved in (("tp2-to-pp2", "tp2"), ("tp2-to-one", "tp2"), ("pp2-to-one", "pp2")):
         assert {rank["loaded"] for rank in two[case]} == {two[saved][0]["before_save"]}
         assert {rank["lr"] for rank in two[case]} == {0.01}
+
+
+def test_a_load_leaves_the_settings_of_the_optimizer_as_they_are(two: Facts) -> None:
+    """At the end of the warm-up, where the learning rate is the one that is set."""
+    for rank in two["dp2-to-tp2"]:
+        assert [rate for rate, _, _ in rank["settings"]] == [2e-2] * len(rank["settings"])
+        assert {beta for _, beta, _ in rank["settings"]} == {0.8}
+        assert max(decay for *_, decay in rank["settings"]) == 0.5
 
 
 STARTS = [pytest.param("two"), pytest.param("experts", marks=pytest.mark.all)]

@@ -40,6 +40,7 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engines import FsdpEngine
+from trinity_sync.backends.optimizer_settings import settings_kept
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
 from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import RunError
@@ -87,21 +88,27 @@ class FsdpState:
             }
 
     def load(self, folder: Path) -> None:
-        """Restore what was saved below `folder`, in either format. Collective.
+        """Restore what was saved below `folder`, in either format. Of optimizer and learning rate that is the state
+        and the place in the schedule; their settings stay as they are. Collective.
 
         Raises:
             RunError: a file is missing or holds what it should not.
         """
-        with self._on_device(), sharded(self._engine.module, offload=torch.cuda.is_available()):
+        engine = self._engine
+        with (
+            self._on_device(),
+            sharded(engine.module, offload=torch.cuda.is_available()),
+            settings_kept(engine.optimizer),
+        ):
             if (folder / DISTRIBUTED).is_dir():
                 self._load_distributed(folder / DISTRIBUTED)
             else:
                 path = folder / self._file("model")
-                saved, live = load_file(path), self._engine.module.state_dict()
+                saved, live = load_file(path), engine.module.state_dict()
                 self._check_names(path, saved, self._trained(live))
                 # What the model has beside the adapter goes back as it is, so that nothing is passed over in silence.
-                self._engine.module.load_state_dict({**live, **saved})
-                self._engine.optimizer.load_state_dict(load_file(folder / self._file("optim")))
+                engine.module.load_state_dict({**live, **saved})
+                engine.optimizer.load_state_dict(load_file(folder / self._file("optim")))
         self._load_extra(folder)
         dist.barrier()
 
@@ -174,7 +181,19 @@ class FsdpState:
             if not others:
                 raise RunError(f"{own} is missing, and so is that of any other number of ranks")
             extra = load_file(others[0])
-        self._engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        self._go_to(extra["lr_scheduler"])
+
+    def _go_to(self, place: dict[str, Any]) -> None:
+        """Go to the place in the schedule that is saved, with the learning rates of our own at it."""
+        scheduler = self._engine.lr_scheduler
+        scheduler.load_state_dict({**place, "base_lrs": scheduler.base_lrs})
+        rates = [
+            base * of_step(scheduler.last_epoch)
+            for base, of_step in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        scheduler._last_lr = list(rates)
+        for group, rate in zip(self._engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     # -- helpers
 

@@ -197,7 +197,7 @@ class MegatronOption(MegatronConfig, BackendOption):
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,
-            "use_checkpoint_opt_param_scheduler": True,
+            "use_checkpoint_opt_param_scheduler": False,  # the configuration says the schedule, a checkpoint the step
             # verl does not pass its own betas on, and megatron-core wants to hear of the overlap twice
             "override_optimizer_config": {
                 "adam_beta1": trainer.betas[0],
