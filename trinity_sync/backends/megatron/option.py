@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.option import PADDED, BackendOption, adam_fields, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.schema import Config, MegatronConfig
 
@@ -145,6 +145,12 @@ class MegatronOption(MegatronConfig, BackendOption):
         "expert_tensor_parallel_size": "backend.tp",
         "dist_ckpt_optim_fully_reshardable": "backend.optimizer_format",
         "seed": "seed",
+    }
+    useless: ClassVar[Mapping[str, str]] = {
+        **BackendOption.useless,
+        "context_parallel_size": PADDED,
+        "dynamic_context_parallel": PADDED,
+        "max_seqlen_per_dp_cp_rank": PADDED,
     }
     reads: ClassVar[frozenset[str]] = frozenset({"megatron"})
     writes_own_files: ClassVar[bool] = True
