@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.backends.engines import write_state
 from trinity_sync.backends.base import Format
@@ -33,7 +34,7 @@ def engine(group: None) -> Any:
     return engine_with(lr=1e-3)
 
 
-def engine_with(**settings: Any) -> Any:
+def engine_with(scaler: ShardedGradScaler | None = None, **settings: Any) -> Any:
     module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
     fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
     optimizer = torch.optim.AdamW(module.parameters(), **settings)
@@ -42,6 +43,7 @@ def engine_with(**settings: Any) -> Any:
         model_config=None,
         optimizer=optimizer,
         lr_scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        scaler=scaler,
         checkpoint_manager=SimpleNamespace(get_rng_state=dict, load_rng_state=lambda _: None),
         is_param_offload_enabled=False,
         is_optimizer_offload_enabled=False,
@@ -109,3 +111,32 @@ def test_with_the_same_settings_the_learning_rate_goes_on_bit_for_bit(
         assert other.optimizer.param_groups[0]["lr"] == saved.optimizer.param_groups[0]["lr"]
         for one in (saved, other):
             one.lr_scheduler.step()
+
+
+def scaler(start: float) -> ShardedGradScaler:
+    made = ShardedGradScaler(device="cpu", init_scale=start, growth_interval=4)
+    made.scale(torch.ones(1))
+    return made
+
+
+@pytest.mark.parametrize("form", ["verl", "dcp"])
+def test_gradients_in_fp16_are_scaled_as_before(group: None, form: Format, tmp_path: Path) -> None:
+    saved, other = engine_with(scaler(16.0)), engine_with(scaler(1.0))
+    for _ in range(5):  # the scale doubles after four, and one more counts to the next
+        saved.scaler.scale(saved.module(torch.randn(5, 4)).square().sum()).backward()
+        saved.scaler.step(saved.optimizer)
+        saved.scaler.update()
+    write_state(FsdpState(saved), form, tmp_path)
+    FsdpState(other).load(tmp_path)
+    assert other.scaler.state_dict() == saved.scaler.state_dict()
+    assert other.scaler.state_dict()["scale"] == 32.0
+    assert other.scaler.state_dict()["_growth_tracker"] == 1
+    assert other.scaler.scale(torch.ones(())) == 32.0
+
+
+def test_a_checkpoint_without_a_scaler_leaves_that_of_fp16_as_it_is(group: None, tmp_path: Path) -> None:
+    saved, other = engine_with(), engine_with(scaler(8.0))
+    train(saved, 1)
+    write_state(FsdpState(saved), "verl", tmp_path)
+    FsdpState(other).load(tmp_path)
+    assert other.scaler.get_scale() == 8.0

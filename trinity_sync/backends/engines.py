@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from tensordict import TensorDict
+    from torch.amp import GradScaler
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -71,6 +72,7 @@ class FsdpEngine(Engine, Protocol):
     engine_config: FSDPEngineConfig
     optimizer: torch.optim.Optimizer
     lr_scheduler: LambdaLR
+    scaler: GradScaler | None  # of fp16 only
     checkpoint_config: object
     checkpoint_manager: FSDPCheckpointManager
 

@@ -2,7 +2,7 @@
 
 ``verl``: the files that verl itself would write, one set per rank, for the same number of ranks. ``dcp``: model and
 optimizer through torch.distributed.checkpoint under the parameters' names, which any number of ranks, and FSDP as well
-as FSDP2, can load; LR scheduler and RNG per rank beside it.
+as FSDP2, can load; LR scheduler, RNG and the gradient scaler of fp16 per rank beside it.
 
 Of a model with a LoRA adapter both hold the adapter alone, as verl does with ``save_lora_only``, and the optimizer's
 states of it: the base is the model that the run began with, and is not written again.
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _OPTIONS = StateDictOptions()
+_SCALER = "scaler"
+"""Beside what verl has in its file: how gradients in fp16 are scaled, and how long they have been."""
 
 
 class FsdpState:
@@ -73,6 +75,8 @@ class FsdpState:
             "lr_scheduler": copy.deepcopy(self._engine.lr_scheduler.state_dict()),
             "rng": self._engine.checkpoint_manager.get_rng_state(),
         }
+        if self._engine.scaler is not None:
+            extra[_SCALER] = self._engine.scaler.state_dict()
         names = {name: self._file(name) for name in ("model", "optim", "extra_state")}
         with self._on_device(), sharded(self._engine.module, offload=torch.cuda.is_available()):
             if form == "dcp":
@@ -168,7 +172,7 @@ class FsdpState:
         set_model_state_dict(self._engine.module, model, options=_OPTIONS)
         set_optimizer_state_dict(self._engine.module, self._engine.optimizer, state["optim"], options=_OPTIONS)
 
-    # -- LR scheduler and RNG
+    # -- LR scheduler, RNG and gradient scaler
 
     def _load_extra(self, folder: Path) -> None:
         own = folder / self._file("extra_state")
@@ -182,6 +186,9 @@ class FsdpState:
                 raise RunError(f"{own} is missing, and so is that of any other number of ranks")
             extra = load_file(others[0])
         self._go_to(extra["lr_scheduler"])
+        # A checkpoint of another dtype, or of another program, has none, and one on a CPU is empty.
+        if self._engine.scaler is not None and (saved := extra.get(_SCALER)):
+            self._engine.scaler.load_state_dict(saved)
 
     def _go_to(self, place: dict[str, Any]) -> None:
         """Go to the place in the schedule that is saved, with the learning rates of our own at it."""
