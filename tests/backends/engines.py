@@ -216,7 +216,7 @@ def _examine(
     from safetensors.torch import load_file
     from verl.utils.device import get_device_name
 
-    from tests.backends.gradients import gradients
+    from tests.backends.gradients import decays, gradients
     from tests.backends.recomputing import recomputing
     from trinity_sync.backends.fsdp import FsdpBackend
     from trinity_sync.weights.tensors import state_digest
@@ -231,7 +231,7 @@ def _examine(
 
     facts["file"] = state_digest(load_file(model / "model.safetensors"), "BF16")
     facts["initial"] = _digest(backend, ranks)
-    facts["gradients"] = gradients(engine, model)
+    facts["gradients"], facts["decays"] = gradients(engine, model), decays(engine)
     # The learning rate warms up from 0, so the first step changes nothing.
     _step(engine, rank, 0)
     _step(engine, rank, 1)

@@ -63,6 +63,11 @@ def gradients(engine: Any, model: Path) -> list[dict[str, Any]]:
     return facts
 
 
+def decays(engine: Any) -> list[float]:
+    """The weight decays of the optimizer's groups that have weights."""
+    return sorted({group["weight_decay"] for group in engine.optimizer.param_groups if group["params"]})
+
+
 def assert_as_by_hand(ranks: list[list[dict[str, Any]]]) -> None:
     """Hold what the ranks of a layout have found against what is to be."""
     import numpy as np
@@ -92,11 +97,13 @@ def _off(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, float
 
 
 def _samples(engine: Any, rank: int) -> list[tuple[Any, Any, float]]:
-    """Prompt, response and advantage of each sequence of a rank."""
+    """Prompt, response and advantage of each sequence of a rank; the padding token is among their tokens."""
     import numpy as np
 
     draw, tokens = np.random.default_rng([11, rank]), engine.model_config.hf_config.vocab_size
-    return [(draw.integers(1, tokens, a), draw.integers(1, tokens, b), draw.normal()) for a, b in LENGTHS]
+    samples = [(draw.integers(0, tokens, a), draw.integers(0, tokens, b), draw.normal()) for a, b in LENGTHS]
+    samples[0][1][2] = engine.model_config.hf_config.pad_token_id
+    return samples
 
 
 def _reference(engine: Any, model: Path) -> Any:

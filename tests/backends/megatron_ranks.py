@@ -19,7 +19,7 @@ from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
 from tests.backends.engines import drawn_pairs, join_group, refused
-from tests.backends.gradients import gradients
+from tests.backends.gradients import decays, gradients
 from tests.backends.recomputing import recomputing
 from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.parts import FileTuple
@@ -238,7 +238,7 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     facts = {"file": state_digest(file, "BF16"), "initial": digest(backend, case["world"])}
     facts["refused"] = refused(backend, "megatron", case["world"])
     facts |= _log_probs(engine, models / case["model"])
-    facts["gradients"] = gradients(engine, models / case["model"])
+    facts["gradients"], facts["decays"] = gradients(engine, models / case["model"]), decays(engine)
     # the learning rate warms up from 0, so the first step changes nothing
     facts["gradient"] = _train(engine, 0).get("grad_norm")
     facts["wanted_gradient"] = _gradient_norm(models / case["model"], engine.get_data_parallel_size())

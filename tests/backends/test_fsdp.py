@@ -112,6 +112,12 @@ def test_loss_entropy_and_gradient_are_those_by_hand(facts: Facts, case: str) ->
 
 
 @every_case
+def test_all_weights_decay_alike(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["decays"] == [0.01]
+
+
+@every_case
 def test_recomputed_log_probs_are_those_of_training(facts: Facts, case: str) -> None:
     assert_recomputed([rank["recomputing"] for rank in facts[case]])
 
