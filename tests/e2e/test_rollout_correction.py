@@ -34,11 +34,12 @@ def assert_truncated(run: Run) -> None:
     for line in run.lines("metrics.jsonl"):
         assert line["rollout_corr/rollout_is_mean"] == pytest.approx(0.5)
         assert line["rollout_corr/rollout_is_max"] == pytest.approx(0.5)
-        assert line["rollout_corr/rollout_is_ratio_fraction_high"] == 1.0
+        assert line["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1.0)
 
 
 def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_before(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED, "algorithm.calculate_entropy=true")
+    measured = ("algorithm.calculate_entropy=true", "trainer.warmup_steps=2", "trainer.lr=1e-3")
+    run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED, *measured)
     assert_measured(run)
     assert_truncated(run)
     entropies = [line["actor/entropy_loss"] for line in run.lines("metrics.jsonl")]
@@ -47,6 +48,7 @@ def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_befor
     # with one optimizer step, what is trained with is what was recomputed, bit for bit
     assert {line["actor/ppo_kl"] for line in run.lines("metrics.jsonl")} == {0.0}
     assert run.summary["sync"]["mismatched"] == 0
+    assert [line["lr"] for line in run.lines("metrics.jsonl")] == pytest.approx([0.0, 5e-4, 1e-3])
 
 
 @pytest.mark.all

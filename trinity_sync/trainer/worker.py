@@ -131,12 +131,13 @@ class TrinityWorker(Member, TrainingWorker):
             seed=spec.seed + step,
             dataloader_kwargs={"shuffle": False},
         )
+        rate = self.engine.optimizer.param_groups[0]["lr"]  # verl gives that of the next step
         output = self.train_mini_batch(data)
         self._saver.prepare()
         story.info("trained step %d in %s", step, units.seconds(time.perf_counter() - started))
         if output is None:
             return {}
-        return step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes)
+        return {**step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes), "lr": rate}
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
