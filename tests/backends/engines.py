@@ -217,12 +217,13 @@ def _examine(
     from verl.utils.device import get_device_name
 
     from tests.backends.gradients import decays, gradients
-    from tests.backends.recomputing import recomputing
-    from trinity_sync.backends.fsdp import FsdpBackend
+    from tests.backends.recomputing import divided_by_hand, recomputing
+    from trinity_sync.backends.fsdp import FsdpBackend, logits_in_fp32
     from trinity_sync.weights.tensors import state_digest
 
     model = models / case["model"]
     engine = _engine(str(model), case["strategy"], case["fsdp_size"])
+    logits_in_fp32(engine)
     backend = FsdpBackend(engine, "BF16")
     facts: dict[str, Any] = {"device": get_device_name(), "cuda": torch.cuda.is_available()}
     facts["refused"] = refused(backend, case["strategy"], ranks)
@@ -240,7 +241,7 @@ def _examine(
     if case["model"] == "tied":
         exported.pop("lm_head.weight", None)
     facts["exported_by_verl"] = state_digest(exported, "BF16")
-    facts["recomputing"] = recomputing(engine)
+    facts["recomputing"], facts["divided"] = recomputing(engine), divided_by_hand(engine)
 
     torch.manual_seed(100 + rank)
     state = backend.state("verl")

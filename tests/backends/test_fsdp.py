@@ -112,6 +112,12 @@ def test_loss_entropy_and_gradient_are_those_by_hand(facts: Facts, case: str) ->
 
 
 @every_case
+def test_logits_are_divided_by_the_temperature_as_explorers_do(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["divided"] < 1e-5
+
+
+@every_case
 def test_all_weights_decay_alike(facts: Facts, case: str) -> None:
     for rank in facts[case]:
         assert rank["decays"] == [0.01]

@@ -52,6 +52,15 @@ def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_befor
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "megatron"])
+def test_at_a_temperature_explorers_and_trainer_agree_on_the_newest_weights(tmp_path: Path, backend: str) -> None:
+    run = launch(tmp_path / "run", f"backend={backend}", "explorer.temperature=0.5")
+    assert run.code == 0, run.output
+    for line in run.lines("metrics.jsonl"):
+        assert line["rollout_corr/log_prob_abs_diff"] < 3e-3
+
+
+@pytest.mark.all
 def test_without_a_level_nothing_is_weighed(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "trainer.mini_batches=2", "trainer.epochs=2")
     assert_measured(run)

@@ -84,6 +84,11 @@ class FsdpOption(FsdpConfig, BackendOption):
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
 
+    def divide_in_fp32(self, engine: Any) -> None:
+        from trinity_sync.backends.fsdp import logits_in_fp32
+
+        logits_in_fp32(engine)
+
     def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         from trinity_sync.backends.fsdp import FsdpBackend
 

@@ -136,6 +136,11 @@ class BackendOption(ABC):
     def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
         """verl's configs of the engine and of its optimizer."""
 
+    def divide_in_fp32(self, engine: Any) -> None:  # noqa: B027 - most engines do
+        """Where the sampler's temperature is not 1: have the engine divide logits by it in fp32, as explorers do.
+        Called once, when the engine is initialised.
+        """
+
     @abstractmethod
     def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         """The rank's view of the engine, once that is initialised: a `trinity_sync.backends.base.Backend`, of which one
