@@ -216,7 +216,7 @@ def _examine(
     from safetensors.torch import load_file
     from verl.utils.device import get_device_name
 
-    from tests.backends.gradients import decays, gradients
+    from tests.backends.gradients import decays, gradients, passing_over
     from tests.backends.recomputing import divided_by_hand, recomputing
     from trinity_sync.backends.fsdp import FsdpBackend, logits_in_fp32
     from trinity_sync.weights.tensors import state_digest
@@ -235,6 +235,7 @@ def _examine(
     facts["gradients"], facts["decays"] = gradients(engine, model), decays(engine)
     # The learning rate warms up from 0, so the first step changes nothing.
     _step(engine, rank, 0)
+    facts["passed_over"] = passing_over(engine, lambda: _digest(backend, ranks))
     _step(engine, rank, 1)
     facts["after_step"] = _digest(backend, ranks)
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}

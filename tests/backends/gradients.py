@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,37 @@ def gradients(engine: Any, model: Path) -> list[dict[str, Any]]:
 def decays(engine: Any) -> list[float]:
     """The weight decays of the optimizer's groups that have weights."""
     return sorted({group["weight_decay"] for group in engine.optimizer.param_groups if group["params"]})
+
+
+def passing_over(engine: Any, weights: Callable[[], str]) -> dict[str, bool]:
+    """Take an optimizer's step with a gradient that is not finite. Collective; changes nothing of the engine.
+
+    Args:
+        engine: verl's, initialised.
+        weights: their digest.
+
+    Returns:
+        ``finite``: whether the step gave a norm. ``kept``: whether the weights are as they were.
+    """
+    import math
+
+    import torch
+    from verl.workers.utils.losses import sft_loss
+
+    from trinity_sync.trainer.batch import sft_batch
+
+    before, samples = weights(), _samples(engine, engine.get_data_parallel_rank())
+    prompts, responses, _ = zip(*samples, strict=True)
+    size = len(samples) * engine.get_data_parallel_size()
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(
+            sft_batch(prompts, responses, micro_batch=2, global_mini_batch=size), partial(sft_loss, None)
+        )
+        with torch.no_grad():
+            _gradient(_parameters(engine)[0]).fill_(math.inf)
+        norm = engine.optimizer_step()
+    return {"finite": math.isfinite(norm), "kept": weights() == before}
 
 
 def assert_as_by_hand(ranks: list[list[dict[str, Any]]]) -> None:
@@ -148,12 +180,20 @@ def _gradients_as_weights(engine: Any) -> Iterator[None]:
     """Inside, what exports the weights exports their gradients."""
     import torch
 
-    chunks = engine.module if isinstance(engine.module, list) else [engine.module]
-    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    parameters = _parameters(engine)
     weights = [parameter.detach().clone() for parameter in parameters]
     with torch.no_grad():
         for parameter in parameters:
-            parameter.copy_(parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad)
+            parameter.copy_(_gradient(parameter))
         yield
         for parameter, weight in zip(parameters, weights, strict=True):
             parameter.copy_(weight)
+
+
+def _parameters(engine: Any) -> list[Any]:
+    chunks = engine.module if isinstance(engine.module, list) else [engine.module]
+    return [parameter for chunk in chunks for parameter in chunk.parameters()]
+
+
+def _gradient(parameter: Any) -> Any:
+    return parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad

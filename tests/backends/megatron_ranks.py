@@ -19,7 +19,7 @@ from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
 from tests.backends.engines import drawn_pairs, join_group, refused
-from tests.backends.gradients import decays, gradients
+from tests.backends.gradients import decays, gradients, passing_over
 from tests.backends.recomputing import recomputing
 from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.parts import FileTuple
@@ -199,7 +199,11 @@ def build(case: Mapping[str, Any], models: Path) -> Any:
             lr_warmup_steps=2,
             lr_decay_style="cosine",
             use_checkpoint_opt_param_scheduler=False,
-            override_optimizer_config={"overlap_param_gather": late, "adam_beta1": case.get("beta", 0.9)},
+            override_optimizer_config={
+                "overlap_param_gather": late,
+                "adam_beta1": case.get("beta", 0.9),
+                "loss_scale": 1.0,
+            },
         ),
         checkpoint_config=CheckpointConfig(),
     )
@@ -243,6 +247,7 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     facts["gradient"] = _train(engine, 0).get("grad_norm")
     facts["wanted_gradient"] = _gradient_norm(models / case["model"], engine.get_data_parallel_size())
     facts["clipped_of_experts"] = _clipped_of_experts(engine)
+    facts["passed_over"] = passing_over(engine, lambda: digest(backend, case["world"]))
     _train(engine, 1)
     facts["after_step"] = digest(backend, case["world"])
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}

@@ -118,6 +118,12 @@ def test_logits_are_divided_by_the_temperature_as_explorers_do(facts: Facts, cas
 
 
 @every_case
+def test_a_gradient_that_is_not_finite_changes_nothing(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["passed_over"] == {"finite": False, "kept": True}
+
+
+@every_case
 def test_all_weights_decay_alike(facts: Facts, case: str) -> None:
     for rank in facts[case]:
         assert rank["decays"] == [0.01]

@@ -179,6 +179,12 @@ def test_loss_entropy_and_gradient_are_those_by_hand(case_facts: list[dict[str, 
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_a_gradient_that_is_not_finite_changes_nothing(case_facts: list[dict[str, Any]]) -> None:
+    for rank in case_facts:
+        assert rank["passed_over"] == {"finite": False, "kept": True}
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
 def test_all_weights_decay_alike(case_facts: list[dict[str, Any]]) -> None:
     """Norms and biases, too."""
     for rank in case_facts:

@@ -1,11 +1,12 @@
 """verl's Megatron engine as this project runs it. Importing this registers it with verl under `DEVICE`.
 
-The engine is verl's own and unchanged but for the weight decay, and the CPU: there each of its calls runs inside
-`CudaMeansCpu`. Bridges come with the import.
+The engine is verl's own and unchanged but for the weight decay, gradients that are not finite, and the CPU: there each
+of its calls runs inside `CudaMeansCpu`. Bridges come with the import.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 
@@ -58,6 +59,15 @@ class MegatronEngine(MegatronEngineWithLMHead):
         optimizer = get_megatron_optimizer(config, self.module, decaying)
         register_megatron_training_hooks(self.module, optimizer)
         return optimizer
+
+    def optimizer_step(self) -> float:
+        """As verl's, but a gradient that is not finite leaves the weights as they are, as with verl's FSDP engines.
+
+        Returns:
+            The norm of the gradient before it was clipped; nan where it was passed over.
+        """
+        changed, norm, _ = self.optimizer.step()
+        return float(norm) if changed else math.nan
 
 
 def prepare() -> None:

@@ -208,6 +208,7 @@ class MegatronOption(MegatronConfig, BackendOption):
             "override_optimizer_config": {
                 "adam_beta1": trainer.betas[0],
                 "adam_beta2": trainer.betas[1],
+                "loss_scale": 1.0,  # it looks for gradients that are not finite where it scales them only
                 "overlap_param_gather": bool(ddp.get("overlap_param_gather", False)),
             },
         }
