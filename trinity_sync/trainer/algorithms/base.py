@@ -28,6 +28,7 @@ class Algorithm(ABC):
         task_methods: what it needs of a task.
         tasks: of ours that have those.
         checks: on the configuration, beside the ranges that the schema has.
+        advice: likewise, but what they find is told when a run begins, and refuses nothing.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Algorithm(ABC):
     task_methods: ClassVar[tuple[str, ...]] = ("prompts", "reward")
     tasks: ClassVar[str] = "task=copy_digits or task=jsonl"
     checks: ClassVar[tuple[Check, ...]] = ()
+    advice: ClassVar[tuple[Check, ...]] = ()
 
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
