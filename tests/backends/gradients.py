@@ -125,7 +125,23 @@ def _off(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, float
     import torch
 
     least = 0.01 * torch.nn.utils.get_total_norm(wanted.values())
-    return {name: float((found[name] - of_one).norm() / of_one.norm().clamp(least)) for name, of_one in wanted.items()}
+    return {
+        name: float((_as_held(found, name, len(of_one)) - of_one).norm() / of_one.norm().clamp(least))
+        for name, of_one in wanted.items()
+    }
+
+
+def _as_held(found: Mapping[str, Any], name: str, experts: int) -> Any:
+    """A tensor as transformers holds it: those of a layer's experts together, which are exported one by one."""
+    import torch
+
+    if name in found:
+        return found[name]
+    layer, _, held = name.rpartition(".")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[held]
+    return torch.stack(
+        [torch.cat([found[f"{layer}.{number}.{part}.weight"] for part in parts]) for number in range(experts)]
+    )
 
 
 def _samples(engine: Any, rank: int) -> list[tuple[Any, Any, float]]:
