@@ -192,6 +192,7 @@ class GrpoConfig(AlgorithmConfig):
     loss_agg_mode: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
     normalise_advantages: bool = MISSING
     entropy_coeff: float = number(at_least=0)
+    calculate_entropy: bool = MISSING
     rollout_correction: RolloutCorrectionConfig = MISSING
 
 

@@ -40,6 +40,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "load": ("version", "explorer", "digest", "total_s", "paused_s"),
     "generate": ("step", "explorer", "version", "began", "total_s"),
     "skip": ("version", "reason"),
+    "skipped_update": ("step", "count"),
     "save": ("step",),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
     "prune": ("step", "reason", "freed_bytes"),

@@ -21,6 +21,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.staleness import staleness
+from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.group import TrainerGroup
 
 
@@ -143,6 +144,7 @@ class Steps:
 
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
         """Have all ranks train on a batch; return their metrics, with a `loss` where the batch has something to learn.
+        Updates that were skipped, since their gradient was not finite, are an event.
 
         Raises:
             RunError: the loss is not finite, or missing.
@@ -157,6 +159,8 @@ class Steps:
         if len(batch) and (loss is None or not np.isfinite(loss)):
             found = "missing from the ranks' metrics" if loss is None else loss
             raise RunError(f"the loss of step {step} is {found}; the newest checkpoint is unharmed")
+        if skipped := int(metrics.get(SKIPPED, 0)):
+            self._log.event("skipped_update", step=step, count=skipped)
         return metrics
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
