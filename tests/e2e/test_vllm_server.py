@@ -36,14 +36,15 @@ def overrides(server: RealServer, *more: str) -> list[str]:
     return ["explorer=vllm_server", f"explorer.url={server.url}", f"model.path={server.model}", *more]
 
 
-def assert_right(run: Run, mode: str) -> None:
+def assert_right(run: Run, mode: str, *, stale: bool = False) -> None:
     assert run.code == 0, run.output
     loads = run.events("load")
     assert loads
     assert all(load["digest"] == run.digests[load["version"]] for load in loads)
     assert {publish["mode"] for publish in run.events("publish")} == {mode}
-    # another model's log-probs would be some tenths off
-    assert max(line["rollout_corr/log_prob_abs_diff"] for line in run.lines("metrics.jsonl")) < 0.05
+    # another model's log-probs would be some tenths off, those of stale samples a little
+    limit = 0.2 if stale else 0.05
+    assert max(line["rollout_corr/log_prob_abs_diff"] for line in run.lines("metrics.jsonl")) < limit
 
 
 @pytest.mark.parametrize(("way", "mode"), CASES)
@@ -59,7 +60,7 @@ def test_a_run_completes_with_equal_digests_at_trainer_and_explorer(
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_of_a_free_run_are_trained_on(tmp_path: Path, server: RealServer) -> None:
     free = ("trainer.schedule=free", "sync.max_staleness=1", "trainer.steps=30")
-    assert_right(launch(tmp_path / "run", *overrides(server, *free)), "memory")
+    assert_right(launch(tmp_path / "run", *overrides(server, *free)), "memory", stale=True)
 
 
 @pytest.mark.all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -57,7 +58,6 @@ class Versions:
         return SimpleNamespace(result=result)
 
     def load(self, version: Version | None, broadcast: Any = None) -> LoadReport:
-        self.held = None
         if self.loads:
             self.loads.pop(0)()
         self.held = self.published
@@ -186,21 +186,76 @@ def test_a_version_that_cannot_be_taken_ends_what_is_made_and_the_next_one_goes_
     explorer: Explorer, versions: Versions, engine: Beside
 ) -> None:
     def fails() -> None:
+        versions.held = None
         raise RunError("the last bucket cannot be read now")
+
+    loaded = threading.Event()
+    versions.loads = [lambda: None, loaded.set, fails]
+    thread, outcome = meanwhile(explorer)
+    assert engine.generating.wait(LIMIT)
+    versions.publish(1)
+    assert loaded.wait(LIMIT)
+    versions.publish(2)
+    thread.join(LIMIT)
+    [error] = outcome
+    assert isinstance(error, LoadFailed)
+    error = pickle.loads(pickle.dumps(error))
+    assert str(error) == "explorer-0 could not load the newest version: the last bucket cannot be read now"
+    assert error.load.version == Version(0, 0)
+    assert [load.version for _, load in error.beside] == [Version(0, 1)]
+    assert versions.held is None
+    assert engine.begun == [1]
+    produced = explorer.produce(WORK, 1)
+    assert produced.load is not None
+    assert produced.load.version == Version(0, 2)
+    assert {sample.version for sample in produced.batch} == {(0, 2)}
+
+
+def test_a_load_that_fails_before_anything_is_lost_costs_no_sample_and_is_told(
+    explorer: Explorer, versions: Versions, engine: Beside
+) -> None:
+    failing = threading.Event()
+
+    def fails() -> None:
+        failing.set()
+        raise RunError("there is no such lease")
 
     versions.loads = [lambda: None, fails]
     thread, outcome = meanwhile(explorer)
     assert engine.generating.wait(LIMIT)
     versions.publish(1)
+    assert failing.wait(LIMIT)
+    engine.go_on.set()
     thread.join(LIMIT)
-    assert isinstance(outcome[0], LoadFailed)
-    assert str(outcome[0]) == "explorer-0 could not load the newest version: the last bucket cannot be read now"
-    assert versions.held is None
-    assert engine.begun == [1]
-    produced = explorer.produce(WORK, 1)
-    assert produced.load is not None
-    assert produced.load.version == Version(0, 1)
-    assert {sample.version for sample in produced.batch} == {(0, 1)}
+    [produced] = outcome
+    assert produced.failed == "explorer-0 could not load the newest version: there is no such lease"
+    assert engine.begun == [1, 2]
+    assert explorer.produce(WORK, 1).load.version == Version(0, 1)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("place", ["still", "end"])
+def test_whoever_waits_for_a_load_that_fails_sees_that_it_has(place: str) -> None:
+    """However threads take their turns: what is noted within the lock cannot be overtaken."""
+    for _ in range(200):
+        loading, wait = threading.Event(), threading.Event()
+
+        def load() -> LoadReport:
+            loading.set()  # noqa: B023
+            assert wait.wait(LIMIT)  # noqa: B023
+            raise RunError("no")
+
+        follower = Follower(lambda limit: Version(0, 1), load, lambda: False, lambda: None)
+
+        def body() -> None:
+            with follower:  # noqa: B023
+                assert loading.wait(LIMIT)  # noqa: B023
+                threading.Timer(0.0005, wait.set).start()  # noqa: B023
+                if place == "still":
+                    with follower.still():  # noqa: B023
+                        pytest.fail("nothing may begin now")
+
+        with pytest.raises(LoadFailed, match=r"^no$"):
+            body()
 
 
 def test_where_no_version_will_come_any_more_samples_are_made(
@@ -221,7 +276,7 @@ def test_nobody_follows_when_the_samples_are_there(versions: Versions) -> None:
         assert answer.wait(LIMIT)
         return Version(0, 1)
 
-    with Follower(newer, lambda: loads.append(None), lambda: None):  # type: ignore[func-returns-value, arg-type, return-value]
+    with Follower(newer, lambda: loads.append(None), lambda: True, lambda: None):  # type: ignore[func-returns-value, arg-type, return-value]
         assert asked.wait(LIMIT)
     [follower] = set(threading.enumerate()) - before
     answer.set()
@@ -238,6 +293,6 @@ def test_who_can_no_longer_ask_for_versions_says_so(versions: Versions) -> None:
 
     with (
         pytest.raises(LoadFailed, match=r"^the synchronizer is gone$"),
-        Follower(newer, versions.load, given_up.set),  # type: ignore[arg-type]
+        Follower(newer, versions.load, lambda: False, given_up.set),  # type: ignore[arg-type]
     ):
         assert given_up.wait(LIMIT)

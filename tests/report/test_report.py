@@ -113,7 +113,7 @@ def test_the_page_says_what_was_run_and_how_it_went(finished: Path) -> None:
         "Digests all match",
         "Mismatch 3.00e-05 nats a token (k3); log-probs differ by 5.00e-03, 0.020 at most",
         "Peak, trainer 9.4 GB",
-        "Samples Of step 60",
+        "Samples Of step 60 (32 at most",
         "12<b>= 21& 1 0.700 4 59",
         "... 0.250 -0.700 4 cut 58 (0–1) , 59 (1–4)",
         "pruned: keep_last n=2: two newer ones (3.7 GB freed)",

@@ -164,6 +164,34 @@ def test_a_resume_goes_on_in_the_same_files_without_the_abandoned_steps(tmp_path
     assert samples[0]["spans"] == [[0, 2, 4]]
 
 
+def test_samples_that_are_damaged_stop_no_resume(tmp_path: Path) -> None:
+    clock = Clock()
+    with synthetic.recording(tmp_path, clock) as recorder:
+        synthetic.steps(recorder, clock, 1, 3)
+    (tmp_path / "samples.jsonl").write_text("nonsense\n{}\n")
+    resume(tmp_path, clock, 2)
+    assert (tmp_path / "samples.jsonl.damaged").read_text() == "nonsense\n{}\n"
+    assert jsonl.read(tmp_path / "samples.jsonl") == []
+
+
+def test_where_there_are_no_samples_trackers_are_not_asked(tmp_path: Path) -> None:
+    class Takes(Fake):
+        def samples(self, step: int, rows: Any) -> None:
+            raise AssertionError("there are none")
+
+    with synthetic.recording(tmp_path, Clock(), trackers=[Takes()]) as recorder:
+        recorder.samples(1, [])
+    assert [event for event in jsonl.read(tmp_path / "events.jsonl") if event["event"] == "fault"] == []
+
+
+def test_a_disk_that_refuses_samples_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with synthetic.recording(tmp_path, Clock()) as recorder:
+        recorder._samples.close()
+        with caplog.at_level(logging.WARNING):
+            recorder.samples(1, [{"text": "1="}])
+    assert "samples of step 1 are not recorded" in caplog.text
+
+
 def test_a_resume_shows_what_was_learned_and_saved_before(tmp_path: Path) -> None:
     clock = Clock()
     with synthetic.recording(tmp_path, clock, total=40) as recorder:

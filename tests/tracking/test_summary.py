@@ -107,11 +107,24 @@ def test_versions_of_another_size_after_a_resume_have_digests_of_their_own() -> 
 
 def test_a_run_at_its_own_pace_says_what_became_of_its_samples(tmp_path: Path) -> None:
     lines = [
-        {**line, "samples/dropped": 16.0, "samples/waited_s": 0.5, "staleness/mean": lag, "staleness/max": 2 * lag}
+        {
+            **line,
+            "samples/dropped": 16.0,
+            "samples/waited_s": 0.5,
+            "samples/mixed": 3.0,
+            "staleness/mean": lag,
+            "staleness/max": 2 * lag,
+        }
         for line, lag in zip(metrics([0.1, 0.2]), (0.5, 1.0), strict=True)
     ]
     summary = summarise(lines, [event("skip", version=1, reason="r")], "completed", 1.0)
-    assert summary["samples"] == {"dropped": 32, "waited_s": 1.0, "staleness_mean": 0.75, "staleness_max": 2.0}
+    assert summary["samples"] == {
+        "dropped": 32,
+        "waited_s": 1.0,
+        "mixed": 6,
+        "staleness_mean": 0.75,
+        "staleness_max": 2.0,
+    }
     assert summary["sync"]["skipped"] == 1
     text = " ".join(shown(summary, tmp_path).split())
     assert "32 dropped as over-stale, explorers waited 1 s; staleness 0.750 on average, 2 at most" in text

@@ -110,12 +110,27 @@ def test_tensorboard_shows_samples_as_a_table(run: TrackedRun) -> None:
 
 def test_a_tracker_that_takes_no_samples_is_not_asked(run: TrackedRun) -> None:
     fake = Fake()
+    fake.samples = []  # type: ignore[attr-defined] # something of its own
     trackers = Trackers([fake], run)
     told: list[str] = []
     trackers.tell_faults(lambda where, error: told.append(error))
     trackers.samples(1, [{}])
     trackers.close("completed")
     assert told == []
+
+
+def test_a_tracker_that_cannot_take_samples_still_takes_metrics_and_is_told_of_when_it_does_not(
+    run: TrackedRun,
+) -> None:
+    trackers = Trackers([TensorBoardTracker()], run)
+    told: list[str] = []
+    trackers.tell_faults(lambda where, error: told.append(error))
+    for step in (1, 2):
+        trackers.samples(step, [{"no": "columns"}])
+        trackers.log(step, {"loss": 1.0})
+    trackers.close("completed")
+    assert told == ["does not take the samples, the run goes on without: 'step'"]
+    assert scalars(run.folder) == {"loss": [(1, 1.0), (2, 1.0)]}
 
 
 def test_tensorboard_forgets_the_abandoned_steps_of_a_resume(run: TrackedRun) -> None:

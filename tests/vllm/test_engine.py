@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -25,7 +27,6 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.explorer.made import Made
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.host.threads import in_background
 from trinity_sync.integrations.vllm.control import OnUpdate
@@ -46,6 +47,7 @@ NORM = "model.norm.weight"
 @pytest.fixture(scope="module")
 def engine(models: list[Path]) -> Iterator[VLLMEngine]:
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_V1_OUTPUT_PROC_CHUNK_SIZE", "4")  # so that few requests are handed on as many are
         patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # so that faults can be planted in a worker
         yield from _started(models[0])
 
@@ -245,6 +247,27 @@ def test_requests_under_way_are_finished_kept_or_aborted(
 # ---- versions that a run's explorer takes while it generates
 
 
+def steps_take(worker: Any, seconds: float) -> None:
+    """In a worker: have each step take so much longer; 0 has them go on as they are."""
+    vars(worker).pop("execute_model", None)
+    step = worker.execute_model
+    if seconds:
+
+        def slowly(*args: object) -> object:
+            time.sleep(seconds)
+            return step(*args)
+
+        worker.execute_model = slowly
+
+
+@pytest.fixture
+def slow_steps(engine: VLLMEngine) -> Iterator[None]:
+    engine._control.wait(engine._llm.collective_rpc(partial(steps_take, seconds=0.01)), "be slow")
+    yield
+    engine._control.wait(engine._llm.collective_rpc(partial(steps_take, seconds=0.0)), "be as it is")
+
+
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("on_update", ["keep", "abort"])
 def test_each_token_bears_the_version_that_made_it(
     engine: VLLMEngine,
@@ -255,25 +278,30 @@ def test_each_token_bears_the_version_that_made_it(
     monkeypatch: pytest.MonkeyPatch,
     on_update: OnUpdate,
 ) -> None:
+    """Also where the front end has not handed on yet what was made long before."""
     monkeypatch.setattr(engine, "_on_update", on_update)
     sampling = engine._sampling.clone()
-    sampling.max_tokens, sampling.stop_token_ids, sampling.output_kind = 96, [], RequestOutputKind.DELTA
+    sampling.max_tokens, sampling.stop_token_ids = 96, []
+    if on_update == "keep":
+        sampling.output_kind = RequestOutputKind.DELTA
     monkeypatch.setattr(engine, "_sampling", sampling)
-    begun = threading.Event()
-    add = Made.add
+    begun, made_by_engine = threading.Event(), itertools.count()
+    processor = engine._llm.output_processor
+    process = processor.process_outputs
 
-    def adds(made: Made, piece: Any, step: int) -> None:
-        add(made, piece, step)
-        if len(made.tokens) > 8:
+    def slowly(*args: Any) -> Any:
+        if next(made_by_engine) == 24:
             begun.set()
+        time.sleep(0.005)
+        return process(*args)
 
-    monkeypatch.setattr(Made, "add", adds)
+    monkeypatch.setattr(processor, "process_outputs", slowly)
     loader = make_loader()
     old = trainer.publish(weights[0]).version
     loader.load(None)
+    new = trainer.publish(weights[3]).version
     made = in_background(partial(generated, engine, samples=8), "generate")
     assert begun.wait(LIMIT)
-    new = trainer.publish(weights[3]).version
     loader.load(None)
     batch = made.result(LIMIT)
     by_new = np.zeros(batch.token_count, np.bool_)
@@ -291,7 +319,7 @@ def test_each_token_bears_the_version_that_made_it(
     assert (batch.version_steps == old.step).tolist() == [not new for new in by_new[batch.responses.offsets[:-1]]]
     for model, mask in ((models[0], ~by_new), (models[3], by_new)):
         expected = log_probs_of_transformers(model, batch)
-        np.testing.assert_allclose(batch.log_probs[mask], expected[mask], atol=0.03)
+        np.testing.assert_allclose(batch.log_probs[mask], expected[mask], atol=0.04)
 
 
 def test_what_is_made_ends_when_the_weights_are_lost_until_a_version_is_taken(

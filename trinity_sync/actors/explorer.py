@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
@@ -20,8 +20,29 @@ if TYPE_CHECKING:
     from trinity_sync.samples.record import Prompt
 
 
+Beside = tuple[tuple[float, "LoadReport"], ...]
+"""Loads while samples were made: seconds after that began, and the load."""
+
+
 class LoadFailed(RunError):  # noqa: N818 - it says what happened
-    """The explorer could not take the newest version, and holds none until a load succeeds."""
+    """The explorer could not take the newest version, and holds none until a load succeeds.
+
+    Args:
+        why: in words.
+        load: the load that came before what it was doing, where one did.
+        beside: those that came while it did that.
+    """
+
+    def __init__(self, why: str, load: LoadReport | None = None, beside: Beside = ()) -> None:
+        super().__init__(why, load, beside)
+        self.load, self.beside = load, beside
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def after(self, load: LoadReport | None, beside: Iterable[tuple[float, LoadReport]]) -> LoadFailed:
+        """The same, with the loads that had gone well."""
+        return LoadFailed(str(self), load, tuple(beside))
 
 
 class EngineDied(RunError):  # noqa: N818 - it says what happened
@@ -83,12 +104,14 @@ class Produced:
     Attributes:
         batch: the samples.
         load: what came before them, where a load did.
-        beside: loads while they were made: seconds after that began, and the load.
+        beside: loads while they were made.
+        failed: why a version could not be taken meanwhile, where the one before it was held still.
     """
 
     batch: SampleBatch
     load: LoadReport | None
-    beside: tuple[tuple[float, LoadReport], ...] = ()
+    beside: Beside = ()
+    failed: str | None = None
 
 
 class Whereabouts(TypedDict):

@@ -148,20 +148,27 @@ class Explorer:
             samples_per_prompt: samples of each prompt.
 
         Raises:
-            LoadFailed: the newest version could not be loaded; asking again repeats the load.
+            LoadFailed: a version could not be loaded, and what was held before is lost; asking again repeats the load.
             RunError: the samples cannot be made or judged.
         """
         report = self._take_newest()
         if not self._engine.takes_beside:
             batches = [self.generate(step, prompts, samples_per_prompt) for step, prompts in work]
             return Produced(SampleBatch.concatenate(batches), report)
-        with Follower(self._newer, partial(self._loaded, None), self._engine.give_up) as follower:
-            batches = []
-            for step, prompts in work:
-                with follower.still():
-                    held = self._held_for(step)
-                batches.append(self._generate(step, prompts, samples_per_prompt, held))
-        return Produced(SampleBatch.concatenate(batches), report, tuple(follower.loads))
+        follower = Follower(self._newer, partial(self._loaded, None), self._holds, self._engine.give_up)
+        try:
+            with follower:
+                batches = []
+                for step, prompts in work:
+                    with follower.still():
+                        held = self._held_for(step)
+                    batches.append(self._generate(step, prompts, samples_per_prompt, held))
+        except LoadFailed as error:
+            raise error.after(report, follower.loads) from error.__cause__
+        return Produced(SampleBatch.concatenate(batches), report, tuple(follower.loads), follower.failed)
+
+    def _holds(self) -> bool:
+        return self._loader is not None and self._loader.held is not None
 
     def _take_newest(self) -> LoadReport | None:
         assert self._loader is not None, "attach() comes first"

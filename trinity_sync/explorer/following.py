@@ -17,29 +17,41 @@ _LOOK_S = 0.5
 """How long a wait for a newer version lasts, and so how long its thread outlives what it was for."""
 
 
+Load = tuple[float, LoadReport]
+"""Seconds after the beginning, and what is told of it."""
+
+
 class Follower:
     """Takes each version that is published while its body runs.
 
-    A version that cannot be taken ends the generation that is under way, and what the body raises is `LoadFailed`.
+    The first version that cannot be taken is the last that is tried. Where it has cost the weights, the generation that
+    is under way ends, and what the body raises is `LoadFailed`.
 
     Args:
         newer: waits so many seconds for a newer version than the one that is held, and returns it; None: none will
             come any more. Raises `WaitTimeout` where none came.
         load: takes the newest version.
+        holds: whether a version is held, whole.
         give_up: has the generation that is under way raise, and what is begun after it.
 
     Attributes:
-        loads: what was taken: seconds after the body began, and what `load` returned.
+        loads: what was taken.
+        failed: why a version could not be taken, where the one before is held still.
     """
 
     def __init__(
-        self, newer: Callable[[float], Version | None], load: Callable[[], LoadReport], give_up: Callable[[], None]
+        self,
+        newer: Callable[[float], Version | None],
+        load: Callable[[], LoadReport],
+        holds: Callable[[], bool],
+        give_up: Callable[[], None],
     ) -> None:
-        self._newer, self._load, self._give_up = newer, load, give_up
+        self._newer, self._load, self._holds, self._give_up = newer, load, holds, give_up
         self._loading = threading.Lock()
         self._over = False
         self._error: LoadFailed | None = None
-        self.loads: list[tuple[float, LoadReport]] = []
+        self.loads: list[Load] = []
+        self.failed: str | None = None
 
     def __enter__(self) -> Self:
         self._began = time.perf_counter()
@@ -59,7 +71,7 @@ class Follower:
         """Let no load begin meanwhile, and wait for the one that is under way.
 
         Raises:
-            LoadFailed: one failed.
+            LoadFailed: one has cost the weights.
         """
         with self._loading:
             if self._error is not None:
@@ -67,29 +79,35 @@ class Follower:
             yield
 
     def _follow(self) -> None:
-        try:
-            while not self._over:
-                try:
-                    newest = self._newer(_LOOK_S)
-                except WaitTimeout:
-                    continue
-                if newest is None:
-                    return
-                self._take()
-        except Exception as error:
-            self._fail(error)
+        while not self._over:
+            try:
+                newest = self._newer(_LOOK_S)
+            except WaitTimeout:
+                continue
+            except Exception as error:
+                with self._loading:
+                    self._failed(error)
+                return
+            if newest is None or not self._take():
+                return
 
-    def _take(self) -> None:
+    def _take(self) -> bool:
         with self._loading:
             if self._over:
-                return
+                return False
             after = time.perf_counter() - self._began
-            self.loads.append((after, self._load()))
+            try:
+                self.loads.append((after, self._load()))
+            except Exception as error:
+                self._failed(error)
+                return False
+        return True
 
-    def _fail(self, error: Exception) -> None:
-        with self._loading:
-            if self._over:
-                return
-            self._error = error if isinstance(error, LoadFailed) else LoadFailed(str(error))
-            self._error.__cause__ = error.__cause__
+    def _failed(self, error: Exception) -> None:
+        """Note a failure, before anybody else can look."""
+        if self._over or self._holds():
+            self.failed = str(error)
+            return
+        self._error = error if isinstance(error, LoadFailed) else LoadFailed(str(error))
+        self._error.__cause__ = error.__cause__
         self._give_up()

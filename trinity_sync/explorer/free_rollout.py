@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer import ExplorerClient, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer import Beside, ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
@@ -245,6 +245,7 @@ class FreeRollout:
                     produced = self._members.produce(name, work, self._samples_per_prompt)
             except LoadFailed as error:
                 failures += 1
+                self._tell_loads(error.load, error.beside)
                 self._give_back(name)
                 if failures == LOAD_TRIES:
                     return error
@@ -254,6 +255,9 @@ class FreeRollout:
                 return error
             else:
                 failures = 0
+                self._tell_loads(produced.load, produced.beside)
+                if produced.failed is not None:
+                    self._report(name, produced.failed)
                 self._bring(produced)
         return None
 
@@ -288,10 +292,6 @@ class FreeRollout:
             GroupId(int(step), int(prompt)): np.flatnonzero((batch.steps == step) & (batch.prompts == prompt))
             for step, prompt in {*zip(batch.steps.tolist(), batch.prompts.tolist(), strict=True)}
         }
-        if not self._closed:
-            for load in (produced.load, *(load for _, load in produced.beside)):
-                if load is not None:
-                    self._on_load(load)
         oldest = batch.version_steps
         with self._changed:
             self._progress = time.monotonic()
@@ -300,6 +300,11 @@ class FreeRollout:
                 rows = pieces[group]
                 self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows))
             self._changed.notify_all()
+
+    def _tell_loads(self, first: LoadReport | None, beside: Beside) -> None:
+        for load in (first, *(load for _, load in beside)):
+            if load is not None and not self._closed:
+                self._on_load(load)
 
     def _give_back(self, name: str) -> None:
         with self._changed:

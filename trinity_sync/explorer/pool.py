@@ -16,7 +16,7 @@ import ray
 
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied, ended, results
-from trinity_sync.actors.explorer import ExplorerClient, Generated, LoadReport, Produced
+from trinity_sync.actors.explorer import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
 from trinity_sync.actors.failures import failures_logged
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -197,15 +197,14 @@ class ExplorerPool:
             RunError: the samples cannot be made.
         """
         began = time.time()
-        produced = self.clients[name].produce(work, samples_per_prompt).result(self._timeout_s)
-        ended, load, version = time.time(), produced.load, int(produced.batch.version_steps.max())
-        loaded = began + (load.total_s if load is not None else 0.0)
-        self._on_generated(_generated(name, work[0][0], version, loaded, ended))
-        return replace(
-            produced,
-            load=None if load is None else replace(load, began=began),
-            beside=tuple((after, replace(one, began=loaded + after)) for after, one in produced.beside),
-        )
+        try:
+            produced = self.clients[name].produce(work, samples_per_prompt).result(self._timeout_s)
+        except LoadFailed as error:
+            raise error.after(*_timed(error.load, error.beside, began)[:2]) from error
+        load, beside, loaded = _timed(produced.load, produced.beside, began)
+        newest = int(produced.batch.spans.rows[:, 2].max())
+        self._on_generated(_generated(name, work[0][0], newest, loaded, time.time()))
+        return replace(produced, load=load, beside=beside)
 
     def _told(self, step: int, began: float, call: Call[SampleBatch]) -> None:
         assert self._held is not None, "explorers load before they generate"
@@ -278,3 +277,10 @@ class ExplorerPool:
 def _generated(explorer: str, step: int, version: int, began: float, ended: float) -> Generated:
     total_s = max(0.0, ended - began)
     return Generated(explorer=explorer, step=step, version=version, began=began, total_s=total_s)
+
+
+def _timed(load: LoadReport | None, beside: Beside, began: float) -> tuple[LoadReport | None, Beside, float]:
+    """Loads with the moment when each began, and when the first was done; `began` is when the explorer was asked."""
+    loaded = began + (load.total_s if load is not None else 0.0)
+    timed = tuple((after, replace(one, began=loaded + after)) for after, one in beside)
+    return None if load is None else replace(load, began=began), timed, loaded

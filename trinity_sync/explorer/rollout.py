@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,10 +47,11 @@ class RolloutData:
         self._prompts_per_step = prompts_per_step
         self._samples_per_prompt = samples_per_prompt
         self._normalise = normalise
+        self._prompts: tuple[int, Sequence[Prompt]] = (0, ())
 
     def batch(self, step: int) -> SampleBatch:
-        prompts = self._task.prompts(step, self._prompts_per_step)
-        return self._pool.generate(step, prompts, self._samples_per_prompt, self._mode.deliver)
+        self._prompts = step, self._task.prompts(step, self._prompts_per_step)
+        return self._pool.generate(step, self._prompts[1], self._samples_per_prompt, self._mode.deliver)
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         return np.asarray(group_advantages(batch, normalise=self._normalise))
@@ -61,4 +63,6 @@ class RolloutData:
         return excerpt(batch, advantages, groups, self._prompt)
 
     def _prompt(self, step: int, number: int) -> Prompt:
-        return self._task.prompts(step, self._prompts_per_step)[number]
+        asked_for, prompts = self._prompts
+        assert step == asked_for, "samples are written out of the batch that was made last"
+        return prompts[number]

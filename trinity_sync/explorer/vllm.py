@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 _START_S = 86_400.0
 """Until vLLM is up. Who asks for that waits as long as `cluster.start_timeout_s`."""
 
+_TURN_S = 0.001
+
 _GENERATE_S = 86_400.0
 """Until samples are made. Who asks for them waits as long as `explorer.timeout_s`, and kills who takes longer."""
 
@@ -194,8 +196,21 @@ class VLLMEngine(RolloutEngine):
         self._loop.call_soon_threadsafe(drop)
 
     def _switch(self, version: Version) -> None:
-        """Label tokens by a version from now on. The engine is paused, and all tokens from before have come."""
+        """Label tokens by a version from now on. The engine is paused; all tokens from before are waited for."""
+        if self.takes_beside:
+            self._control.wait(self._all_have_come(), "hand over what it made before an update")
         self._switched, self._lost = version, False
+
+    async def _all_have_come(self) -> None:
+        """Wait until what the paused engine has made is with those who asked for it. vLLM answers a pause before it
+        has handed on all of that: by way of a queue, and of a place of each request.
+        """
+        queue, processor = self._llm.engine_core.outputs_queue, self._llm.output_processor
+        while True:
+            handler_waits = queue.empty() and bool(queue._getters)
+            if handler_waits and all(one.queue.output is None for one in processor.request_states.values()):
+                return
+            await asyncio.sleep(_TURN_S)
 
     def generate(
         self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]

@@ -31,7 +31,8 @@ _PENDING = 10_000
 _LATE_S = 1.0
 """For the end of a tracker that has been late before."""
 
-_Kind = Literal["fails", "late", "full", "end"]
+_What = Literal["metrics", "samples"]
+_Kind = Literal["fails", "late", "full", "end", "samples"]
 
 
 class Trackers:
@@ -73,15 +74,15 @@ class Trackers:
         """Hand one line of events.jsonl to the trackers that take events. Any thread."""
         for feed in self._feeds:
             take = getattr(feed.tracker, "event", None)
-            if take is not None:
+            if callable(take):
                 feed.give(partial(take, event))
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
         """Hand the samples of one step to the trackers that take samples."""
         for feed in self._feeds:
             take = getattr(feed.tracker, "samples", None)
-            if take is not None:
-                feed.give(partial(take, step, rows))
+            if callable(take):
+                feed.give(partial(take, step, rows), "samples")
 
     def close(self, status: Status) -> None:
         """Let every tracker take what is left, and close it; closing twice is fine.
@@ -111,7 +112,7 @@ class _Feed:
         self._limit_s = float(getattr(tracker, "timeout_s", LIMIT_S))
         self._tell_fault = tell
         self._told: set[_Kind] = set()
-        self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._calls: SimpleQueue[tuple[_What, Callable[[], object]] | None] = SimpleQueue()
         self._since: float | None = None
         self._started: Future[None] = Future()
         self._ended = in_background(partial(self._serve, run), f"tracker {self.name}")
@@ -129,19 +130,19 @@ class _Feed:
             return self._started.result()
         raise ConfigError(f"tracker {self.name} cannot start: {error or type(error).__name__}") from error
 
-    def give(self, call: Callable[[], object]) -> None:
+    def give(self, call: Callable[[], object], what: _What = "metrics") -> None:
         """Have a call made when its turn comes."""
         if self._is_late():
             self._tell("late", f"has not answered for {self._limit_s:g} s; the run goes on, and it gets the rest later")
         if self._calls.qsize() < _PENDING:
-            self._calls.put(call)
+            self._calls.put((what, call))
         else:
             self._tell("full", f"is {_PENDING} calls behind and misses the next ones; metrics.jsonl has them")
 
     def end(self, status: Status) -> None:
         """Have it closed when it has taken what is left."""
-        self._calls.put(partial(tell_end, self.tracker, status))
-        self._calls.put(self.tracker.close)
+        self._calls.put(("metrics", partial(tell_end, self.tracker, status)))
+        self._calls.put(("metrics", self.tracker.close))
         self._calls.put(None)
 
     def wait_ended(self, began: float) -> None:
@@ -166,13 +167,15 @@ class _Feed:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
-        while (call := self._calls.get()) is not None:
+        while (taken := self._calls.get()) is not None:
+            what, call = taken
             self._since = time.monotonic()
             try:
                 call()
             except BaseException as error:  # as of a library that ends the program: this is no more than a thread
                 text = str(error) or type(error).__name__
-                self._tell("fails", f"does not take the metrics, the run goes on without: {text}")
+                kind: _Kind = "samples" if what == "samples" else "fails"
+                self._tell(kind, f"does not take the {what}, the run goes on without: {text}")
             finally:
                 self._since = None
 

@@ -23,6 +23,9 @@ from trinity_sync.tracking.files import plain, write_atomic
 Record: TypeAlias = Mapping[str, object]
 """One line: an object as JSON has it."""
 
+_TAIL_BYTES = 1 << 13
+"""Half of what is read first from the end of a file."""
+
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
     **dict.fromkeys(("generate", "skipped_update", "save", "commit", "prune", "mirror"), "step"),
@@ -98,17 +101,20 @@ def read_last(path: Path, count: int) -> list[dict[str, object]]:
     """As `read`, of the last `count` lines or some more, without reading the others."""
     try:
         with path.open("rb") as file:
-            start = file.seek(0, os.SEEK_END)
-            tail = b""
-            while start > 0 and tail.count(b"\n") <= count:
-                step = min(start, 1 << 14)
-                start -= step
+            start, piece = file.seek(0, os.SEEK_END), _TAIL_BYTES
+            pieces: list[bytes] = []
+            lines = 0
+            while start > 0 and lines <= count:
+                piece = min(start, piece * 2)
+                start -= piece
                 file.seek(start)
-                tail = file.read(step) + tail
+                pieces.append(file.read(piece))
+                lines += pieces[-1].count(b"\n")
     except FileNotFoundError:
         return []
     except OSError as error:
         raise _read_error(path, error) from error
+    tail = b"".join(reversed(pieces))
     if start > 0:  # the first piece may be half a line
         tail = tail.partition(b"\n")[2]
     return [record for _, record in _parsed(path, tail, at_start=start == 0)]

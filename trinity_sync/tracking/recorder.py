@@ -158,8 +158,8 @@ class Recorder:
         try:
             if resumed_from is not None:
                 jsonl.cut_after(folder.metrics, resumed_from, key=jsonl.metrics_step)
-                jsonl.cut_after(folder.samples, resumed_from, key=jsonl.metrics_step)
                 jsonl.cut_after(folder.events, resumed_from, key=jsonl.event_step)
+                _cut_samples(folder.samples, resumed_from)
             record.start()
             story.info("%s", told_beginning(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
@@ -217,16 +217,20 @@ class Recorder:
     def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
         """Record samples of one trainer step in samples.jsonl.
 
+        They are for people to read: a disk that refuses them does not end the run.
+
         Args:
             step: that trained on them.
             lines: of `samples.excerpt`.
-
-        Raises:
-            RunError: the disk refuses.
         """
         rows = [{"attempt": self.attempt, "step": int(step), **line} for line in lines]
-        for row in rows:
-            self._samples.append(row)
+        if not rows:
+            return
+        try:
+            for row in rows:
+                self._samples.append(row)
+        except RunError as error:
+            story.warning("samples of step %d are not recorded: %s", step, error)
         self._trackers.samples(int(step), rows)
 
     def event(self, name: str, **fields: object) -> None:
@@ -392,6 +396,19 @@ class Recorder:
             self.view.console.print(text, crop=False)
         except Exception as problem:
             logger.warning("the summary could not be shown: %s", problem)
+
+
+def _cut_samples(path: Path, step: int) -> None:
+    """Drop samples of steps after `step`. A damaged file, which nothing depends on, is put aside."""
+    try:
+        jsonl.cut_after(path, step, key=jsonl.metrics_step)
+    except RunError as error:
+        aside = path.with_name(f"{path.name}.damaged")
+        story.warning("%s; it is put aside as %s", error, aside.name)
+        try:
+            path.replace(aside)
+        except OSError as problem:
+            raise error from problem
 
 
 def _check_event(name: str, fields: Mapping[str, object]) -> None:

@@ -19,7 +19,7 @@ from trinity_sync.tracking.record import AttemptJson, RunJson
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
 """The metric that counts a step's updates whose gradient was not finite: they have changed nothing."""
-_SAMPLES = ("samples/dropped", "samples/waited_s", "staleness/mean", "staleness/max")
+_SAMPLES = ("samples/dropped", "samples/waited_s", "samples/mixed", "staleness/mean", "staleness/max")
 
 
 class Spread(TypedDict):
@@ -73,10 +73,13 @@ class CheckpointFigures(TypedDict):
 
 
 class SampleFigures(TypedDict):
-    """How many samples were dropped as over-stale, seconds that all explorers waited together, and staleness."""
+    """How many samples were dropped as over-stale, seconds that all explorers waited together, how many samples were
+    made by several versions, and staleness.
+    """
 
     dropped: int | None
     waited_s: float | None
+    mixed: int | None
     staleness_mean: float | None
     staleness_max: float | None
 
@@ -373,10 +376,11 @@ def copies_taken(metrics: Iterable[Record], events: Iterable[Record]) -> list[fl
 
 def _samples(metrics: Sequence[Record]) -> SampleFigures:
     columns = {name: _measured(line.get(name) for line in metrics) for name in _SAMPLES}
-    dropped, waited, mean, most = columns.values()
+    dropped, waited, mixed, mean, most = columns.values()
     return {
         "dropped": int(sum(dropped)) if dropped else None,
         "waited_s": sum(waited) if waited else None,
+        "mixed": int(sum(mixed)) if mixed else None,
         "staleness_mean": _mean(mean),
         "staleness_max": max(most, default=None),
     }
