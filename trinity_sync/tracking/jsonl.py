@@ -23,9 +23,6 @@ from trinity_sync.tracking.files import plain, write_atomic
 Record: TypeAlias = Mapping[str, object]
 """One line: an object as JSON has it."""
 
-_TAIL_BYTES = 1 << 13
-"""Half of what is read first from the end of a file."""
-
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
     **dict.fromkeys(("generate", "skipped_update", "save", "commit", "prune", "mirror"), "step"),
@@ -101,14 +98,13 @@ def read_last(path: Path, count: int) -> list[dict[str, object]]:
     """As `read`, of the last `count` lines or some more, without reading the others."""
     try:
         with path.open("rb") as file:
-            start, piece = file.seek(0, os.SEEK_END), _TAIL_BYTES
+            start, lines = file.seek(0, os.SEEK_END), 0
             pieces: list[bytes] = []
-            lines = 0
             while start > 0 and lines <= count:
-                piece = min(start, piece * 2)
-                start -= piece
+                step = min(start, 1 << 14)
+                start -= step
                 file.seek(start)
-                pieces.append(file.read(piece))
+                pieces.append(file.read(step))
                 lines += pieces[-1].count(b"\n")
     except FileNotFoundError:
         return []
