@@ -31,10 +31,12 @@ class Taken(NamedTuple):
     Attributes:
         moved: bytes that were applied.
         digest: the digest of what it holds, computed from that; None where `sync.verify` is not ``full``.
+        reread: the digest was computed from where the lease keeps the bytes, from which they were read once more.
     """
 
     moved: int
     digest: str | None
+    reread: bool = False
 
 
 class WeightTarget(Protocol):
@@ -96,10 +98,11 @@ class WeightLoader:
         try:
             self._check(lease)
             self._paused = time.perf_counter()
-            moved, digest = self._take(lease, broadcast)
+            taken = self._take(lease, broadcast)
         finally:
             in_time = synchronizer.release(lease.id).result(synchronizer.timeout_s)
-        if not in_time and (digest is None or lease.digest is None):
+        proven = taken.digest is not None and lease.digest is not None and not taken.reread
+        if not (in_time or proven):
             self.held = None
             raise RunError(
                 f"{self._name} lost its lease on version {lease.version} while it loaded, so other bytes may have "
@@ -110,8 +113,8 @@ class WeightLoader:
         return LoadReport(
             explorer=self._name,
             version=lease.version,
-            digest=digest,
-            bytes_moved=moved,
+            digest=taken.digest,
+            bytes_moved=taken.moved,
             total_s=ended - started,
             paused_s=ended - self._paused,
             peak_rss=peak_rss(),

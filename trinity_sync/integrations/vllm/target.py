@@ -8,10 +8,9 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +27,9 @@ from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
 from trinity_sync.sync.loading import Taken, check_digest, damage
 from trinity_sync.sync.memory import fetch
-from trinity_sync.weights.apply import Receiver
+from trinity_sync.weights.apply import ChecksumError, Receiver
+from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import to_torch
 
@@ -97,9 +98,12 @@ class WorkerTarget:
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
         """Have a version arrive, then put it into the model."""
-        arrived = self._receive(lease, broadcast)
-        self._put(lease.version, give_up)
-        return Taken(arrived.moved, arrived.digest)
+        with self._kept(lease) as go_on:
+            taken = self._receive(lease, broadcast)
+            go_on()
+            self._put(lease.version, give_up, go_on)
+            self._link.ask("let go", lambda rank: (), self._side.timeout_s)
+        return taken
 
     @property
     def workers(self) -> list[int]:
@@ -111,31 +115,40 @@ class WorkerTarget:
         self._link.close()
         self._copies.close()
 
-    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> Arrived:
+    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> Taken:
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
         here = lease if broadcast is not None or lease.location is not None else self._copies.of(lease)
         arrival = Arrival(replace(here, digest=None), broadcast, new)  # it is compared below
-        with self._kept(lease):
-            answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
+        answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
         self._known.update(layout.digest for layout in new)
         arrived = [cast(Arrived, answer) for answer in answers]
-        for rank, one in enumerate(arrived):
-            if one.digest is not None:
-                check_digest(lease, one.digest, partial(self._damage, lease, rank))
-        return arrived[0]
+        digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
+        # What lies in a slot is the version's only while it is leased; a file stays what it is.
+        return Taken(arrived[0].moved, digest, reread=arrived[0].mapped and lease.location is None)
 
-    def _damage(self, lease: Lease, rank: int) -> str:
-        held = self._link.ask("digest", lambda rank: (), self._side.timeout_s)[rank]
-        return damage(self._side.layouts, lease.version, cast(dict[str, bytes], held))
+    def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
+        """Compute the digest of what all workers have looked at.
 
-    def _kept(self, lease: Lease) -> contextlib.AbstractContextManager[object]:
-        """Keep the version's folder while workers read it: for `sync.timeout_s`, within which they have to."""
+        Raises:
+            ChecksumError: it is not the one that was published, or workers have different bytes of a tensor.
+        """
+        held: dict[str, bytes] = {}
+        for one in arrived:
+            if differing := [name for name, digest in one.digests.items() if held.setdefault(name, digest) != digest]:
+                raise ChecksumError(f"vLLM's workers have different bytes of {listed(sorted(differing))}")
+        published = {shard.name: shard for layout in layouts for shard in layout.shards}
+        digest = version_digest((name, shard.dtype, shard.shape, held[name]) for name, shard in published.items())
+        check_digest(lease, digest, lambda: damage(self._side.layouts, lease.version, held))
+        return digest
+
+    def _kept(self, lease: Lease) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Keep the version's folder while workers read it; see `LeaseFolder`."""
         if lease.location is None or self._side.lease_folder is None:
-            return nullcontext()
+            return nullcontext(lambda: None)
         return self._side.lease_folder(Path(lease.location), lease.version)
 
-    def _put(self, taken: Version, give_up: Callable[[], None]) -> None:
+    def _put(self, taken: Version, give_up: Callable[[], None], go_on: Callable[[], None]) -> None:
         control, version = self._control, str(taken)
         began = time.perf_counter()
         try:
@@ -147,7 +160,9 @@ class WorkerTarget:
         give_up()
         try:
             control.start_update()
+            go_on()
             control.update(version)
+            go_on()
             control.finish_update(version)
             self._spot_check(version)
         except EngineDied:
