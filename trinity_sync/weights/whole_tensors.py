@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from trinity_sync.weights.layout import PartLayout, Segment
+from trinity_sync.weights.loans import Loans
 from trinity_sync.weights.shards import Rect, Shard, matrix_view
 from trinity_sync.weights.tensors import byte_tensor, to_torch
 
@@ -39,8 +40,8 @@ class WholeTensors:
             for shard, offset in layout.entries:
                 self._held.setdefault(shard.name, []).append(_Held(part, shard, offset))
 
-    def bytes_of(self, segments: Sequence[Segment]) -> list[torch.Tensor]:
-        """The bytes of the parts as `read` takes them, without a copy; they keep their segments from being unmapped.
+    def of(self, segments: Sequence[Segment]) -> VersionTensors:
+        """The tensors of one version.
 
         Args:
             segments: in the order of the layouts, each at least ``layout.nbytes``.
@@ -49,32 +50,50 @@ class WholeTensors:
             LayoutError: a segment is too small.
         """
         pairs = zip(self._layouts, segments, strict=True)
-        return [byte_tensor(layout.view(segment)) for layout, segment in pairs]
+        return VersionTensors(
+            [byte_tensor(layout.view(segment)) for layout, segment in pairs], self._held, self._dtypes
+        )
 
-    def read(self, name: str, parts: Sequence[torch.Tensor], rows: int | None = None) -> torch.Tensor:
+
+class VersionTensors:
+    """The tensors of one version; made by `WholeTensors.of`.
+
+    Attributes:
+        parts: the bytes of the parts. They, and views of them, keep the segments from being unmapped.
+    """
+
+    def __init__(
+        self, parts: Sequence[torch.Tensor], held: Mapping[str, Sequence[_Held]], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self.parts = parts
+        self._held = held
+        self._dtypes = dtypes
+        self._loans = Loans()
+
+    def read(self, name: str, rows: int | None = None) -> torch.Tensor:
         """A tensor, contiguous, in the dtype in which it is to be.
 
         Args:
             name: of the tensor.
-            parts: from `bytes_of`.
             rows: give no more than so many slices along dim 0, and read no more; None, or of a tensor of fewer than
                 two dimensions: all.
 
         Returns:
-            Either a view of a part, to be read and not written, which holds the part's memory; or memory of its own.
+            Either a view of a part, to be read and not written, or memory of its own, which is used again for another
+            tensor once nothing refers to this one.
         """
         held, dtype = self._held[name], self._dtypes[name]
         shape = held[0].shard.shape
         if rows is not None and len(shape) > 1:
             shape = (min(rows, shape[0]), *shape[1:])
+        length = prod(shape) * dtype.itemsize
         if (plain := _plain(held, dtype)) is not None:
-            length = prod(shape) * dtype.itemsize
-            return parts[plain.part][plain.offset : plain.offset + length].view(dtype).view(shape)
-        whole = torch.empty(shape, dtype=dtype)
+            return self.parts[plain.part][plain.offset : plain.offset + length].view(dtype).view(shape)
+        whole = self._loans.lend(length).view(dtype).view(shape)
         matrix = whole.view(matrix_view(shape))
         for part, shard, offset in held:
             for rect in shard.rects:
-                _put(matrix, rect, parts[part][offset + rect.offset :], to_torch(shard.dtype))
+                _put(matrix, rect, self.parts[part][offset + rect.offset :], to_torch(shard.dtype))
         return whole
 
 
@@ -99,6 +118,6 @@ def _put(matrix: torch.Tensor, rect: Rect, data: torch.Tensor, dtype: torch.dtyp
         return
     source = data[: rows * rect.cols * dtype.itemsize].view(dtype).view(rows, rect.cols)
     target = matrix[rect.row : rect.row + rows, rect.col : rect.col + rect.cols]
-    if target.dtype == dtype:  # torch copies every dtype's bytes, but does not know every dtype
+    if target.dtype == dtype:  # any dtype has bytes, but torch does not copy every dtype
         source, target = source.view(torch.uint8), target.view(torch.uint8)
     target.copy_(source)

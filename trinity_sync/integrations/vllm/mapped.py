@@ -20,7 +20,7 @@ from trinity_sync.weights.apply import check_bytes, in_buckets
 from trinity_sync.weights.digests import RowPlan
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.tensors import to_torch
-from trinity_sync.weights.whole_tensors import WholeTensors
+from trinity_sync.weights.whole_tensors import VersionTensors, WholeTensors
 
 
 class Share(NamedTuple):
@@ -48,19 +48,19 @@ class Mapped(Arrivals):
         self._verify = verify
         self._share = share
         self._plan: _Plan | None = None
-        self._parts: list[torch.Tensor] = []
+        self._tensors: VersionTensors | None = None
 
     def read(self, name: str, rows: int | None = None) -> torch.Tensor:
-        assert self._plan is not None, "a version has arrived"
-        return self._plan.tensors.read(name, self._parts, rows)
+        assert self._tensors is not None, "a version has arrived"
+        return self._tensors.read(name, rows)
 
     def memory(self) -> Sequence[torch.Tensor]:
-        return self._parts
+        return self._tensors.parts if self._tensors is not None else ()
 
     def let_go(self) -> None:
         """Refer to no byte of the version any more."""
         super().let_go()
-        self._parts = []
+        self._tensors = None
 
     def _take(self, arrival: Arrival) -> Arrived:
         parts = self._maps.map(arrival.lease)
@@ -68,7 +68,7 @@ class Mapped(Arrivals):
         if self._verify == "bucket":
             self._check_buckets(parts)
         digests = plan.digests([part.data for part in parts]) if self._verify == "full" else {}
-        self._parts = plan.tensors.bytes_of([part.data for part in parts])
+        self._tensors = plan.tensors.of([part.data for part in parts])
         return Arrived(sum(part.layout.nbytes for part in parts), digests, mapped=True)
 
     def _check_buckets(self, parts: Sequence[MappedPart]) -> None:
