@@ -1,11 +1,12 @@
 """What a version costs vLLM, beside vLLM's own reload of the same tensors; and samples per second of both explorers.
 
-    python benchmarks/explorers.py --json [--only pause memory samples] [--megabytes 500] [--rounds 7] [--updates 100]
-                                   [--output benchmarks/results/explorers.json]
+    python benchmarks/explorers.py --json [--only own pause memory samples] [--megabytes 500] [--rounds 7]
+                                   [--updates 100] [--output benchmarks/results/explorers.json]
 
-In one process and vLLM's, without Ray. `pause` takes versions in turns with vLLM's `reload_weights` of the same
-tensors, which lie in the same memory of the worker, and gives medians in seconds. `memory` is what vLLM's processes
-have resident after a tenth of the updates and after all of them. `samples` generates for 64 prompts of the default task
+In one process and vLLM's, without Ray. `own` is memory of the worker's own (anonymous) before the first version and at
+most while three are taken. `pause` takes versions in turns with vLLM's `reload_weights` of the same tensors, which lie
+in the worker's memory, and gives medians in seconds. `memory` is what vLLM's processes have resident after a tenth of
+the updates and after all of them. `samples` generates for 64 prompts of the default task
 with vLLM and with transformers, in turns. `aims` says what was to be reached, and whether it was.
 """
 
@@ -17,6 +18,7 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,7 +41,7 @@ from trinity_sync.tasks.copy_digits import CopyDigits
 DIGITS: dict[str, object] = config.plain(config.compose([]).model.architecture)
 """The model of the default experiment."""
 LAYER_MB = 25.2
-PARTS = ("pause", "memory", "samples")
+PARTS = ("own", "pause", "memory", "samples")
 SETTINGS: dict[str, Any] = {"dtype": "bf16", "temperature": 1.0, "batch_size": 512, "response_length": 3, "seed": 0}
 
 Point = dict[str, Any]
@@ -67,12 +69,45 @@ def weights_of(engine: VLLMEngine) -> EngineWeights:
     return EngineWeights(engine._llm, engine._loop)
 
 
-def reload_in(worker: Any, version: str) -> float:
-    """In a worker: have vLLM load what arrived last, by its own means; seconds."""
-    tensors = list(worker.weight_transfer_engine._arrived().tensors(version))
+def reload_in(worker: Any, file: Path) -> float:
+    """In a worker: have vLLM load the tensors of a file, which are in memory, by its own means; seconds."""
+    if not hasattr(worker, "_tensors"):
+        worker._tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     began = time.perf_counter()
-    worker.reload_weights(weights_iterator=iter(tensors))
+    worker.reload_weights(weights_iterator=iter(worker._tensors.items()))
     return time.perf_counter() - began
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of memory of a process's own: what no file and nobody else has."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
+
+
+def measure_own(folder: Path, megabytes: float) -> Point:
+    """What taking versions costs a worker in memory of its own, looked at every 5 ms."""
+    path = make_model(large(megabytes), 0, folder / "own")
+    tensors = load_file(path / "model.safetensors")
+    engine = vllm_of(path)
+    weights = weights_of(engine)
+    [worker] = [one for one in psutil.Process().children(recursive=True) if one.name().startswith("VLLM")]
+    before, most, done = anonymous(worker.pid), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            most[0] = max(most[0], anonymous(worker.pid))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for step in range(3):
+        weights.take(tensors, step)
+    done.set()
+    watcher.join()
+    weights.close()
+    engine.close()
+    whole = sum(tensor.nbytes for tensor in tensors.values())
+    found = {"megabytes": whole / 1e6, "before_mb": before / 1e6, "most_mb": most[0] / 1e6}
+    return found | {"in_versions": (most[0] - before) / whole}
 
 
 def measure_pause(folder: Path, megabytes: float, rounds: int) -> Point:
@@ -87,7 +122,7 @@ def measure_pause(folder: Path, megabytes: float, rounds: int) -> Point:
         weights.take(tensors, step)
         whole = time.perf_counter() - began
         own = asyncio.run_coroutine_threadsafe(
-            engine._llm.collective_rpc(reload_in, args=(str(step),)), engine._loop
+            engine._llm.collective_rpc(reload_in, args=(path / "model.safetensors",)), engine._loop
         ).result(600)
         if step:  # the first ones touch memory for the first time
             paused.append(weights.paused_s)
@@ -158,6 +193,8 @@ def measure_samples(folder: Path, rounds: int) -> Point:
 def aims(found: Point) -> list[Point]:
     """What was to be reached of what was measured."""
     told = []
+    if "own" in found:
+        told.append(_aim("memory of a worker's own, in versions", found["own"]["in_versions"], 0.5))
     if "pause" in found:
         told.append(_aim("paused in vLLM's own reloads", found["pause"]["paused_in_reloads"], 1.3))
     if "memory" in found:
@@ -186,6 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found: Point = {"torch": torch.__version__, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as scratch, torch.inference_mode():
+        if "own" in options.only:
+            found["own"] = measure_own(Path(scratch), options.megabytes)
         if "pause" in options.only:
             found["pause"] = measure_pause(Path(scratch), options.megabytes, options.rounds)
         if "memory" in options.only:
