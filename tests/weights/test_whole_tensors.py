@@ -57,7 +57,9 @@ def test_shares_of_a_layout_digest_to_what_the_whole_does(version: CutVersion, s
     joined: dict[str, bytes] = {}
     for number in range(shares):
         plan = RowPlan([layout.only(set(names[number::shares])) for layout in version.layouts])
-        joined |= plan.digest(segments).tensor_digests()
+        digests = plan.digest(segments).tensor_digests()
+        assert sorted(digests) == names[number::shares]
+        joined |= digests
     assert joined == digest_rows(pairs).tensor_digests()
 
 
