@@ -7,7 +7,8 @@ staged, digests known). Then
 2. driver: `Publisher.deliver(explorers, version)` has the explorers load it and returns their reports;
 3. rank, of a mode in which `ranks_take_part`: `SyncMode.send(broadcast, ...)` sends what the rank has staged;
 4. explorer: `Transport.buckets(lease, broadcast, find_destination)` yields the buckets of the parts, or other pieces,
-   one after another; `sync.loading` checks and applies them.
+   one after another; `sync.loading` checks and applies them. Or, where an explorer's processes read by themselves,
+   `PartMaps.map(lease)` maps the parts where they lie.
 
 Whatever fails raises; the version before stays in force.
 """
@@ -166,7 +167,7 @@ class SyncMode(ABC):
 
     def maps(self, side: ExplorerSide) -> PartMaps | None:
         """How processes of an explorer map the parts of a version where they lie; None: its bytes have to be received
-        by the `transport`.
+        by the `transport`. A mode that derives from one that maps, and changes its transport, says here what holds.
         """
         return None
 
