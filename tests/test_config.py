@@ -547,6 +547,8 @@ def test_any_setting_of_verls_engine_can_be_given() -> None:
         ("param_dtype=fp16", "backend.param_dtype"),
         ("mixed_precision={param_dtype: fp16}", "backend.param_dtype and backend.reduce_dtype"),
         ("fsdp_size=1", "backend.fsdp_size"),
+        ("micro_batch_size_per_gpu=2", "trainer.micro_batch_size"),
+        ("infer_micro_batch_size_per_gpu=2", "trainer.micro_batch_size"),
     ],
 )
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
@@ -555,6 +557,25 @@ def test_a_setting_of_verls_engine_that_has_a_key_is_not_set_past_it(backend: st
     assert refused(f"backend={backend}", f"backend.overrides.{field}") == (
         f"backend.overrides.{name} would take the place of {key}; set that instead"
     )
+
+
+@pytest.mark.parametrize(
+    ("backend", "field", "why"),
+    [
+        *((backend, "use_dynamic_bsz=true", "counts tokens, and") for backend in ("fsdp", "fsdp2", "megatron")),
+        *((backend, "max_token_len_per_gpu=9", "counts tokens, and") for backend in ("fsdp", "fsdp2", "megatron")),
+        *((backend, "use_remove_padding=true", "needs sequences packed") for backend in ("fsdp", "fsdp2", "megatron")),
+        *((backend, "use_fused_kernels=true", "needs a fused output") for backend in ("fsdp", "fsdp2", "megatron")),
+        *((backend, "forward_only=true", "leaves out the optimizer") for backend in ("fsdp", "fsdp2", "megatron")),
+        *((backend, "ulysses_sequence_parallel_size=2", "needs sequences packed") for backend in ("fsdp", "fsdp2")),
+        ("fsdp2", "entropy_from_logits_with_chunking=true", "needs sequences packed"),
+        ("megatron", "context_parallel_size=2", "needs sequences packed"),
+    ],
+)
+def test_a_setting_of_verls_engine_that_would_be_passed_over_is_refused(backend: str, field: str, why: str) -> None:
+    message = refused(f"backend={backend}", f"backend.overrides.{field}")
+    assert message.startswith(f"backend.overrides.{field.partition('=')[0]} {why}")
+    assert message.endswith("leave it out")
 
 
 # digest and difference

@@ -216,12 +216,14 @@ def _examine(
     from safetensors.torch import load_file
     from verl.utils.device import get_device_name
 
-    from tests.backends.recomputing import recomputing
-    from trinity_sync.backends.fsdp import FsdpBackend
+    from tests.backends.gradients import decays, gradients, passing_over
+    from tests.backends.recomputing import divided_by_hand, recomputing
+    from trinity_sync.backends.fsdp import FsdpBackend, logits_in_fp32
     from trinity_sync.weights.tensors import state_digest
 
     model = models / case["model"]
     engine = _engine(str(model), case["strategy"], case["fsdp_size"])
+    logits_in_fp32(engine)
     backend = FsdpBackend(engine, "BF16")
     facts: dict[str, Any] = {"device": get_device_name(), "cuda": torch.cuda.is_available()}
     facts["refused"] = refused(backend, case["strategy"], ranks)
@@ -230,15 +232,17 @@ def _examine(
 
     facts["file"] = state_digest(load_file(model / "model.safetensors"), "BF16")
     facts["initial"] = _digest(backend, ranks)
+    facts["gradients"], facts["decays"] = gradients(engine, model), decays(engine)
     # The learning rate warms up from 0, so the first step changes nothing.
     _step(engine, rank, 0)
+    facts["passed_over"] = passing_over(engine, lambda: _digest(backend, ranks))
     _step(engine, rank, 1)
     facts["after_step"] = _digest(backend, ranks)
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
     if case["model"] == "tied":
         exported.pop("lm_head.weight", None)
     facts["exported_by_verl"] = state_digest(exported, "BF16")
-    facts["recomputing"] = recomputing(engine)
+    facts["recomputing"], facts["divided"] = recomputing(engine), divided_by_hand(engine)
 
     torch.manual_seed(100 + rank)
     state = backend.state("verl")

@@ -19,6 +19,7 @@ from tests.backends.engines import _digest as digest
 from tests.backends.engines import _facts_file as facts_file
 from tests.backends.engines import _step as step
 from tests.backends.engines import drawn_pairs, join_group, refused
+from tests.backends.gradients import decays, gradients, passing_over
 from tests.backends.recomputing import recomputing
 from trinity_sync.host.file_digest import digest_file
 from trinity_sync.protocol.parts import FileTuple
@@ -192,12 +193,17 @@ def build(case: Mapping[str, Any], models: Path) -> Any:
             },
         ),
         optimizer_config=McoreOptimizerConfig(
-            lr=1e-2,
+            lr=case.get("lr", 1e-2),
+            weight_decay=case.get("weight_decay", 1e-2),
             total_training_steps=20,
             lr_warmup_steps=2,
             lr_decay_style="cosine",
-            use_checkpoint_opt_param_scheduler=True,
-            override_optimizer_config={"overlap_param_gather": late},
+            use_checkpoint_opt_param_scheduler=False,
+            override_optimizer_config={
+                "overlap_param_gather": late,
+                "adam_beta1": case.get("beta", 0.9),
+                "loss_scale": 1.0,
+            },
         ),
         checkpoint_config=CheckpointConfig(),
     )
@@ -236,10 +242,12 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     facts = {"file": state_digest(file, "BF16"), "initial": digest(backend, case["world"])}
     facts["refused"] = refused(backend, "megatron", case["world"])
     facts |= _log_probs(engine, models / case["model"])
+    facts["gradients"], facts["decays"] = gradients(engine, models / case["model"]), decays(engine)
     # the learning rate warms up from 0, so the first step changes nothing
     facts["gradient"] = _train(engine, 0).get("grad_norm")
     facts["wanted_gradient"] = _gradient_norm(models / case["model"], engine.get_data_parallel_size())
     facts["clipped_of_experts"] = _clipped_of_experts(engine)
+    facts["passed_over"] = passing_over(engine, lambda: digest(backend, case["world"]))
     _train(engine, 1)
     facts["after_step"] = digest(backend, case["world"])
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
@@ -393,7 +401,9 @@ def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
     import torch.distributed as dist
 
     backend.load(folder / case["load"])
-    facts = {"loaded": digest(backend, case["world"]), "lr": engine.optimizer.param_groups[0]["lr"]}
+    groups = [group for group in engine.optimizer.param_groups if group["params"]]
+    facts = {"loaded": digest(backend, case["world"]), "lr": groups[0]["lr"]}
+    facts["settings"] = [[group["lr"], group["betas"][0], group["weight_decay"]] for group in groups]
     again = folder / f"{case['load']}-again-{case['tp']}-{case['pp']}-{case.get('ep', 1)}-{case['world']}"
     backend.begin_save(again, meetings().begin("the state"))[1]()
     dist.barrier()

@@ -61,3 +61,28 @@ def assert_recomputed(ranks: list[dict[str, Any]]) -> None:
         assert rank["ppo_kl"] == rank["clipped"] == [0.0, 0.0]
         assert min(rank["mismatch"]) > 1
     assert all(rank["changed"] == 0 for rank in ranks if rank not in found)
+
+
+def divided_by_hand(engine: Any) -> float:
+    """The largest difference of an FSDP engine's log-probs at a temperature from those of its logits divided in fp32,
+    as explorers divide them. Collective.
+    """
+    import numpy as np
+    import torch
+
+    from trinity_sync.trainer.batch import grpo_batch
+
+    draw, logits = np.random.default_rng(3), []
+    prompts, answers = ([draw.integers(3, 30, length) for length in lengths] for lengths in ((2, 4, 3), (5, 2, 4)))
+    log_probs = [np.zeros(len(answer), np.float32) for answer in answers]
+    data = grpo_batch(prompts, answers, log_probs, np.ones(3), temperature=0.3, micro_batch=3, global_mini_batch=3)
+    watching = engine.module.register_forward_hook(lambda *given: logits.append(given[-1].logits.detach().float()))
+    with engine.eval_mode():
+        found = engine.infer_batch(data)["model_output"]["log_probs"].unbind()
+    watching.remove()
+    most = 0.0
+    for row, log_prob, prompt, answer in zip(logits[0], found, prompts, answers, strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, answer]))
+        wanted = (row[: len(ids) - 1] / 0.3).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+        most = max(most, (wanted - log_prob[:-1]).abs().max().item())
+    return most

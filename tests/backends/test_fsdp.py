@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.backends.engines import KEPT, Ranks
+from tests.backends.gradients import assert_as_by_hand
 from tests.backends.recomputing import assert_recomputed
 from trinity_sync.checkpoint.difference import compare
 from trinity_sync.checkpoint.export import export_checkpoint
@@ -103,6 +104,29 @@ def test_router_biases_stay_in_fp32_and_are_not_trained_rounded(facts: Facts, ca
 def test_after_a_step_the_version_is_what_verl_exports(facts: Facts, case: str) -> None:
     assert {rank["after_step"] for rank in facts[case]} == {facts[case][0]["exported_by_verl"]}
     assert facts[case][0]["after_step"] != facts[case][0]["initial"]
+
+
+@every_case
+def test_loss_entropy_and_gradient_are_those_by_hand(facts: Facts, case: str) -> None:
+    assert_as_by_hand([rank["gradients"] for rank in facts[case]])
+
+
+@every_case
+def test_logits_are_divided_by_the_temperature_as_explorers_do(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["divided"] < 1e-5
+
+
+@every_case
+def test_a_gradient_that_is_not_finite_changes_nothing(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["passed_over"] == {"finite": False, "kept": True}
+
+
+@every_case
+def test_all_weights_decay_alike(facts: Facts, case: str) -> None:
+    for rank in facts[case]:
+        assert rank["decays"] == [0.01]
 
 
 @every_case

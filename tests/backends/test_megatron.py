@@ -12,6 +12,7 @@ import pytest
 
 from tests.backends import megatron_ranks
 from tests.backends.engines import PLATFORM, Ranks
+from tests.backends.gradients import assert_as_by_hand
 from tests.backends.recomputing import assert_recomputed
 
 Facts = dict[str, list[dict[str, Any]]]
@@ -22,7 +23,10 @@ TWO: dict[str, dict[str, Any]] = {
     "tp2-to-pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3", "do": ["load"], "load": "a"},
     "pp2": {"world": 2, "tp": 1, "pp": 2, "model": "qwen3-tied", "do": ["version", "save", "functions"], "save": "b"},
     "dp2": {"world": 2, "tp": 1, "pp": 1, "model": "llama-tied", "do": ["version", "save"], "save": "c"},
-    "dp2-to-tp2": {"world": 2, "tp": 2, "pp": 1, "model": "llama-tied", "do": ["load"], "load": "c"},
+    "dp2-to-tp2": {
+        **{"world": 2, "tp": 2, "pp": 1, "model": "llama-tied", "do": ["load"], "load": "c"},
+        **{"lr": 2e-2, "weight_decay": 0.5, "beta": 0.8},
+    },
     "late": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"], "overlap_param_gather": True},
     "prompt": {"world": 2, "tp": 1, "pp": 1, "model": "qwen2", "do": ["late"]},
     "ep2": {
@@ -170,6 +174,24 @@ def test_gradients_are_as_large_as_those_of_transformers(case_facts: list[dict[s
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_loss_entropy_and_gradient_are_those_by_hand(case_facts: list[dict[str, Any]]) -> None:
+    assert_as_by_hand([rank["gradients"] for rank in case_facts])
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_a_gradient_that_is_not_finite_changes_nothing(case_facts: list[dict[str, Any]]) -> None:
+    for rank in case_facts:
+        assert rank["passed_over"] == {"finite": False, "kept": True}
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_all_weights_decay_alike(case_facts: list[dict[str, Any]]) -> None:
+    """Norms and biases, too."""
+    for rank in case_facts:
+        assert rank["decays"] == [0.01]
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
 def test_recomputed_log_probs_are_those_of_training_wherever_a_loss_is_computed(
     case_facts: list[dict[str, Any]],
 ) -> None:
@@ -231,6 +253,12 @@ def test_a_load_in_another_layout_has_the_version_and_learning_rate_of_the_save(
     for case, saved in (("tp2-to-pp2", "tp2"), ("tp2-to-one", "tp2"), ("pp2-to-one", "pp2")):
         assert {rank["loaded"] for rank in two[case]} == {two[saved][0]["before_save"]}
         assert {rank["lr"] for rank in two[case]} == {0.01}
+
+
+def test_a_load_leaves_the_settings_of_the_optimizer_as_they_are(two: Facts) -> None:
+    """At the end of the warm-up, where the learning rate is the one that is set."""
+    for rank in two["dp2-to-tp2"]:
+        assert rank["settings"] == [[2e-2, 0.8, 0.5]]
 
 
 STARTS = [pytest.param("two"), pytest.param("experts", marks=pytest.mark.all)]

@@ -16,6 +16,7 @@ from typing import Any
 
 import hydra
 import pytest
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
@@ -163,6 +164,32 @@ def test_a_folder_that_another_run_is_about_to_begin_in_is_left_alone(
         assert contents(tmp_path) == before
     assert capsys.readouterr().err.startswith(f"error: {tmp_path}/here is in use by process ")
     assert launcher.calls == []
+
+
+@pytest.mark.parametrize(
+    ("command", "times"),
+    [
+        (["run", "hydra.run.dir=other"], 2),
+        (["run", "hydra.run.dir=other", "hydra.mode=RUN"], 1),
+        (["run", "-m", "hydra.sweep.dir=other", "seed=1,2"], 6),
+        (["resume", "here"], 2),
+    ],
+)
+def test_settings_are_composed_no_more_often_than_needed(
+    launcher: StandIn, monkeypatch: pytest.MonkeyPatch, command: list[str], times: int
+) -> None:
+    assert start("hydra.run.dir=here") == 0
+    with config.only_trusted((), (), allowed=(), where=Path()):
+        pass  # what is ours is composed once in a process
+    load, modes = ConfigLoaderImpl.load_configuration, []
+
+    def counting(loader: ConfigLoaderImpl, *args: Any, **kwargs: Any) -> DictConfig:
+        modes.append(kwargs["run_mode"])
+        return load(loader, *args, **kwargs)
+
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", counting)
+    assert cli.main(command) == 0
+    assert len(modes) == times
 
 
 # composition errors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.e2e.runs import Run, launch
@@ -33,16 +34,30 @@ def assert_truncated(run: Run) -> None:
     for line in run.lines("metrics.jsonl"):
         assert line["rollout_corr/rollout_is_mean"] == pytest.approx(0.5)
         assert line["rollout_corr/rollout_is_max"] == pytest.approx(0.5)
-        assert line["rollout_corr/rollout_is_ratio_fraction_high"] == 1.0
+        assert line["rollout_corr/rollout_is_ratio_fraction_high"] == pytest.approx(1.0)
 
 
 def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_before(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED)
+    measured = ("algorithm.calculate_entropy=true", "trainer.warmup_steps=2", "trainer.lr=1e-3")
+    run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED, *measured)
     assert_measured(run)
     assert_truncated(run)
+    entropies = [line["actor/entropy_loss"] for line in run.lines("metrics.jsonl")]
+    assert entropies[0] == pytest.approx(np.log(32), rel=0.02), "that of all tokens alike, as the model begins"
+    assert min(entropies) > 0
     # with one optimizer step, what is trained with is what was recomputed, bit for bit
     assert {line["actor/ppo_kl"] for line in run.lines("metrics.jsonl")} == {0.0}
     assert run.summary["sync"]["mismatched"] == 0
+    assert [line["lr"] for line in run.lines("metrics.jsonl")] == pytest.approx([0.0, 5e-4, 1e-3])
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2", "megatron"])
+def test_at_a_temperature_explorers_and_trainer_agree_on_the_newest_weights(tmp_path: Path, backend: str) -> None:
+    run = launch(tmp_path / "run", f"backend={backend}", "explorer.temperature=0.5")
+    assert run.code == 0, run.output
+    for line in run.lines("metrics.jsonl"):
+        assert line["rollout_corr/log_prob_abs_diff"] < 3e-3
 
 
 @pytest.mark.all

@@ -317,6 +317,22 @@ def test_characters_that_become_the_unknown_token_are_named(copy: Path) -> None:
     )
 
 
+def test_an_unknown_token_that_begins_each_text_is_no_fault_of_a_prompt(copy: Path) -> None:
+    begin = SPECIAL["bos_token_id"]
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    tokenizer["model"]["unk_token"] = begin
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    edit(copy / "tokenizer_config.json", unk_token=begin, chat_template=begin + CHAT)
+    engine = loaded(copy)
+    chat = Prompt(index=2, text="5", messages=({"role": "user", "content": "5"},), answer="5")
+    written = Prompt(index=3, text=f"4{begin}4", answer="4")
+    batch = generate(engine, [*PROMPTS[:2], chat, written], samples_per_prompt=1)
+    assert [item.prompt_ids[0] for item in batch] == [1, 1, 1, 1]
+    wrong = "cannot be tokenised: the tokenizer has no token for 'x'"
+    assert refused(engine, Prompt(index=1, text="6x")) == wrong
+    assert refused(engine, Prompt(index=1, text="6x", messages=({"role": "user", "content": "6x"},))) == wrong
+
+
 def test_a_prompt_must_have_a_token(copy: Path) -> None:
     edit(copy / "tokenizer.json", post_processor=None)
     assert refused(loaded(copy), Prompt(index=1, text="")) == "has no token"

@@ -39,6 +39,19 @@ def test_an_error_of_the_run_is_not_hidden_by_one_in_tidying_up(
     assert f"{lock} cannot be locked" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [([], []), (["explorer.top_k=5", "explorer.top_p=0.5"], ["explorer.top_k", "explorer.top_p"])],
+)
+def test_samples_of_some_tokens_only_are_warned_of(
+    overrides: list[str], keys: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(launcher, "cluster", lambda *_, **__: nullcontext())
+    assert launcher.run(compose(["trainer.steps=1", "live=off", *overrides]), tmp_path, job=Idle) == 0  # type: ignore[arg-type]
+    warned = [line for line in capsys.readouterr().err.splitlines() if "not on-policy" in line]
+    assert [line.split()[1] for line in warned] == keys
+
+
 class Idle:
     """A job that does nothing."""
 

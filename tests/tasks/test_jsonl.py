@@ -23,6 +23,10 @@ def broken(prompt: Prompt, response: str) -> float:
     raise ZeroDivisionError("nothing to divide by")
 
 
+def short(prompt: Prompt, response: str, finished: bool = True) -> float:
+    return 1.0 if finished else -1.0
+
+
 def task_of(folder: Path, rows: list[dict[str, Any]], reward: Any = exact_match, **keys: Any) -> JsonlTask:
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -69,6 +73,21 @@ def test_the_reward_function_judges(tmp_path: Path) -> None:
     task = task_of(tmp_path, ROWS, reward=partial(shout, volume=2.0))
     (prompt,) = task.prompts(1, 1)
     assert score(task, prompt, "LOUD", False, step=1) == (2.0, None)
+
+
+@pytest.mark.parametrize(
+    ("reward", "cut_off"), [(short, -1.0), (partial(short), -1.0), (partial(short, finished=True), 1.0), (max, None)]
+)
+def test_a_function_that_asks_is_told_whether_the_response_was_finished(
+    tmp_path: Path, reward: Any, cut_off: float | None
+) -> None:
+    task = task_of(tmp_path, ROWS, reward)
+    (prompt,) = task.prompts(1, 1)
+    if cut_off is None:
+        with pytest.raises(TypeError):
+            task.reward(prompt, "a", finished=False)
+    else:
+        assert [task.reward(prompt, "a", finished).reward for finished in (True, False)] == [1.0, cut_off]
 
 
 @pytest.mark.parametrize("reward", [broken, partial(partial(broken))])

@@ -100,6 +100,17 @@ def queued() -> dict[str, float]:
     return {"samples/ready": 64.0, "samples/dropped": 3.0, "samples/waited_s": 0.2, "samples/explorers": 2.0}
 
 
+def samples(step: int) -> list[dict[str, Any]]:
+    """Two samples: of one version, and of two and cut."""
+    fixed = {"for_step": step, "prompt": 0, "text": "12<b>=", "exact": None, "tokens": 4}
+    whole = {"response": "21&", "reward": 1.0, "advantage": 0.7, "finished": True, "version": step - 1}
+    mixed = {"response": "2" * 900, "reward": 0.25, "advantage": -0.7, "finished": False, "version": step - 2}
+    return [
+        {**fixed, **whole, "sample": 0, "spans": [[0, 4, step - 1]]},
+        {**fixed, **mixed, "sample": 1, "spans": [[0, 1, step - 2], [1, 4, step - 1]]},
+    ]
+
+
 def slower(fields: dict[str, Any], pace: float) -> dict[str, Any]:
     """The same, whose seconds are longer by a factor."""
     return {name: value * pace if name.endswith("_s") else value for name, value in fields.items()}
@@ -197,5 +208,6 @@ def whole_run(
     with recording(path, clock, total=total, report=report, seed=seed) as recorder:
         recorder.event("publish", **slower(publish(0), pace))
         steps(recorder, clock, 1, total, pace=pace, late=late)
+        recorder.samples(total, samples(total))
         recorder.finish("completed", peak_memory={"trainer": 9_400_000_000, "explorer": 4_100_000_000})
     return path

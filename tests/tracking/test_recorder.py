@@ -33,6 +33,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "commit": synthetic.commit(1),
     "generate": {"step": 1, "explorer": "explorer-0", "version": 0, "began": START, "total_s": 0.5},
     "skip": {"version": 1, "reason": "every slot was being read"},
+    "skipped_update": {"step": 1, "count": 2},
     "prune": {"step": 1, "reason": "keep_last", "freed_bytes": 5},
     "mirror": {"step": 1, "url": "s3://bucket/run", "state": "copied", "bytes": 5, "total_s": 0.5},
     "fault": {"where": "explorer-0", "error": "died"},
@@ -141,6 +142,8 @@ def test_a_resume_goes_on_in_the_same_files_without_the_abandoned_steps(tmp_path
     clock = Clock()
     with synthetic.recording(tmp_path, clock) as recorder:
         synthetic.steps(recorder, clock, 1, 17)
+        for step in (5, 10, 15):
+            recorder.samples(step, [{"text": "1=", "spans": [[0, 2, step - 1]]}, {"text": "2="}])
         recorder.fault("trainer", "died")
         recorder.finish("failed", "died")
     resume(tmp_path, clock, 10)
@@ -154,6 +157,11 @@ def test_a_resume_goes_on_in_the_same_files_without_the_abandoned_steps(tmp_path
     summary = read_json(tmp_path / "summary.json")
     assert (summary["status"], summary["steps"]) == ("completed", 15)
     assert summary["wall_s"] == 17 * 2.5 + 5 * 2.5
+    samples = jsonl.read(tmp_path / "samples.jsonl")
+    assert [(line["attempt"], line["step"], line["text"]) for line in samples] == [
+        (0, step, text) for step in (5, 10) for text in ("1=", "2=")
+    ]
+    assert samples[0]["spans"] == [[0, 2, 4]]
 
 
 def test_a_resume_shows_what_was_learned_and_saved_before(tmp_path: Path) -> None:

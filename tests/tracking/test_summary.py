@@ -117,6 +117,11 @@ def test_a_run_at_its_own_pace_says_what_became_of_its_samples(tmp_path: Path) -
     assert "32 dropped as over-stale, explorers waited 1 s; staleness 0.750 on average, 2 at most" in text
 
 
+def test_skipped_updates_are_counted() -> None:
+    lines = [{**line, "updates/skipped": count} for line, count in zip(metrics([0.1, 0.2]), (1.0, 2.0), strict=True)]
+    assert summarise([*lines, *metrics([0.3])], [], "completed", 1.0)["skipped_updates"] == 3
+
+
 def test_a_run_says_how_far_its_samplers_were_from_the_trainer() -> None:
     names = ("kl", "k3_kl", "log_prob_abs_diff", "log_prob_abs_diff_max")
     lines = [

@@ -31,6 +31,11 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("skip", {"version": 3, "reason": "every slot was being read"}, "version 3 left out: every slot was being read"),
     (
+        "skipped_update",
+        {"step": 12, "count": 2},
+        "step 12: 2 of its updates skipped, the gradient is not finite",
+    ),
+    (
         "commit",
         {"step": 12, "kind": "full", "bytes": 5_000_000, "total_s": 3.1, "blocked_s": 0.02, "digest": "ab12"},
         "checkpoint of step 12 committed (full): 5 MB after 3.1 s, trainer blocked 20 ms, digest ab12",

@@ -33,6 +33,21 @@ def _nobody_is_logged_in(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+def sample_line(step: int, exact: float | None) -> dict[str, object]:
+    """A line of samples.jsonl."""
+    numbers = {"for_step": step, "prompt": 0, "sample": 0, "reward": 0.5, "exact": exact, "advantage": -0.25}
+    return numbers | {
+        "attempt": 0,
+        "step": step,
+        "text": "12=",
+        "response": f"a|b\nafter {step}",
+        "finished": True,
+        "tokens": 3,
+        "version": step - 1,
+        "spans": [[0, 3, step - 1]],
+    }
+
+
 def run_and_resume(folder: Path, tracker: Any, options: dict[str, Any]) -> None:
     """Three steps, interrupted; from the second on again, to the fourth."""
     for attempt, steps, resumed_from, status in ((0, (1, 2, 3), None, "interrupted"), (1, (3, 4), 2, "completed")):
@@ -43,6 +58,7 @@ def run_and_resume(folder: Path, tracker: Any, options: dict[str, Any]) -> None:
         trackers.tell_faults(lambda where, error: told.append(error))  # noqa: B023
         for step in steps:
             trackers.log(step, {"reward/mean": 0.1 * step + attempt, "odd@name": 1.0})
+        trackers.samples(steps[-1], [sample_line(steps[-1], exact) for exact in (1.0, None)])
         trackers.close(status)  # type: ignore[arg-type]
         assert told == []
 
@@ -69,6 +85,12 @@ def test_mlflow_has_one_run_with_all_points_its_config_and_its_end(tmp_path: Pat
             "task.path": "null",
         }
         assert dict(read("SELECT key, value FROM tags").fetchall())["attempt"] == "1"
+    [table] = (tmp_path / "mlflow" / "artifacts").rglob("samples.json")
+    kept = json.loads(table.read_text())
+    rows = [dict(zip(kept["columns"], row, strict=True)) for row in kept["data"]]
+    assert [row["response"] for row in rows] == ["a|b\nafter 3"] * 2 + ["a|b\nafter 4"] * 2
+    assert [row["exact"] for row in rows] == [1.0, None] * 2
+    assert rows[0]["spans"] == "[[0, 3, 2]]"
 
 
 VALUES = (0.1, 0.2, 0.3, 1.3, 1.4)
@@ -83,8 +105,13 @@ def test_trackio_has_one_run_with_all_points_and_does_not_ask_who_is_logged_in(
     with closing(sqlite3.connect(tmp_path / "trackio" / "digits.db")) as database:
         rows = database.execute("SELECT run_id, step, metrics FROM metrics ORDER BY id").fetchall()
     assert len({run for run, _, _ in rows}) == 1
-    assert [step for _, step, _ in rows] == [1, 2, 3, 3, 4]
-    assert [json.loads(row)["reward/mean"] for _, _, row in rows] == [pytest.approx(value) for value in VALUES]
+    points = [(step, json.loads(row)) for _, step, row in rows]
+    tables = [(step, point["samples"]) for step, point in points if "samples" in point]
+    assert [step for step, _ in tables] == [3, 4]
+    assert "after 4" in json.dumps(tables[1][1])
+    curves = [(step, point["reward/mean"]) for step, point in points if "samples" not in point]
+    assert [step for step, _ in curves] == [1, 2, 3, 3, 4]
+    assert [value for _, value in curves] == [pytest.approx(value) for value in VALUES]
 
 
 def test_swanlab_keeps_all_points_for_its_site_under_one_id(tmp_path: Path) -> None:
@@ -94,6 +121,8 @@ def test_swanlab_keeps_all_points_for_its_site_under_one_id(tmp_path: Path) -> N
     files = sorted((tmp_path / "swanlab").glob("run-*/run-*.swanlab"))
     assert {file.stem for file in files} == {f"run-{kept}"}
     assert sum(file.read_bytes().count(b"odd@name") for file in files) >= 5
+    texts = [text.read_text() for text in (tmp_path / "swanlab").rglob("*.txt") if "after" in text.read_text()]
+    assert sorted(text.count("a\\|b<br>after 4") for text in texts) == [0, 2]
 
 
 def test_swanlab_without_a_login_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +142,8 @@ def test_wandb_keeps_all_points_for_its_site_under_one_id(tmp_path: Path) -> Non
     kept = (tmp_path / "wandb" / "run_id").read_text().strip()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [file.stem for file in files] == [f"run-{kept}"] * 2
+    tables = [json.loads(table.read_text()) for table in (tmp_path / "wandb").rglob("*.table.json")]
+    assert sorted(table["data"][1][2] for table in tables) == ["a|b\nafter 3", "a|b\nafter 4"]
 
 
 # ---- servers

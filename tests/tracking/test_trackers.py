@@ -92,6 +92,32 @@ def test_tensorboard_reads_what_was_logged(run: TrackedRun) -> None:
     assert scalars(run.folder) == {"reward/mean": [(1, 0.25), (2, 0.5)], "loss": [(1, 2.0)]}
 
 
+def test_tensorboard_shows_samples_as_a_table(run: TrackedRun) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers([TensorBoardTracker()], run)
+    fixed = {"reward": 0.123456, "exact": None, "advantage": 1.0, "finished": True, "tokens": 2, "version": 3}
+    trackers.samples(4, [{"step": 4, "text": "1|2=", "response": "3\n", "spans": [[0, 2, 3]], **fixed}])
+    trackers.close("completed")
+    found = EventAccumulator(str(run.folder / "tensorboard"))
+    found.Reload()
+    [text] = found.Tensors("samples/text_summary")
+    assert text.step == 4
+    table = text.tensor_proto.string_val[0].decode().splitlines()
+    assert table[0].startswith("| step | text | response |")
+    assert table[2] == r"| 4 | 1\|2= | 3<br> | 0.1235 |  | 1 | True | 2 | 3 | [[0, 2, 3]] |"
+
+
+def test_a_tracker_that_takes_no_samples_is_not_asked(run: TrackedRun) -> None:
+    fake = Fake()
+    trackers = Trackers([fake], run)
+    told: list[str] = []
+    trackers.tell_faults(lambda where, error: told.append(error))
+    trackers.samples(1, [{}])
+    trackers.close("completed")
+    assert told == []
+
+
 def test_tensorboard_forgets_the_abandoned_steps_of_a_resume(run: TrackedRun) -> None:
     moments = iter(range(1, 100))
     first = Trackers([TensorBoardTracker(clock=lambda: next(moments))], run)

@@ -47,6 +47,7 @@ class World:
         self.unpublishable: int | None = None
         self.dies_in: int | None = None
         self.losses: dict[int, float | None] = {}
+        self.skipped: dict[int, int] = {}
         self.given_up: str | None = None
         self.refused: str | None = None
         self.lines: list[dict[str, Any]] = []
@@ -63,7 +64,7 @@ class World:
         if step == self.dies_in:
             raise RunError("trainer rank 0 died")
         loss = self.losses.get(step, 0.5)
-        return [{}, {"pg_loss": 0.0} if loss is None else {"loss": loss}]
+        return [{}, {"pg_loss": 0.0} if loss is None else {"loss": loss, "updates/skipped": self.skipped.get(step, 0)}]
 
     def do_stage(self, version: Version, slot: int, lazily: bool) -> list[float]:
         assert lazily
@@ -123,6 +124,12 @@ class World:
         self.lines.append({"step": step, **values})
         return None
 
+    def excerpt(self, batch: SampleBatch, advantages: Any, groups: int) -> list[dict[str, object]]:
+        return [{"for_step": int(batch.steps[0]), "advantage": advantages[0]}] * groups
+
+    def samples(self, step: int, lines: Any) -> None:
+        self.happened.append(("samples", step, lines))
+
     def position(self) -> dict[str, Any]:
         return {"next": [7, 0]}
 
@@ -147,7 +154,7 @@ class World:
     def event(self, name: str, **fields: Any) -> None:
         if name == self.refused and fields["version"]:
             raise RunError("events.jsonl cannot be written: No space left on device")
-        self.happened.append((name, fields["version"]))
+        self.happened.append((name, fields["step"] if name == "skipped_update" else fields["version"]))
 
     def loop(self, **changes: Any) -> FreeLoop:
         stop = changes.pop("stop", None)
@@ -205,6 +212,14 @@ def test_the_trainer_goes_on_while_a_version_is_on_its_way_and_leaves_the_next_o
     assert world.happened.index(("train", 5)) < world.happened.index(("publish", 1))
 
 
+def test_samples_of_the_steps_that_are_due_are_written_out() -> None:
+    world = World()
+    assert world.loop(steps=5, record_interval=2, record_groups=1).run()
+    assert [entry for entry in world.happened if entry[0] == "samples"] == [
+        ("samples", step, [{"for_step": step, "advantage": 0.0}]) for step in (2, 4)
+    ]
+
+
 def test_a_version_without_a_slot_is_left_out_where_explorers_can_do_without_it() -> None:
     world = World(slots_taken=frozenset({1, 2, 3}))
     world.loop(max_staleness=2).run()
@@ -254,6 +269,13 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_of_its_step_is_publi
     assert max(world.published_steps) == 2
     assert [line["step"] for line in world.lines] == [1, 2]
     assert world.happened[-1] == "close"
+
+
+def test_an_update_that_was_skipped_is_an_event() -> None:
+    world = World()
+    world.skipped = {2: 1}
+    world.loop().run()
+    assert world.times("skipped_update") == [2]
 
 
 def test_a_loss_that_nobody_gives_ends_the_run() -> None:

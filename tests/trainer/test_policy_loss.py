@@ -161,3 +161,22 @@ def test_no_gradient_goes_through_the_weights() -> None:
     for (prompt, _), row, before, other, advantage in zip(LENGTHS, found, old, sampled, ADVANTAGES, strict=True):
         wanted = -advantage * np.exp(before.astype(np.float64) - other) / TOKENS  # the ratio is 1 at the old weights
         assert row[prompt - 1 : -1] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_means_of_the_update_are_over_all_tokens_however_they_are_divided() -> None:
+    now, sampled = drawn(1, 2.0), drawn(7, 2.0)
+    parts = (slice(0, 1), slice(1, 4))
+    _, _, metrics = loss(now, sampled, micro_batches=parts)
+    logs = np.concatenate(now).astype(np.float64) - np.concatenate(sampled)
+    advantages = np.repeat(ADVANTAGES, [response for _, response in LENGTHS])
+    ratio = np.exp(logs)
+    clipped_tokens = -np.clip(ratio, 0.8, 1.2) * advantages > -ratio * advantages
+    assert metrics["actor/ppo_kl"] == pytest.approx(-logs.mean(), rel=1e-5)
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(clipped_tokens.mean(), rel=1e-5)
+    whole = loss(now, sampled)[2]
+    assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(whole["actor/pg_clipfrac_lower"], rel=1e-5)
+    of_weights = [
+        loss(now, sampled, now, level="token", threshold=1.5, micro_batches=cut)[2] for cut in (parts, (slice(None),))
+    ]
+    name = "rollout_corr/rollout_is_ratio_fraction_high"
+    assert of_weights[0][name] == pytest.approx(of_weights[1][name], rel=1e-5)

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from tests.explorer.helpers import ARCHITECTURE, loaded
+from tests.explorer.helpers import loaded
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent  # noqa: F401
+from tests.vllm.helpers import PROMPTS, TASK, Weights, log_probs_of_transformers
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.explorer import EngineDied
@@ -32,7 +32,6 @@ from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.host.threads import in_background
 from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.own import EngineWeights
-from trinity_sync.models.factory import make_model
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import shard_file
 from trinity_sync.protocol.versions import Version
@@ -43,36 +42,9 @@ from trinity_sync.sync.checkpoint import CheckpointMode
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
 from trinity_sync.sync.memory import MemoryMode
-from trinity_sync.tasks.copy_digits import CopyDigits
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
-TASK = CopyDigits(3, 0)
-PROMPTS = TASK.prompts(1, 4)
 NORM = "model.norm.weight"
-
-Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """The same model with other weights."""
-    folder = tmp_path_factory.mktemp("models")
-    return [make_model(ARCHITECTURE, seed, folder / str(seed)) for seed in range(4)]
-
-
-@pytest.fixture(scope="module")
-def weights(models: list[Path]) -> list[Weights]:
-    return [{name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()} for path in models]
-
-
-@pytest.fixture(scope="module")
-def agent(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> AgentClient:
-    return make_agent(synchronizer.client)
-
-
-@pytest.fixture(scope="module")
-def trainer(synchronizer: Synchronizer, agent: AgentClient, weights: list[Weights]) -> PretendTrainer:
-    return PretendTrainer(synchronizer.client, {node_id(): agent}, weights=weights[0], bucket_bytes=1 << 16)
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +101,6 @@ def loader(make_loader: Callable[..., WeightLoader]) -> WeightLoader:
 
 def generated(engine: VLLMEngine, step: int = 1, samples: int = 3) -> SampleBatch:
     return engine.generate(PROMPTS, TASK, step=step, samples_per_prompt=samples, version=(0, 0))
-
-
-def log_probs_of_transformers(path: Path, batch: SampleBatch) -> np.ndarray:
-    """Log-probabilities that transformers, with the weights of a folder, gives the tokens of samples."""
-    model = loaded(path, dtype="bf16").model
-    found = []
-    for row in range(len(batch)):
-        prompt = batch.prompt_rows.row(int(batch.prompt_of[row]))
-        response = batch.responses.row(row)
-        ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
-        with torch.inference_mode():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
-        found.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy())
-    return np.concatenate(found)
 
 
 def test_versions_are_taken_and_generated_with(

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from tensordict import TensorDict
-    from torch.optim.lr_scheduler import LRScheduler
+    from torch.amp import GradScaler
+    from torch.optim.lr_scheduler import LambdaLR
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
@@ -70,7 +71,8 @@ class FsdpEngine(Engine, Protocol):
     module: torch.nn.Module
     engine_config: FSDPEngineConfig
     optimizer: torch.optim.Optimizer
-    lr_scheduler: LRScheduler
+    lr_scheduler: LambdaLR
+    scaler: GradScaler | None  # of fp16 only
     checkpoint_config: object
     checkpoint_manager: FSDPCheckpointManager
 

@@ -38,6 +38,7 @@ from trinity_sync.weights.wire import FP32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.modeling_outputs import CausalLMOutput
 
 
 class FsdpBackend:
@@ -141,6 +142,18 @@ class FsdpBackend:
 
     def load(self, folder: Path) -> None:
         self._state.load(folder)
+
+
+def logits_in_fp32(engine: FsdpEngine) -> None:
+    """Have the model give its logits in fp32. verl divides them by the temperature in the dtype that they have, which
+    in bf16 is rounded itself, and so is what comes out.
+    """
+
+    def widen(module: torch.nn.Module, inputs: object, output: CausalLMOutput) -> CausalLMOutput:
+        output.logits = output.logits.float()
+        return output
+
+    engine.module.register_forward_hook(widen)
 
 
 def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:

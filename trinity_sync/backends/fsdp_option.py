@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.option import PADDED, BackendOption, adam_fields, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.schema import Config, FsdpConfig
 from trinity_sync.errors import ConfigError
@@ -34,6 +34,12 @@ class FsdpOption(FsdpConfig, BackendOption):
         "dtype": "backend.param_dtype",
         "model_dtype": "backend.master_dtype",
         "mixed_precision": "backend.param_dtype and backend.reduce_dtype",
+    }
+    useless: ClassVar[Mapping[str, str]] = {
+        **BackendOption.useless,
+        "ulysses_sequence_parallel_size": PADDED,
+        "entropy_from_logits_with_chunking": PADDED,
+        "entropy_from_logits_chunk_size": PADDED,
     }
     trains_adapters: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "fsdp2"})
@@ -77,6 +83,11 @@ class FsdpOption(FsdpConfig, BackendOption):
         from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
+
+    def divide_in_fp32(self, engine: Any) -> None:
+        from trinity_sync.backends.fsdp import logits_in_fp32
+
+        logits_in_fp32(engine)
 
     def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         from trinity_sync.backends.fsdp import FsdpBackend

@@ -2,7 +2,7 @@
 
 ``verl``: the files that verl itself would write, one set per rank, for the same number of ranks. ``dcp``: model and
 optimizer through torch.distributed.checkpoint under the parameters' names, which any number of ranks, and FSDP as well
-as FSDP2, can load; LR scheduler and RNG per rank beside it.
+as FSDP2, can load; LR scheduler, RNG and the gradient scaler of fp16 per rank beside it.
 
 Of a model with a LoRA adapter both hold the adapter alone, as verl does with ``save_lora_only``, and the optimizer's
 states of it: the base is the model that the run began with, and is not written again.
@@ -40,6 +40,7 @@ from verl.utils.fsdp_utils import (
 
 from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engines import FsdpEngine
+from trinity_sync.backends.optimizer_settings import settings_kept
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
 from trinity_sync.backends.sharded import sharded
 from trinity_sync.errors import RunError
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 _OPTIONS = StateDictOptions()
+_SCALER = "scaler"
+"""Beside what verl has in its file: how gradients in fp16 are scaled, and how long they have been."""
 
 
 class FsdpState:
@@ -72,6 +75,8 @@ class FsdpState:
             "lr_scheduler": copy.deepcopy(self._engine.lr_scheduler.state_dict()),
             "rng": self._engine.checkpoint_manager.get_rng_state(),
         }
+        if self._engine.scaler is not None:
+            extra[_SCALER] = self._engine.scaler.state_dict()
         names = {name: self._file(name) for name in ("model", "optim", "extra_state")}
         with self._on_device(), sharded(self._engine.module, offload=torch.cuda.is_available()):
             if form == "dcp":
@@ -87,21 +92,27 @@ class FsdpState:
             }
 
     def load(self, folder: Path) -> None:
-        """Restore what was saved below `folder`, in either format. Collective.
+        """Restore what was saved below `folder`, in either format. Of optimizer and learning rate that is the state
+        and the place in the schedule; their settings stay as they are. Collective.
 
         Raises:
             RunError: a file is missing or holds what it should not.
         """
-        with self._on_device(), sharded(self._engine.module, offload=torch.cuda.is_available()):
+        engine = self._engine
+        with (
+            self._on_device(),
+            sharded(engine.module, offload=torch.cuda.is_available()),
+            settings_kept(engine.optimizer),
+        ):
             if (folder / DISTRIBUTED).is_dir():
                 self._load_distributed(folder / DISTRIBUTED)
             else:
                 path = folder / self._file("model")
-                saved, live = load_file(path), self._engine.module.state_dict()
+                saved, live = load_file(path), engine.module.state_dict()
                 self._check_names(path, saved, self._trained(live))
                 # What the model has beside the adapter goes back as it is, so that nothing is passed over in silence.
-                self._engine.module.load_state_dict({**live, **saved})
-                self._engine.optimizer.load_state_dict(load_file(folder / self._file("optim")))
+                engine.module.load_state_dict({**live, **saved})
+                engine.optimizer.load_state_dict(load_file(folder / self._file("optim")))
         self._load_extra(folder)
         dist.barrier()
 
@@ -161,7 +172,7 @@ class FsdpState:
         set_model_state_dict(self._engine.module, model, options=_OPTIONS)
         set_optimizer_state_dict(self._engine.module, self._engine.optimizer, state["optim"], options=_OPTIONS)
 
-    # -- LR scheduler and RNG
+    # -- LR scheduler, RNG and gradient scaler
 
     def _load_extra(self, folder: Path) -> None:
         own = folder / self._file("extra_state")
@@ -174,7 +185,22 @@ class FsdpState:
             if not others:
                 raise RunError(f"{own} is missing, and so is that of any other number of ranks")
             extra = load_file(others[0])
-        self._engine.lr_scheduler.load_state_dict(extra["lr_scheduler"])
+        self._go_to(extra["lr_scheduler"])
+        # A checkpoint of another dtype, or of another program, has none, and one on a CPU is empty.
+        if self._engine.scaler is not None and (saved := extra.get(_SCALER)):
+            self._engine.scaler.load_state_dict(saved)
+
+    def _go_to(self, place: dict[str, Any]) -> None:
+        """Go to the place in the schedule that is saved, with the learning rates of our own at it."""
+        scheduler = self._engine.lr_scheduler
+        scheduler.load_state_dict({**place, "base_lrs": scheduler.base_lrs})
+        rates = [
+            base * of_step(scheduler.last_epoch)
+            for base, of_step in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        scheduler._last_lr = list(rates)
+        for group, rate in zip(self._engine.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     # -- helpers
 

@@ -15,6 +15,15 @@ from typing import Any, ClassVar
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.schema import BackendConfig, Config
 
+_BATCH_KEYS = {
+    name: "trainer.micro_batch_size" for name in ("micro_batch_size_per_gpu", "infer_micro_batch_size_per_gpu")
+}
+PADDED = (
+    "needs sequences packed without padding, and here they are padded to the longest of a micro-batch; leave it out"
+)
+"""Why a field of verl's engine config is `useless`."""
+_COUNTED = "counts tokens, and micro-batches have trainer.micro_batch_size sequences here; leave it out"
+
 
 class BackendOption(ABC):
     """A training engine as the keys of `backend` configure it, which are its attributes. One of your own is a dataclass
@@ -23,6 +32,7 @@ class BackendOption(ABC):
     Attributes:
         checks: on the configuration, beside the ranges that the schema has.
         engine_keys: fields of verl's engine config that other keys set, and those keys.
+        useless: fields of it that would have no effect, or that nothing here works with, and why.
         reads: labels (`backend.strategy`) of the backends whose full checkpoints this one can load, as far as
             `check_resume` allows it. Of others it takes the weights.
         takes_weights: whether it can begin with the weights of a checkpoint that it cannot load.
@@ -36,6 +46,16 @@ class BackendOption(ABC):
 
     checks: ClassVar[tuple[Check, ...]] = ()
     engine_keys: ClassVar[Mapping[str, str]] = {}
+    useless: ClassVar[Mapping[str, str]] = {
+        "use_dynamic_bsz": _COUNTED,
+        "max_token_len_per_gpu": _COUNTED,
+        "infer_max_token_len_per_gpu": _COUNTED,
+        "use_remove_padding": PADDED,
+        "pad_to_length": PADDED,
+        "pad_to_length_bucket": PADDED,
+        "use_fused_kernels": "needs a fused output layer, which is not put in here; leave it out",
+        "forward_only": "leaves out the optimizer, and a trainer needs one; leave it out",
+    }
     reads: ClassVar[frozenset[str]] = frozenset()
     takes_weights: ClassVar[bool] = True
     writes_own_files: ClassVar[bool] = False
@@ -58,7 +78,8 @@ class BackendOption(ABC):
     def overridden(cls, get: Get) -> Iterator[tuple[str, str | None]]:
         """Fields of verl's engine config that `backend.overrides` gives, each with the key of ours that sets it."""
         backend = get("backend")
-        named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"} | dict(cls.engine_keys)
+        named = {name: f"backend.{name}" for name in map(str, backend) if name != "overrides"}
+        named |= _BATCH_KEYS | dict(cls.engine_keys)
         yield from ((name, named.get(name)) for name in map(str, backend.overrides))
 
     @abstractmethod
@@ -115,6 +136,11 @@ class BackendOption(ABC):
     def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
         """verl's configs of the engine and of its optimizer."""
 
+    def divide_in_fp32(self, engine: Any) -> None:  # noqa: B027 - most engines do
+        """Where the sampler's temperature is not 1: have the engine divide logits by it in fp32, as explorers do.
+        Called once, when the engine is initialised.
+        """
+
     @abstractmethod
     def view(self, engine: Any, wire_dtype: str, keep_fp32: Sequence[str] | None, *, merged: bool = False) -> Any:
         """The rank's view of the engine, once that is initialised: a `trinity_sync.backends.base.Backend`, of which one
@@ -137,9 +163,13 @@ def backend_option(node: BackendConfig) -> BackendOption:
 
 
 def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
-    """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence."""
+    """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence. What
+    every batch sets for itself would be passed over in silence.
+    """
     for name, key in option.overridden(get):
-        if key is not None:
+        if name in option.useless:
+            yield Problem(f"backend.overrides.{name}", option.useless[name])
+        elif key is not None:
             yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
 
 

@@ -63,7 +63,7 @@ def write_file(
         notes: texts that the file's header holds, by key.
     """
     with (folder / file).open("wb", buffering=0) as opened:
-        write_all(opened.fileno(), _header(infos, notes or {}))
+        write_all(opened.fileno(), header(infos, notes))
         for name, info in infos.items():
             dtype = to_torch(info.dtype)
             # small chunks, so that what is cast stays in the cache
@@ -84,8 +84,13 @@ def write_index(folder: Path, files: Mapping[str, Sequence[str]], infos: Mapping
     (folder / INDEX).write_text(json.dumps(body, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _header(infos: Mapping[str, TensorInfo], notes: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt", **notes}}
+def header(infos: Mapping[str, TensorInfo], notes: Mapping[str, str] | None = None) -> bytes:
+    """Return what a safetensors file begins with. The bytes of the tensors follow, in the given order.
+
+    Args:
+        infos, notes: as of `write_file`.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt", **(notes or {})}}
     end = 0
     for name, info in infos.items():
         start, end = end, end + nbytes(info)

@@ -15,6 +15,7 @@ from trinity_sync.config.objects import typed
 from trinity_sync.config.options import TARGET, chosen_by_option
 from trinity_sync.config.places import anchored, from_here
 from trinity_sync.config.problems import Check, Get, Problem
+from trinity_sync.config.quick_hydra import make_quick
 from trinity_sync.config.registration import register
 from trinity_sync.config.retention import build_policy, retention_policies
 from trinity_sync.config.saved import check_saved_target, only_trusted, only_trusted_places
@@ -47,6 +48,7 @@ __all__ = [
     "instantiate_target",
     "load",
     "load_class",
+    "make_quick",
     "only_trusted",
     "only_trusted_places",
     "plain",

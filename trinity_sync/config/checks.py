@@ -29,6 +29,7 @@ from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import Config
 from trinity_sync.config.vllm_checks import check_vllm
+from trinity_sync.config.vllm_server_checks import check_vllm_server
 from trinity_sync.errors import ConfigError
 
 # What the classes have to be that options of these groups name. As text, since their packages lie above this one.
@@ -361,5 +362,6 @@ _CHECKS: tuple[Check, ...] = (
     check_model,
     check_lora,
     check_vllm,
+    check_vllm_server,
     _check_task,
 )

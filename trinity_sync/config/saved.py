@@ -9,8 +9,9 @@ resume, or the package with `--allow-target`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,26 @@ def only_trusted(
         yield
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Shipped:
+    """What our option files come to by themselves: (key, text) of interpolations, and of Hydra's own settings what they
+    write, by key, and the names of what they call.
+    """
+
+    interpolated: frozenset[tuple[str, str]]
+    written: Mapping[str, Any]
+    named: frozenset[str]
+
+
 @cache
-def _shipped() -> DictConfig:
-    """What our option files come to by themselves, with Hydra's own settings."""
-    return compose(hydra=True)
+def _shipped() -> _Shipped:
+    ours = compose(hydra=True)
+    hydra = _values(ours.hydra)
+    return _Shipped(
+        interpolated=frozenset((key, text) for key, text, _ in _interpolated(ours)),
+        written=dict(_written(hydra)),
+        named=frozenset(name for _, name in _named(hydra, "")),
+    )
 
 
 def _place_check(new: Sequence[str], allowed: Sequence[str], where: Path) -> Callable[[str], None]:
@@ -112,14 +129,14 @@ def _place_check(new: Sequence[str], allowed: Sequence[str], where: Path) -> Cal
 
 def _check_settings(
     cfg: DictConfig,
-    ours: DictConfig,
+    ours: _Shipped,
     overrides: Sequence[str],
     given: Collection[tuple[str, Any]],
     allowed: Sequence[str],
     where: Path,
 ) -> None:
-    known = {(key, text) for key, text, _ in _interpolated(ours, "")} | set(given)
-    for key, text, value in _interpolated(cfg, ""):
+    known = ours.interpolated | set(given)
+    for key, text, value in _interpolated(cfg):
         if not ((key, text) in known or key == _RECORD or (key.startswith("hydra.overrides.") and text in overrides)):
             _check_interpolation(key, text, value, where)
     values = _values(cfg)
@@ -131,9 +148,8 @@ def _check_settings(
                 f"{key} is {value} in the saved settings of {where}, which programs that are started would heed; where "
                 f"you trust it, give {key}=... again"
             )
-    written = dict(_written(_values(ours.hydra)))
     for key, value in _written(hydra):
-        if written.get(key) != value and (key, value) not in given:
+        if ours.written.get(key) != value and (key, value) not in given:
             raise ConfigError(
                 f"{key} is {value} in the saved settings of {where}, which says what is written, and where; where you "
                 f"trust it, give {key}=... again"
@@ -143,9 +159,8 @@ def _check_settings(
             f"hydra.job.chdir is true in the saved settings of {where}, so that the run's processes would look for "
             "modules in that folder; where you trust it, give hydra.job.chdir=true again"
         )
-    shipped = {name for _, name in _named(_values(ours.hydra), "")}
     for key, name in _named(hydra, "hydra"):
-        if name not in shipped and (key, name) not in given and (key, name) not in _OF_SWEEPS:
+        if name not in ours.named and (key, name) not in given and (key, name) not in _OF_SWEEPS:
             _check(key, name, allowed, where)
     for key, name in _named(values, ""):
         if (key, name) not in given:
@@ -236,18 +251,21 @@ def _named(value: Any, key: str) -> Iterator[tuple[str, str]]:
         yield key, value.partition("://")[2].replace("/", ".")
 
 
-def _interpolated(node: Any, key: str) -> Iterator[tuple[str, str, Any]]:
+def _interpolated(cfg: DictConfig) -> Iterator[tuple[str, str, Any]]:
     """(key, text, value) of all interpolations, at any depth; the value is `_UNKNOWN` where it cannot be known now."""
-    raw: Any = OmegaConf.to_container(node, resolve=False)
-    for part in raw if isinstance(raw, dict) else range(len(raw)):
-        place, text = f"{key}.{part}" if key else str(part), raw[part]
-        if isinstance(text, dict | list):
-            yield from _interpolated(node[part], place)
-        elif isinstance(text, str) and "${" in text:
-            try:
-                yield place, text, node[part]
-            except OmegaConfBaseException:
-                yield place, text, _UNKNOWN
+
+    def below(node: Any, texts: Any, key: str) -> Iterator[tuple[str, str, Any]]:
+        for part, text in texts.items() if isinstance(texts, dict) else enumerate(texts):
+            place = f"{key}.{part}" if key else str(part)
+            if isinstance(text, dict | list):
+                yield from below(node[part], text, place)
+            elif isinstance(text, str) and "${" in text:
+                try:
+                    yield place, text, node[part]
+                except OmegaConfBaseException:
+                    yield place, text, _UNKNOWN
+
+    yield from below(cfg, _values(cfg), "")
 
 
 def _written(hydra: Any) -> Iterator[tuple[str, Any]]:

@@ -192,6 +192,7 @@ class GrpoConfig(AlgorithmConfig):
     loss_agg_mode: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
     normalise_advantages: bool = MISSING
     entropy_coeff: float = number(at_least=0)
+    calculate_entropy: bool = MISSING
     rollout_correction: RolloutCorrectionConfig = MISSING
 
 
@@ -264,9 +265,18 @@ class VllmConfig(ExplorerConfig):
 
 
 @dataclass(kw_only=True)
-class SamplesConfig:
-    """What becomes of samples between explorers and trainer (`trainer.schedule=free`)."""
+class VllmServerConfig(ExplorerConfig):
+    """An explorer that asks a vLLM server."""
 
+    url: str | None = MISSING
+
+
+@dataclass(kw_only=True)
+class SamplesConfig:
+    """What becomes of samples between explorers and trainer, and which of them are recorded."""
+
+    record_interval: int = number(at_least=0)
+    record_groups: int = number(at_least=1)
     over_stale: str = choice("wait", "drop")
     buffer: int = number(at_least=1)
 
@@ -374,6 +384,7 @@ SCHEMA: dict[str, type] = {
     "pairs": PairsConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,
+    "vllm_server": VllmServerConfig,
     "samples": SamplesConfig,
     "cluster": ClusterConfig,
     "tensorboard": TensorboardConfig,

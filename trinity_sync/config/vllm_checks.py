@@ -58,7 +58,12 @@ def check_vllm(get: Get) -> Iterator[Problem]:
             f"is {get('explorer.on_update')}, but with trainer.schedule={get('trainer.schedule')} no request is under "
             "way when a version comes; set trainer.schedule=free, or leave it at wait",
         )
-    temperature = get("explorer.temperature")
+    yield from sampling_problems(get)
+
+
+def sampling_problems(get: Get) -> Iterator[Problem]:
+    """What vLLM cannot do for a run, wherever it runs."""
+    kind, temperature = get("explorer.kind"), get("explorer.temperature")
     if temperature not in (0.0, 1.0) and (get("explorer.top_k") or get("explorer.top_p") != 1.0):
         yield Problem(
             "explorer.temperature",
@@ -67,7 +72,7 @@ def check_vllm(get: Get) -> Iterator[Problem]:
         )
     if (get("model.lora.rank") or get("model.lora.path")) and get("sync.what") != "merged":
         yield Problem(
-            "sync.what", "has adapters travel alone, which explorer=vllm does not take; choose sync.what=merged"
+            "sync.what", f"has adapters travel alone, which explorer={kind} does not take; choose sync.what=merged"
         )
 
 

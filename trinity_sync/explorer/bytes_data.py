@@ -6,6 +6,7 @@ from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch
+from trinity_sync.samples.excerpt import Line
 from trinity_sync.sync.base import Publisher
 
 
@@ -29,3 +30,7 @@ class NoData:
 
     def load(self, version: Version) -> list[LoadReport]:
         return self._pool.load(version, self._mode.deliver)
+
+    def excerpt(self, batch: PairBatch, advantages: object, groups: int) -> list[Line]:
+        """Write out nothing: nobody generates."""
+        return []

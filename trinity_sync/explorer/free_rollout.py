@@ -23,6 +23,7 @@ from trinity_sync.actors.explorer import ExplorerClient, LoadFailed, LoadReport,
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.excerpt import Line, excerpt
 from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
 from trinity_sync.samples.record import Prompt
 
@@ -187,6 +188,10 @@ class FreeRollout:
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         """Compute one advantage per sample, within each prompt's group."""
         return np.asarray(group_advantages(batch, normalise=self._normalise))
+
+    def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
+        """Write out a batch's samples for so many prompts."""
+        return excerpt(batch, advantages, groups, lambda step, number: self._prompts_of(step)[number])
 
     def fail(self, error: BaseException) -> None:
         """Tell whoever waits for samples this instead. Any thread; the first error counts."""

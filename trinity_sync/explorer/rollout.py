@@ -11,6 +11,8 @@ from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.excerpt import Line, excerpt
+from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
 
 if TYPE_CHECKING:
@@ -54,3 +56,9 @@ class RolloutData:
 
     def load(self, version: Version) -> list[LoadReport]:
         return self._pool.load(version, self._mode.deliver)
+
+    def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
+        return excerpt(batch, advantages, groups, self._prompt)
+
+    def _prompt(self, step: int, number: int) -> Prompt:
+        return self._task.prompts(step, self._prompts_per_step)[number]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trinity_sync.config.lora import adapter_of, travels
-from trinity_sync.config.schema import Config, VllmConfig
+from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
 from trinity_sync.protocol.members import Member
 
 _OF_THE_POOL = ("kind", "replicas", "max_restarts", "timeout_s")
@@ -63,6 +63,8 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
     }
     if cfg.sync.keep_fp32 is not None:  # engines of users need not know it
         engine["keep_fp32"] = list(cfg.sync.keep_fp32)
+    if isinstance(cfg.explorer, VllmServerConfig):
+        engine |= {"timeout_s": cfg.explorer.timeout_s, "start_timeout_s": cfg.cluster.start_timeout_s}
     if travels(cfg) == "adapter":
         adapter = adapter_of(cfg.model.lora)
         assert adapter is not None, "an adapter travels where one is trained"
@@ -76,5 +78,11 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         verify=cfg.sync.verify,
         timeout_s=cfg.sync.timeout_s,
         log_dir=log_dir,
-        processes=cfg.explorer.tp if isinstance(cfg.explorer, VllmConfig) else 1,
+        processes=_processes(cfg),
     )
+
+
+def _processes(cfg: Config) -> int:
+    if isinstance(cfg.explorer, VllmServerConfig):
+        return 0  # they are its server's
+    return cfg.explorer.tp if isinstance(cfg.explorer, VllmConfig) else 1

@@ -69,7 +69,7 @@ class Texts:
             ids = self._encode_unchecked(prompt)
         except Exception as error:
             raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or error}") from error
-        if self._tokenizer.unk_token_id is not None and self._tokenizer.unk_token_id in ids:
+        if self._tokenizer.unk_token_id in ids and self._has_unknown(prompt):
             raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or 'a part is unknown'}")
         if not ids:
             raise RunError(f"{where} has no token")
@@ -89,6 +89,18 @@ class Texts:
         return list(
             self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
         )
+
+    def _has_unknown(self, prompt: Prompt) -> bool:
+        """Whether the unknown token in a prompt stands for what the tokenizer does not know. Some tokenizers begin each
+        text with that same token, and their chat templates write it.
+        """
+        unknown = self._tokenizer.unk_token_id
+        if unknown not in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id, self._tokenizer.pad_token_id):
+            return True
+        texts = [prompt.text] if prompt.messages is None else [message["content"] for message in prompt.messages]
+        encoded = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+        written = [text.count(self._tokenizer.unk_token) for text in texts]
+        return any(ids.count(unknown) > said for ids, said in zip(encoded, written, strict=True))
 
     def _unknown(self, text: str) -> str:
         """Say which characters the tokenizer does not have, as a sentence; empty where it has each of them."""

@@ -13,26 +13,23 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from trinity_sync.config import dtype_name
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.made import Made, joined
-from trinity_sync.explorer.sampling import sequence_keys
-from trinity_sync.explorer.texts import Texts, scored
+from trinity_sync.explorer.policy import asked_for, log_probs_mode, open_texts, shapes_of
+from trinity_sync.explorer.texts import scored
 from trinity_sync.host.origin import told
 from trinity_sync.host.own_output import OwnOutput
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
-from trinity_sync.models.unfilled import unfilled_model
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
-from trinity_sync.weights.tensors import saved_list, to_torch
-from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
+from trinity_sync.weights.tensors import to_torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -102,23 +99,15 @@ class VLLMEngine(RolloutEngine):
     ) -> None:
         self._seed = seed
         self._tp = tp
-        try:
-            self._texts = Texts(
-                model_path,
-                response_length=response_length,
-                prompt_length=prompt_length,
-                trust_remote_code=trust_remote_code,
-            )
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"model.path={model_path} cannot be used to generate: {reason}") from error
+        self._texts = open_texts(
+            model_path,
+            response_length=response_length,
+            prompt_length=prompt_length,
+            trust_remote_code=trust_remote_code,
+        )
         _check_heads(self._texts.config)
         kind = to_torch(dtype_name(dtype))
-        model = unfilled_model(
-            self._texts.config, kind, "meta", attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
-        hold_fp32(model, kept_by_class(model, dtype_name(dtype)) if keep_fp32 is None else keep_fp32)
-        self._shapes = {name: (saved.dtype, saved.shape) for name, saved in saved_list(model).items()}
+        self._shapes = shapes_of(self._texts.config, dtype, keep_fp32, trust_remote_code=trust_remote_code)
         eager = not torch.cuda.is_available() if eager is None else eager
         _set_environment(kv_cache_gb, eager)
         self._loop = asyncio.new_event_loop()
@@ -137,7 +126,7 @@ class VLLMEngine(RolloutEngine):
             "enforce_eager": eager,
             "disable_log_stats": True,
             "seed": seed % 2**32,
-            "logprobs_mode": "raw_logprobs" if temperature in (0.0, 1.0) else "processed_logprobs",
+            "logprobs_mode": log_probs_mode(temperature),
             "weight_transfer_config": {"backend": BACKEND},
         }
         if not torch.cuda.is_available():
@@ -215,24 +204,21 @@ class VLLMEngine(RolloutEngine):
 
         Where versions are taken beside, `version` labels tokens only as long as none was taken.
         """
-        prompt_ids = [self._texts.encode(prompt, step) for prompt in prompts]
-        prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
-        numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
-        keys = sequence_keys(self._seed, step, numbers, np.tile(np.arange(samples_per_prompt), len(prompts)))
+        asked = asked_for(self._texts, self._seed, prompts, step=step, samples_per_prompt=samples_per_prompt)
 
         def label() -> int:
             return version[1] if self._switched is None or not self.takes_beside else self._switched.step
 
-        doing = self._generate_all([prompt_ids[row] for row in prompt_of], keys.tolist(), label)
+        doing = self._generate_all(asked.rows, asked.seeds, label)
         made = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
-        return scored(self._texts, task, prompts, prompt_ids, joined(made), step=step, version=version)
+        return scored(self._texts, task, prompts, asked.prompt_ids, joined(made), step=step, version=version)
 
     async def _generate_all(
-        self, prompts: Sequence[Sequence[int]], keys: Sequence[int], label: Callable[[], int]
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], label: Callable[[], int]
     ) -> list[Made]:
         if self._lost:
             raise RunError("its weights were lost in an update")
-        asked = [asyncio.ensure_future(self._generate_one(*one, label)) for one in zip(prompts, keys, strict=True)]
+        asked = [asyncio.ensure_future(self._generate_one(*one, label)) for one in zip(prompts, seeds, strict=True)]
         self._asked.update(asked)
         try:
             return await asyncio.gather(*asked)
@@ -245,9 +231,9 @@ class VLLMEngine(RolloutEngine):
                 one.cancel()
             self._asked.difference_update(asked)
 
-    async def _generate_one(self, prompt: Sequence[int], key: int, label: Callable[[], int]) -> Made:
+    async def _generate_one(self, prompt: Sequence[int], seed: int, label: Callable[[], int]) -> Made:
         sampling = self._sampling.clone()
-        sampling.seed = key & (2**63 - 1)
+        sampling.seed = seed
         while True:
             made = Made()
             async for output in self._llm.generate({"prompt_token_ids": list(prompt)}, sampling, str(next(self._ids))):

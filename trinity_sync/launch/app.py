@@ -34,7 +34,7 @@ from trinity_sync.host.origin import told
 from trinity_sync.launch import elsewhere
 from trinity_sync.launch.resume import Resume
 from trinity_sync.launch.settings import changed_settings
-from trinity_sync.launch.sweeps import note_settings, sweep_problem
+from trinity_sync.launch.sweeps import composed_before, note_settings, sweep_problem
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -88,6 +88,7 @@ def run_main(
     """
     global _session
     _session = _Session(resume=resume, until=until)
+    config.make_quick()
     try:
         with _command_line(arguments), _hydra_errors_raised(), _session.around_jobs:
             main()
@@ -213,6 +214,7 @@ class RunHooks(Callback):
         if problem:
             _refuse(problem)
         note_settings(config)
+        _session.around_jobs.enter_context(composed_before(config.hydra))
         _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra))
         if elsewhere.in_this_process(config.hydra):
             from trinity_sync.launch.own_ray import ray_kept

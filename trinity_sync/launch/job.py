@@ -145,6 +145,8 @@ class Job:
             sync_timeout_s=cfg.sync.timeout_s,
             step_timeout_s=max(cfg.backend.timeout_s * 4, 600),
             base=actors.published_base,
+            record_interval=cfg.samples.record_interval,
+            record_groups=cfg.samples.record_groups,
         )
         parts = [info.part for info in actors.infos if info.layout is not None]
         common: dict[str, Any] = {

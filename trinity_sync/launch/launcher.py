@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.backends.platform import accelerator_count, platform_env
 from trinity_sync.checkpoint import recovery
@@ -23,6 +23,7 @@ from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.interrupts import interruptible
+from trinity_sync.host.logs import story
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
 from trinity_sync.launch.cluster import cluster, has_gpus
@@ -33,7 +34,7 @@ from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resu
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
 from trinity_sync.tracking.trackers import Tracker, build_trackers
-from trinity_sync.trainer.algorithms.base import algorithm_of
+from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.slots import remove_stale
 
 _MONITOR_LIMIT_S = 30.0
@@ -147,7 +148,9 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    replicas = cfg.explorer.replicas if algorithm_of(typed(cfg).algorithm).explores else 0
+    algorithm = algorithm_of(typed(cfg).algorithm)
+    replicas = cfg.explorer.replicas if algorithm.explores else 0
+    _advise(algorithm, cfg)
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
     cpus = cfg.backend.ranks + replicas + 1
@@ -180,6 +183,14 @@ def _run(
                     job.actors.close()
     finally:
         _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
+
+
+def _advise(algorithm: Algorithm, cfg: DictConfig) -> None:
+    """Tell, on the terminal and in the log, what the user may not mean."""
+    for advise in algorithm.advice:
+        for found in advise(partial(OmegaConf.select, cfg)):
+            story.warning("%s", found)
+            print(f"warning: {found}", file=sys.stderr)
 
 
 def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:

@@ -17,6 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import env_override
+from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trinity_sync.backends.platform import accelerator_count
@@ -140,6 +141,23 @@ def _settings_problem(jobs: Sequence[_Job]) -> str | None:
                 given = " ".join(job.overrides)
                 return f"job {job.number} of the sweep ({given}) cannot run, so nothing was started: {error}"
     return None
+
+
+@contextmanager
+def composed_before(hydra: DictConfig) -> Iterator[None]:
+    """Inside, Hydra's own sweeper does not compose each job once more before the first one begins, to see whether that
+    can be done: `sweep_problem` has.
+
+    Args:
+        hydra: Hydra's own settings, of the sweep.
+    """
+    validate = Sweeper.validate_batch_is_legal
+    if _is(hydra.sweeper, BasicSweeper):
+        Sweeper.validate_batch_is_legal = lambda self, batch: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Sweeper.validate_batch_is_legal = validate  # type: ignore[method-assign]
 
 
 def note_settings(config: DictConfig) -> None:

@@ -21,6 +21,7 @@ from trinity_sync.tracking.units import finite
 
 TARGET_REWARD = 0.9
 _SMOOTH_STEPS = 10
+_MOST_SAMPLES = 32
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class Run:
         checkpoints: its checkpoint folder, None where that is not known.
         record: the content of run.json, empty if missing.
         metrics, events: their lines, oldest first.
+        samples: lines of samples.jsonl: those of the last step that has some, of many the last.
         summary: the content of summary.json, but made from the lines as they are now.
         status: the status in run.json, but ``interrupted`` for a run that says running and whose folder nobody has
             locked, ``not started`` without a record.
@@ -48,6 +50,7 @@ class Run:
     record: RunJson = field(default_factory=lambda: RunJson())
     metrics: Sequence[Record] = ()
     events: Sequence[Record] = ()
+    samples: Sequence[Record] = ()
     summary: Summary = field(default_factory=lambda: summarise((), (), "not started", None))
     status: str = "not started"
     config_text: str | None = None
@@ -145,6 +148,7 @@ def load_run(path: Path) -> Run:
         run.notes.append("There is no run.json: the run did not start.")
     run.metrics = _read(run, "metrics.jsonl", _read_metrics, [])
     run.events = _read(run, "events.jsonl", _read_events, [])
+    run.samples = _read(run, "samples.jsonl", _read_samples, [])
     run.overrides = _read(run, ".hydra/overrides.yaml", _read_list, [])
     nothing: tuple[str | None, Mapping[str, object]] = (None, {})
     run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, nothing)
@@ -208,6 +212,21 @@ def _read(run: Run, name: str, reader: Callable[[Path], T], default: T) -> T:
 
 def _read_metrics(path: Path) -> list[Record]:
     return [line for line in jsonl.read(path) if isinstance(jsonl.metrics_step(line), int)]
+
+
+def _read_samples(path: Path) -> list[Record]:
+    """Read the samples of the last step that has some."""
+    lines = [line for line in jsonl.read_last(path, _MOST_SAMPLES)[-_MOST_SAMPLES:] if _has_spans(line)]
+    return [line for line in lines if line["step"] == lines[-1]["step"]]
+
+
+def _has_spans(line: Record) -> bool:
+    spans = line.get("spans")
+    return (
+        isinstance(line.get("step"), int)
+        and isinstance(spans, list)
+        and all(isinstance(span, list) and len(span) == 3 for span in spans)
+    )
 
 
 def _read_events(path: Path) -> list[Record]:

@@ -18,6 +18,7 @@ _ENVIRONMENT = Environment(
 )
 _ENVIRONMENT.filters |= {
     "moment": units.moment,
+    "number": lambda value: units.number(units.finite(value)),
     "px": "{:.1f}".format,
     "quoted": lambda text: Markup(html.escape(str(text))),  # names quotes, where markupsafe numbers them
     "seconds": lambda value: units.seconds(units.finite(value)),

@@ -25,9 +25,7 @@ def group_advantages(batch: SampleBatch, normalise: bool = True) -> NDArray[np.f
     Returns:
         float64 of shape (samples,), in the order of the batch.
     """
-    pairs = np.stack([batch.steps, batch.prompts], axis=1)
-    _, firsts, group = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
-    group = group.reshape(-1)
+    firsts, group = batch.groups()
     size = np.bincount(group)
     # measured from one member's reward, equal rewards are exact zeros, whatever their sum would round to
     relative = batch.rewards - batch.rewards[firsts][group]

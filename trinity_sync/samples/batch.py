@@ -211,6 +211,16 @@ class SampleBatch:
         """Tokens of all responses."""
         return len(self.responses.ids)
 
+    def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Find the samples that have step and prompt in common.
+
+        Returns:
+            The first sample of each group, by step and prompt, and the number of each sample's group in that order.
+        """
+        pairs = np.stack([self.steps, self.prompts], axis=1)
+        _, firsts, group = np.unique(pairs, axis=0, return_index=True, return_inverse=True)
+        return firsts, group.reshape(-1)
+
     def prompt_ids(self, index: int) -> NDArray[np.int64]:
         """Return a copy of the prompt's tokens."""
         return self.prompt_rows.row(int(self.prompt_of[index]))

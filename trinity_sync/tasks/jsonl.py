@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,8 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
 from trinity_sync.tasks.rows import Row, RowFile
 
-RewardFunction = Callable[[Prompt, str], float]
+RewardFunction = Callable[..., float]
+"""``f(prompt, response) -> number``; one that has a parameter ``finished`` is told it by that name."""
 
 
 class JsonlTask:
@@ -21,7 +23,8 @@ class JsonlTask:
         prompt_key: field of the prompt, a text or a list of chat messages.
         answer_key: field of the answer, of any type but null.
         shuffle: whether the order is shuffled anew in each pass over the file.
-        reward: ``f(prompt, response) -> number``; `trinity_sync.tasks.rewards` has some.
+        reward: ``f(prompt, response) -> number``; `trinity_sync.tasks.rewards` has some. One with a parameter
+            ``finished`` is told by that whether the model ended the response itself.
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
 
@@ -45,6 +48,7 @@ class JsonlTask:
         self.response_length = response_length
         self.reward_name = _name(reward)
         self._judge = reward
+        self._tells_finished = _takes_finished(reward)
         self._prompt_key, self._answer_key = prompt_key, answer_key
         self._file = RowFile(path, seed=seed, shuffle=shuffle)
         for row in self._file.rows:
@@ -54,8 +58,9 @@ class JsonlTask:
         return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """Return what the reward function gives for the response, whether or not it was finished."""
-        return RewardResult(self._judge(prompt, text))
+        """Return what the reward function gives for the response."""
+        told = {"finished": finished} if self._tells_finished else {}
+        return RewardResult(self._judge(prompt, text, **told))
 
     def _prompt(self, index: int, row: Row) -> Prompt:
         prompt = self._file.text_or_messages(row, self._prompt_key)
@@ -64,6 +69,17 @@ class JsonlTask:
         if isinstance(prompt, str):
             return Prompt(index=index, text=prompt, answer=answer, fields=rest)
         return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=rest)
+
+
+def _takes_finished(function: Callable[..., object]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # as of some that are not written in Python
+        return False
+    found = parameters.get("finished")
+    # A value that the settings give stays: `partial` makes it a default.
+    given = isinstance(function, partial) and "finished" in function.keywords
+    return found is not None and found.kind is not found.POSITIONAL_ONLY and not given
 
 
 def _name(function: Callable[..., object]) -> str:

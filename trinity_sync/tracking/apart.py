@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -51,6 +51,11 @@ class Apart:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Tracker`."""
         self._ask("log", step, values)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """See `Tracker`."""
+        if hasattr(self._tracker, "samples"):
+            self._ask("samples", step, rows)
 
     def end(self, status: Status) -> None:
         """See `tell_end`."""

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from queue import SimpleQueue
@@ -75,6 +75,13 @@ class Trackers:
             take = getattr(feed.tracker, "event", None)
             if take is not None:
                 feed.give(partial(take, event))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Hand the samples of one step to the trackers that take samples."""
+        for feed in self._feeds:
+            take = getattr(feed.tracker, "samples", None)
+            if take is not None:
+                feed.give(partial(take, step, rows))
 
     def close(self, status: Status) -> None:
         """Let every tracker take what is left, and close it; closing twice is fine.

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from trinity_sync.host.durable import replace_file
 from trinity_sync.host.process import environment
 from trinity_sync.host.urls import without_secrets
 from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.sample_table import COLUMNS, NAME, cells
 from trinity_sync.tracking.trackers import TrackedRun, read_id
 
 if TYPE_CHECKING:
@@ -86,6 +87,12 @@ class MlflowTracker:
         points = [Metric(_name(name), value, now, step) for name, value in values.items()]
         for first in range(0, len(points), _BATCH):
             self._client.log_batch(self._run_id, metrics=points[first : first + _BATCH])
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add rows to the artifact ``samples.json``, which MLflow shows as a table."""
+        assert self._client is not None, "`start` comes first"
+        columns = zip(COLUMNS, zip(*cells(rows), strict=True), strict=True)
+        self._client.log_table(self._run_id, {name: list(column) for name, column in columns}, f"{NAME}.json")
 
     def end(self, status: Status) -> None:
         """Keep how the run has ended for `close`."""

@@ -40,6 +40,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "load": ("version", "explorer", "digest", "total_s", "paused_s"),
     "generate": ("step", "explorer", "version", "began", "total_s"),
     "skip": ("version", "reason"),
+    "skipped_update": ("step", "count"),
     "save": ("step",),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
     "prune": ("step", "reason", "freed_bytes"),
@@ -90,6 +91,7 @@ class Recorder:
         self._checkpoints = checkpoints
         self._metrics = jsonl.JsonlWriter(folder.metrics)
         self._events = jsonl.JsonlWriter(folder.events)
+        self._samples = jsonl.JsonlWriter(folder.samples)
         self._lock = threading.Lock()
         self._finished = False
         self._late: list[jsonl.Record] = []
@@ -156,6 +158,7 @@ class Recorder:
         try:
             if resumed_from is not None:
                 jsonl.cut_after(folder.metrics, resumed_from, key=jsonl.metrics_step)
+                jsonl.cut_after(folder.samples, resumed_from, key=jsonl.metrics_step)
                 jsonl.cut_after(folder.events, resumed_from, key=jsonl.event_step)
             record.start()
             story.info("%s", told_beginning(record.to_json(), name, subtitle))
@@ -210,6 +213,21 @@ class Recorder:
         story.info("%s", told_step(int(step), numbers))
         self._trackers.log(int(step), numbers)
         self.view.take(line)
+
+    def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
+        """Record samples of one trainer step in samples.jsonl.
+
+        Args:
+            step: that trained on them.
+            lines: of `samples.excerpt`.
+
+        Raises:
+            RunError: the disk refuses.
+        """
+        rows = [{"attempt": self.attempt, "step": int(step), **line} for line in lines]
+        for row in rows:
+            self._samples.append(row)
+        self._trackers.samples(int(step), rows)
 
     def event(self, name: str, **fields: object) -> None:
         """Record one event. Any thread; after `finish` a late one is dropped with a log line.
@@ -275,6 +293,7 @@ class Recorder:
 
         attempt(self._metrics.close)
         attempt(self._events.close)
+        attempt(self._samples.close)
         # The record ends first: its end bounds the wall time, and how the run ended matters more than its figures.
         attempt(lambda: self._record.finish(status, error, self._last_version()))
         attempt(conclude)

@@ -51,6 +51,7 @@ class RunFolder:
         run_json: status and origin of the run.
         metrics: one line per trainer step.
         events: one line per publish, load, commit, prune and fault.
+        samples: samples of some steps, one per line.
         summary: figures of the whole run.
         report: the report of the run.
         logs: the folder of the processes' logs.
@@ -67,6 +68,7 @@ class RunFolder:
         self.run_json = path / "run.json"
         self.metrics = path / "metrics.jsonl"
         self.events = path / "events.jsonl"
+        self.samples = path / "samples.jsonl"
         self.summary = path / "summary.json"
         self.report = path / "report.html"
         self.logs = path / "logs"

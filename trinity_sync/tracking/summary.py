@@ -17,6 +17,8 @@ from trinity_sync.tracking.mismatch import MismatchFigures, mismatch_figures
 from trinity_sync.tracking.record import AttemptJson, RunJson
 
 REWARD_STEPS = 10
+SKIPPED = "updates/skipped"
+"""The metric that counts a step's updates whose gradient was not finite: they have changed nothing."""
 _SAMPLES = ("samples/dropped", "samples/waited_s", "staleness/mean", "staleness/max")
 
 
@@ -102,6 +104,7 @@ class Summary(TypedDict):
         wall_s: seconds of all attempts.
         reward_first, reward_last: means of ``reward/mean`` over up to ten steps.
         digests: step as text -> digest.
+        skipped_updates: optimizer steps whose gradient was not finite.
         peak_memory: bytes by role.
         faults: how many.
         shapes: of a run that only moves bytes.
@@ -117,6 +120,7 @@ class Summary(TypedDict):
     checkpoint: CheckpointFigures
     samples: SampleFigures
     mismatch: MismatchFigures
+    skipped_updates: int
     peak_memory: dict[str, int]
     faults: int
     shapes: ShapesFigures | None
@@ -153,6 +157,7 @@ def summarise(
         "checkpoint": checkpoint_figures(events, checkpoints),
         "samples": _samples(metrics),
         "mismatch": mismatch_figures(metrics),
+        "skipped_updates": int(sum(_measured(line.get(SKIPPED) for line in metrics))),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
         "shapes": _shapes(metrics, events, sync),

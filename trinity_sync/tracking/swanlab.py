@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.sample_table import NAME, markdown
 from trinity_sync.tracking.trackers import TrackedRun, kept_id
 
 if TYPE_CHECKING:
@@ -88,6 +89,13 @@ class SwanlabTracker:
         """Add one point to each curve."""
         assert self._run is not None, "`start` comes first"
         self._run.log(dict(values), step=step)
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add a text, which SwanLab shows as a table."""
+        import swanlab
+
+        assert self._run is not None, "`start` comes first"
+        self._run.log({NAME: swanlab.Text(markdown(rows))}, step=step)
 
     def end(self, status: Status) -> None:
         """Keep how the run has ended for `close`."""

@@ -63,6 +63,8 @@ def told_event(event: Mapping[str, object]) -> str:
             )
         case "skip":
             text = f"version {event['version']} left out: {event['reason']}"
+        case "skipped_update":
+            text = f"step {event['step']}: {event['count']} of its updates skipped, the gradient is not finite"
         case "commit":
             text = (
                 f"checkpoint of step {event['step']} committed ({event['kind']}): {_size(event['bytes'])} after "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.sample_table import NAME, markdown
 from trinity_sync.tracking.trackers import TrackedRun
 
 
@@ -64,6 +65,15 @@ class TensorBoardTracker:
         assert self._writer is not None, "`start` comes first"
         points = [summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = summary_pb2.Summary(value=points)
+        self._writer.add_event(event_pb2.Event(wall_time=self._clock(), step=step, summary=summary))
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add a text, which TensorBoard shows as a table."""
+        from tensorboard.compat.proto import event_pb2
+        from tensorboard.plugins.text import summary_v2  # type: ignore[import-untyped]
+
+        assert self._writer is not None, "`start` comes first"
+        summary = summary_v2.text_pb(f"{NAME}/text_summary", markdown(rows))
         self._writer.add_event(event_pb2.Event(wall_time=self._clock(), step=step, summary=summary))
 
     def close(self) -> None:

@@ -51,6 +51,7 @@ class Tracker(Protocol):
 
     - ``end(status)``, before `close`: ``completed``, ``failed`` or ``interrupted``.
     - ``event(event)``: takes one line of events.jsonl.
+    - ``samples(step, rows)``: takes the lines that one step has in samples.jsonl.
     - ``abandon()``, from another thread: it has not come back in time, and nobody waits for it any longer.
 
     And it may say, as attributes of its class or its own:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.tracking.sample_table import COLUMNS, NAME, cells
 from trinity_sync.tracking.trackers import TrackedRun, kept_id
 
 if TYPE_CHECKING:
@@ -73,6 +74,14 @@ class TrackioTracker:
         """Add one row."""
         assert self._run is not None, "`start` comes first"
         self._run.log(dict(values), step=step)
+        self._complain()
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add a table."""
+        import trackio
+
+        assert self._run is not None, "`start` comes first"
+        self._run.log({NAME: trackio.Table(columns=list(COLUMNS), data=cells(rows))}, step=step)
         self._complain()
 
     def close(self) -> None:

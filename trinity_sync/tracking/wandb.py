@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.record import Status
+from trinity_sync.tracking.sample_table import COLUMNS, NAME, cells
 from trinity_sync.tracking.trackers import TrackedRun, kept_id
 
 if TYPE_CHECKING:
@@ -75,6 +76,15 @@ class WandbTracker:
         """Add one row."""
         assert self._run is not None, "`start` comes first"
         self._run.log({**values, "step": step})
+
+    def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
+        """Add a table."""
+        import wandb
+
+        assert self._run is not None, "`start` comes first"
+        # Of mixed types, as a missing `exact` beside numbers is.
+        table = wandb.Table(columns=list(COLUMNS), data=cells(rows), allow_mixed_types=True)
+        self._run.log({NAME: table, "step": step})
 
     def end(self, status: Status) -> None:
         """Keep how the run has ended for `close`."""

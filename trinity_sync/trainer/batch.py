@@ -47,6 +47,7 @@ def grpo_batch(
     temperature: float,
     micro_batch: int,
     global_mini_batch: int,
+    entropy: bool = False,
 ) -> TensorDict:
     """Make a rank's share of a GRPO step for `trainer.algorithms.policy_loss`. The sampler's log-probs are in it twice:
     as `rollout_log_probs`, and as `old_log_probs`, which `recomputed` replaces.
@@ -59,6 +60,7 @@ def grpo_batch(
         temperature: the sampler's temperature.
         micro_batch: sequences per forward and backward.
         global_mini_batch: sequences per optimizer step over all ranks.
+        entropy: have the engine compute the entropy of each token's distribution beside its log-prob.
     """
     lengths = [len(response) for response in responses]
     sampled = _jagged([torch.from_numpy(item) for item in log_probs])
@@ -77,7 +79,11 @@ def grpo_batch(
         ),
     }
     return _with_settings(
-        tensors, temperature=temperature, micro_batch=micro_batch, global_mini_batch=global_mini_batch
+        tensors,
+        temperature=temperature,
+        micro_batch=micro_batch,
+        global_mini_batch=global_mini_batch,
+        entropy=entropy,
     )
 
 
@@ -108,9 +114,15 @@ def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _with_settings(
-    tensors: dict[str, torch.Tensor], *, temperature: float, micro_batch: int, global_mini_batch: int
+    tensors: dict[str, torch.Tensor],
+    *,
+    temperature: float,
+    micro_batch: int,
+    global_mini_batch: int,
+    entropy: bool = False,
 ) -> TensorDict:
     settings: dict[str, object] = {
+        "calculate_entropy": entropy,
         "use_remove_padding": False,
         "use_dynamic_bsz": False,
         "use_fused_kernels": False,

@@ -27,10 +27,12 @@ from trinity_sync.host import interrupts
 from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.excerpt import Line
+from trinity_sync.samples.metrics import batch_metrics
 from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
-from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, batch_metrics
+from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing
 
 
 class SampleSource(Protocol):
@@ -50,6 +52,10 @@ class SampleSource(Protocol):
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         """Compute one advantage per sample."""
+        ...
+
+    def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
+        """Write out a batch's samples for so many prompts."""
         ...
 
     def metrics(self) -> dict[str, float]:
@@ -138,7 +144,8 @@ class FreeLoop:
             batch = self._source.take(step)
         lags = self._steps.staleness(batch, step)
         with timing.of("train"):
-            metrics = self._steps.train(step, batch, self._source.advantages(batch))
+            advantages = self._source.advantages(batch)
+            metrics = self._steps.train(step, batch, advantages)
         publish, stops = settings.publishes(step), self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
         if publish or save:
@@ -147,9 +154,11 @@ class FreeLoop:
         if save:
             with timing.of("save"):
                 self._save(step, {**metrics, **batch_metrics(batch)})
-        timing.seconds["timing/step"] = time.perf_counter() - started
+        timing.step(time.perf_counter() - started, batch.token_count)
         facts = self._source.metrics()
         self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **facts, **timing.seconds})
+        if settings.records(step):
+            self._log.samples(step, self._source.excerpt(batch, advantages, settings.record_groups))
         self._saves.poll()
         return stops
 

@@ -21,10 +21,12 @@ from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.excerpt import Line
+from trinity_sync.samples.metrics import batch_metrics
 from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
-from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, batch_metrics, record_load
+from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, record_load
 
 
 class Data(Protocol):
@@ -40,6 +42,10 @@ class Data(Protocol):
 
     def load(self, version: Version) -> list[LoadReport]:
         """Have whoever generates the data take this version."""
+        ...
+
+    def excerpt(self, batch: Any, advantages: np.ndarray | None, groups: int) -> list[Line]:
+        """Write out a batch's samples for so many prompts; nothing where it has none."""
         ...
 
 
@@ -102,7 +108,8 @@ class TrainingLoop:
             batch = self._data.batch(step)
         lags = self._steps.staleness(batch, step)
         with timing.of("train"):
-            metrics = self._steps.train(step, batch, self._data.advantages(batch))
+            advantages = self._data.advantages(batch)
+            metrics = self._steps.train(step, batch, advantages)
         publish = settings.publishes(step)
         stops = self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
@@ -118,8 +125,10 @@ class TrainingLoop:
                 with timing.of("save"):
                     numbers = {**metrics, **batch_metrics(batch)}
                     self._saves.begin(step, staged.sealed.digest, numbers, published=publish)
-        timing.seconds["timing/step"] = time.perf_counter() - started
+        timing.step(time.perf_counter() - started, batch.token_count)
         self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **timing.seconds})
+        if settings.records(step):
+            self._log.samples(step, self._data.excerpt(batch, advantages, settings.record_groups))
         self._saves.poll()
         return stops
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from trinity_sync.backends.engines import Engine
@@ -17,8 +18,10 @@ def recomputed(engine: Engine, data: TensorDict) -> TensorDict:
         data: from `grpo_batch`. On pipeline stages before the last, which compute no loss, it stays as it is.
     """
     data = data.copy()
+    asked = data.copy()  # the engine notes in it what it has found
+    tu.assign_non_tensor(asked, calculate_entropy=False)
     with engine.eval_mode():
-        output = engine.infer_batch(data.copy())  # which notes in its data what it has found
+        output = engine.infer_batch(asked)
     if output:
         log_probs = output["model_output"]["log_probs"].float().cpu()
         data["old_log_probs"] = response_from_nested(log_probs, data["response_mask"])

@@ -9,6 +9,7 @@ from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch
+from trinity_sync.samples.excerpt import Line
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.pairs import PairsTask
@@ -70,4 +71,8 @@ class PairsData:
 
     def load(self, version: Version) -> list[LoadReport]:
         """Report no load: nobody generates."""
+        return []
+
+    def excerpt(self, batch: PairBatch, advantages: object, groups: int) -> list[Line]:
+        """Write out nothing: nobody generates."""
         return []

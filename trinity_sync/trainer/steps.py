@@ -5,7 +5,7 @@ driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
@@ -21,6 +21,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.staleness import staleness
+from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.group import TrainerGroup
 
 
@@ -33,6 +34,10 @@ class Log(Protocol):
 
     def event(self, name: str, **fields: object) -> None:
         """Record one event."""
+        ...
+
+    def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
+        """Record samples of one trainer step."""
         ...
 
 
@@ -50,6 +55,8 @@ class LoopSettings:
         save_interval: steps between full checkpoints, 0 for the last only.
         sync_timeout_s, step_timeout_s: limits in seconds.
         base: digest of the base of the adapters that are published; None: versions are whole.
+        record_interval, record_groups: steps between those of which samples are recorded, 0 for none; and of how many
+            prompts.
     """
 
     steps: int
@@ -62,10 +69,16 @@ class LoopSettings:
     sync_timeout_s: float
     step_timeout_s: float
     base: str | None = None
+    record_interval: int = 0
+    record_groups: int = 0
 
     def publishes(self, step: int) -> bool:
         """Tell whether a step's weights are to become a version."""
         return step == self.steps or step % self.sync_interval == 0
+
+    def records(self, step: int) -> bool:
+        """Tell whether samples of a step are to be recorded."""
+        return bool(self.record_interval and step % self.record_interval == 0)
 
     def saves(self, step: int) -> bool:
         """Tell whether a step is to be checkpointed."""
@@ -84,6 +97,11 @@ class Timing:
         started = time.perf_counter()
         yield
         self.seconds[f"timing/{name}"] = time.perf_counter() - started
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """Note the whole step, and how fast it learnt from so many tokens of responses."""
+        self.seconds["timing/step"] = seconds
+        self.seconds["perf/tokens_per_s"] = tokens / seconds
 
 
 @dataclass(frozen=True)
@@ -126,6 +144,7 @@ class Steps:
 
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
         """Have all ranks train on a batch; return their metrics, with a `loss` where the batch has something to learn.
+        Updates that were skipped, since their gradient was not finite, are an event.
 
         Raises:
             RunError: the loss is not finite, or missing.
@@ -140,6 +159,8 @@ class Steps:
         if len(batch) and (loss is None or not np.isfinite(loss)):
             found = "missing from the ranks' metrics" if loss is None else loss
             raise RunError(f"the loss of step {step} is {found}; the newest checkpoint is unharmed")
+        if skipped := int(metrics.get(SKIPPED, 0)):
+            self._log.event("skipped_update", step=step, count=skipped)
         return metrics
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
@@ -246,19 +267,3 @@ def upon(base: str | None) -> dict[str, str]:
 def record_generated(log: Log, generated: Generated) -> None:
     """Write down that an explorer made samples. Any thread."""
     log.event("generate", **asdict(generated))
-
-
-def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
-    """Measure what is known of a batch before it is trained on."""
-    counts = {"batch/samples": float(len(batch)), "batch/tokens": float(batch.token_count)}
-    if not isinstance(batch, SampleBatch):
-        return counts
-    metrics = {
-        **counts,
-        "reward/mean": float(batch.rewards.mean()),
-        "reward/std": float(batch.rewards.std()),
-        "response_length/mean": float(batch.response_lengths.mean()),
-    }
-    if np.isfinite(batch.exact).all():
-        metrics["reward/exact"] = float(batch.exact.mean())
-    return metrics

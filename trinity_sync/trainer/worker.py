@@ -72,6 +72,8 @@ class TrinityWorker(Member, TrainingWorker):
             check_adapter(self.model_config, self._spec.lora)
         torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks
         self.reset()
+        if self._spec.temperature != 1:
+            self._spec.backend.divide_in_fp32(self.engine)
         self.set_loss_fn(self._spec.algorithm.loss(self._spec.backend.strategy))
         seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
         random.seed(seed)
@@ -113,7 +115,15 @@ class TrinityWorker(Member, TrainingWorker):
         else:
             assert advantages is not None, "samples come with advantages"
             sampled = [batch.log_probs_of(i) for i in mine]
-            data = grpo_batch(prompts, responses, sampled, advantages[mine], temperature=spec.temperature, **settings)
+            data = grpo_batch(
+                prompts,
+                responses,
+                sampled,
+                advantages[mine],
+                temperature=spec.temperature,
+                entropy=spec.algorithm.needs_entropy,
+                **settings,
+            )
             if spec.algorithm.recomputes:
                 data = recomputed(self.engine, data)
         tu.assign_non_tensor(
@@ -123,12 +133,13 @@ class TrinityWorker(Member, TrainingWorker):
             seed=spec.seed + step,
             dataloader_kwargs={"shuffle": False},
         )
+        rate = self.engine.optimizer.param_groups[0]["lr"]  # verl gives that of the next step
         output = self.train_mini_batch(data)
         self._saver.prepare()
         story.info("trained step %d in %s", step, units.seconds(time.perf_counter() - started))
         if output is None:
             return {}
-        return step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes)
+        return {**step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes), "lr": rate}
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""

@@ -25,7 +25,7 @@ from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
 from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
-from trinity_sync.backends.megatron.layers import local_layers
+from trinity_sync.backends.megatron.layers import freeze_padding, local_layers
 from trinity_sync.backends.megatron.placement import among_all_experts
 from trinity_sync.errors import ConfigError
 
@@ -112,6 +112,8 @@ class TrinityBridge(LLMBridge):
 
         def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
             model: torch.nn.Module = provide(pre_process, post_process, vp_stage)
+            if pre_process and self.hf_config.pad_token_id is not None:
+                freeze_padding(model.get_submodule("embedding.word_embeddings"), self.hf_config.pad_token_id)
             if post_process:
                 _silence_padding(model, self.hf_config.vocab_size)
             return model

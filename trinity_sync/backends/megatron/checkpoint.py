@@ -26,6 +26,7 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.megatron import optimizer_state
 from trinity_sync.backends.megatron.resume import saved_layout
 from trinity_sync.backends.megatron.writer import Copies, Pending, Planner, finalise
+from trinity_sync.backends.optimizer_settings import settings_kept
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.copying import Copying
@@ -115,8 +116,8 @@ class Checkpoints:
         return {**self._manager._build_extra_state_dict(), _RANK_RNG: mine}
 
     def load(self, folder: Path, *, restore_rng: bool = True) -> None:
-        """Restore model, optimizer and learning rate; with `restore_rng`, in the layout of the save, the random
-        generators too.
+        """Restore model, optimizer and the place in the schedule, whose settings stay as they are; with `restore_rng`,
+        in the layout of the save, the random generators too.
 
         Any layout of the same model can load an optimizer that was saved as ``fully_reshardable``.
 
@@ -138,9 +139,9 @@ class Checkpoints:
         model = manager._build_model_sharded_state_dict(content)
         wanted = manager._build_optimizer_state_dict(model, content, is_loading=True)
         loaded = load_dist_checkpointing(wanted, str(folder / _OPTIMIZER))
-        optimizer_state.load(engine.optimizer, loaded["optimizer"])
+        with settings_kept(engine.optimizer):
+            optimizer_state.load(engine.optimizer, loaded["optimizer"])
         scheduler = engine.lr_scheduler
-        scheduler.override_opt_param_scheduler = True  # the configuration says the schedule, the checkpoint the step
         scheduler.num_steps = 0
         scheduler.load_state_dict(loaded["lr_scheduler"])
 

@@ -1,11 +1,12 @@
 """verl's Megatron engine as this project runs it. Importing this registers it with verl under `DEVICE`.
 
-The engine is verl's own and unchanged but for the CPU: there each of its calls runs inside `CudaMeansCpu`. Bridges come
-with the import.
+The engine is verl's own and unchanged but for the weight decay, gradients that are not finite, and the CPU: there each
+of its calls runs inside `CudaMeansCpu`. Bridges come with the import.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 
@@ -15,6 +16,9 @@ from trinity_sync.backends.megatron import cpu
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core tells of each accelerated part that is not installed
+    from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+    from verl.utils.megatron.optimizer import init_megatron_optim_config
+    from verl.utils.megatron_utils import register_megatron_training_hooks
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
@@ -39,6 +43,31 @@ _CALLS = (
 @EngineRegistry.register(model_type="language_model", backend="megatron", device=DEVICE)
 class MegatronEngine(MegatronEngineWithLMHead):
     """A rank's engine. All its calls are collective."""
+
+    def _build_optimizer(self) -> MegatronOptimizer:
+        """As verl builds it, but all weights decay, as with verl's FSDP engines, whose flat parameters cannot be told
+        apart. megatron-core would leave out those of one dimension: norms and biases.
+        """
+        config = init_megatron_optim_config(
+            self.optimizer_config,
+            use_distributed_optimizer=self.engine_config.use_distributed_optimizer,
+            fp16=self.param_dtype == torch.float16,
+            bf16=self.param_dtype == torch.bfloat16,
+        )
+        overrides = get_standard_config_overrides(config)
+        decaying = {key: override for key, override in overrides.items() if "wd_mult" not in override}
+        optimizer = get_megatron_optimizer(config, self.module, decaying)
+        register_megatron_training_hooks(self.module, optimizer)
+        return optimizer
+
+    def optimizer_step(self) -> float:
+        """As verl's, but a gradient that is not finite leaves the weights as they are, as with verl's FSDP engines.
+
+        Returns:
+            The norm of the gradient before it was clipped; nan where it was passed over.
+        """
+        changed, norm, _ = self.optimizer.step()
+        return float(norm) if changed else math.nan
 
 
 def prepare() -> None:

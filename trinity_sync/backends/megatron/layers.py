@@ -1,12 +1,14 @@
-"""Layers of megatron-core for models without Transformer Engine: on a CPU, or on a GPU where it is not installed.
+"""Layers of megatron-core as transformers has them.
 
-megatron-core has such a "local" specification of a layer itself; two of its modules do not fit and are replaced here.
+For models without Transformer Engine, on a CPU or on a GPU where it is not installed, megatron-core has a "local"
+specification of a layer itself; two of its modules do not fit and are replaced here.
 """
 
 from __future__ import annotations
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import VocabParallelEmbedding, scatter_to_sequence_parallel_region
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe import moe_utils
@@ -69,3 +71,21 @@ def local_layers(config: TransformerConfig, vp_stage: int | None) -> Transformer
             attention.q_layernorm = attention.k_layernorm = RmsNorm
     block.layer_norm = RmsNorm
     return block
+
+
+def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
+    """Leave the row of the padding token as it is, as transformers' embeddings do. A new model has zeros there, which a
+    norm makes a gradient of that is many times that of all others: samples of such a model have the token, too.
+
+    Args:
+        embedding: of the words; also the output layer of a model that shares it, which then trains the row.
+        token: id of the padding token.
+    """
+
+    def freeze(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        padding = inputs[0] == token
+        if embedding.reduce_scatter_embeddings:  # of shape (sequence, batch), and of the sequence this rank's share
+            padding = scatter_to_sequence_parallel_region(padding.transpose(0, 1))
+        return torch.where(padding[..., None], output.detach(), output)
+
+    embedding.register_forward_hook(freeze)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.backends.option import BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.option import PADDED, BackendOption, adam_fields, shared_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.schema import Config, MegatronConfig
 
@@ -146,6 +146,12 @@ class MegatronOption(MegatronConfig, BackendOption):
         "dist_ckpt_optim_fully_reshardable": "backend.optimizer_format",
         "seed": "seed",
     }
+    useless: ClassVar[Mapping[str, str]] = {
+        **BackendOption.useless,
+        "context_parallel_size": PADDED,
+        "dynamic_context_parallel": PADDED,
+        "max_seqlen_per_dp_cp_rank": PADDED,
+    }
     reads: ClassVar[frozenset[str]] = frozenset({"megatron"})
     writes_own_files: ClassVar[bool] = True
 
@@ -197,11 +203,12 @@ class MegatronOption(MegatronConfig, BackendOption):
         return {
             **adam_fields(cfg),
             "lr_decay_style": trainer.lr_scheduler,
-            "use_checkpoint_opt_param_scheduler": True,
+            "use_checkpoint_opt_param_scheduler": False,  # the configuration says the schedule, a checkpoint the step
             # verl does not pass its own betas on, and megatron-core wants to hear of the overlap twice
             "override_optimizer_config": {
                 "adam_beta1": trainer.betas[0],
                 "adam_beta2": trainer.betas[1],
+                "loss_scale": 1.0,  # it looks for gradients that are not finite where it scales them only
                 "overlap_param_gather": bool(ddp.get("overlap_param_gather", False)),
             },
         }

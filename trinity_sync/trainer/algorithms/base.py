@@ -28,6 +28,7 @@ class Algorithm(ABC):
         task_methods: what it needs of a task.
         tasks: of ours that have those.
         checks: on the configuration, beside the ranges that the schema has.
+        advice: likewise, but what they find is told when a run begins, and refuses nothing.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Algorithm(ABC):
     task_methods: ClassVar[tuple[str, ...]] = ("prompts", "reward")
     tasks: ClassVar[str] = "task=copy_digits or task=jsonl"
     checks: ClassVar[tuple[Check, ...]] = ()
+    advice: ClassVar[tuple[Check, ...]] = ()
 
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
@@ -54,6 +56,11 @@ class Algorithm(ABC):
         """Whether the trainer computes the log-probs of a step's samples once more before it trains on them; its loss
         then finds them as `old_log_probs`. Otherwise those are the samplers'.
         """
+        return False
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the trainer computes the entropy of the distribution of each token, which its loss then finds."""
         return False
 
     @abstractmethod

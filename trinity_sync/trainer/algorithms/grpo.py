@@ -30,11 +30,22 @@ def _check_temperature(get: Get) -> Iterator[Problem]:
         )
 
 
+def _advise_truncation(get: Get) -> Iterator[Problem]:
+    for key, all_tokens in (("explorer.top_k", 0), ("explorer.top_p", 1)):
+        if get(key) != all_tokens:
+            yield Problem(
+                key,
+                f"is {get(key)}: samples are drawn from some of the tokens, and trained on with log-probs over all of "
+                f"them, so the update is not on-policy; {key}={all_tokens} draws them from all",
+            )
+
+
 @dataclass(kw_only=True)
 class Grpo(GrpoConfig, Algorithm):
     """Each sample is judged against the others of its prompt."""
 
     checks: ClassVar[tuple[Check, ...]] = (_check_replicas, _check_temperature)
+    advice: ClassVar[tuple[Check, ...]] = (_advise_truncation,)
 
     @classmethod
     def sequences(cls, get: Get) -> tuple[int, str, str]:
@@ -46,6 +57,10 @@ class Grpo(GrpoConfig, Algorithm):
     @property
     def recomputes(self) -> bool:
         return self.rollout_correction.rollout_is is not None
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.calculate_entropy or self.entropy_coeff > 0
 
     def loss(self, strategy: str) -> Callable[..., object]:
         from verl.workers.config import ActorConfig

@@ -23,6 +23,7 @@ from trinity_sync.config.schema import RolloutCorrectionConfig
 from trinity_sync.trainer.algorithms.base import MISMATCH
 
 _MEANS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high")
+_OF_UPDATE = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
 def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig) -> Callable[..., object]:
@@ -41,7 +42,8 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig) -> Cal
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
         padded = data.select("response_mask", "old_log_probs", "rollout_log_probs").to_padded_tensor()
         mask, sampled = padded["response_mask"], padded["rollout_log_probs"]
-        measured: dict[str, Metric] = {}
+        means: dict[str, float] = {}
+        largest: dict[str, Metric] = {}
         if correction.rollout_is is None:
             before = no_padding_2_padding(model_output["log_probs"], data).detach()
         else:
@@ -51,12 +53,15 @@ def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig) -> Cal
             )
             data = data.copy()
             data["rollout_is_weights"] = response_to_nested(weights, data["response_mask"])
-            measured = {MISMATCH + name: Metric(AggregationType.MEAN, found[name]) for name in _MEANS}
-            measured[f"{MISMATCH}rollout_is_max"] = Metric(AggregationType.MAX, found["rollout_is_max"])
+            means = {MISMATCH + name: found[name] for name in _MEANS}
+            largest = {f"{MISMATCH}rollout_is_max": Metric(AggregationType.MAX, found["rollout_is_max"])}
         result, metrics = ppo_loss(config, model_output, data, dp_group)
         # only now the configuration knows the tokens of the whole mini-batch
-        mismatch = _mismatch(sampled, before, mask, config.global_batch_info)
-        return result, {**metrics, **measured, **mismatch}
+        batch = config.global_batch_info
+        means |= {name: metrics[name].aggregate() for name in _OF_UPDATE}
+        share = agg_loss(torch.ones_like(mask), mask, "token-mean", **batch).item()
+        shares = {name: Metric(AggregationType.SUM, mean * share) for name, mean in means.items()}
+        return result, {**metrics, **largest, **shares, **_mismatch(sampled, before, mask, batch)}
 
     return loss
 

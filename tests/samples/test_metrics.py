@@ -1,0 +1,90 @@
+"""What is measured of a batch, and how a few of its samples are written out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.samples.helpers import sample
+from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.excerpt import excerpt
+from trinity_sync.samples.metrics import batch_metrics
+from trinity_sync.samples.record import Prompt
+
+BATCH = SampleBatch.of(
+    [
+        sample(1, 0, 0, reward=0.5, response_ids=(7, 2)),
+        sample(1, 1, 0, reward=0.25, prompt_ids=(1, 2, 3, 4), response_ids=(7, 8, 9)),
+        sample(1, 0, 1, reward=0.5, response_ids=(5, 6, 7, 2)),
+        sample(1, 1, 1, reward=0.75, prompt_ids=(1, 2, 3, 4), exact=1.0),
+        sample(2, 1, 0, reward=-0.25, response_ids=(7,)),
+        sample(2, 1, 1, reward=-0.25),
+    ]
+)
+
+
+def test_rewards_and_lengths_are_measured() -> None:
+    found = batch_metrics(BATCH)
+    assert found == pytest.approx(
+        {
+            "batch/samples": 6,
+            "batch/tokens": 14,
+            "reward/mean": 0.25,
+            "reward/std": float(np.std([0.5, 0.25, 0.5, 0.75, -0.25, -0.25])),
+            "reward/min": -0.25,
+            "reward/max": 0.75,
+            "reward/exact": 1 / 6,
+            "reward/flat_groups": 2 / 3,
+            "response_length/mean": 14 / 6,
+            "response_length/max": 4,
+            "response_length/truncated": 1 / 3,
+            "prompt_length/mean": 8 / 3,
+            "prompt_length/max": 4,
+        }
+    )
+
+
+def test_where_the_task_does_not_always_say_what_is_right_nothing_is_said_of_it() -> None:
+    assert "reward/exact" not in batch_metrics(SampleBatch.of([sample(exact=None), sample(number=1)]))
+
+
+def test_of_pairs_and_of_nothing_only_the_size_is_known() -> None:
+    assert batch_metrics(PairBatch.of([[1]], [[2, 3]])) == {"batch/samples": 1, "batch/tokens": 2}
+    assert batch_metrics(SampleBatch.of([])) == {"batch/samples": 0, "batch/tokens": 0}
+
+
+def test_all_samples_of_the_first_groups_are_written_out() -> None:
+    mixed = ((0, 1, 3), (1, 2, 0))
+    batch = SampleBatch.of([replace(one, spans=mixed) if one.order == (1, 0, 0) else one for one in BATCH])
+    asked: list[tuple[int, int]] = []
+
+    def prompt(step: int, number: int) -> Prompt:
+        asked.append((step, number))
+        return Prompt(index=number, text=f"{step}/{number}=")
+
+    lines = excerpt(batch, np.arange(6.0), 2, prompt)
+    assert [(line["for_step"], line["prompt"], line["sample"]) for line in lines] == [
+        (1, 0, 0),
+        (1, 1, 0),
+        (1, 0, 1),
+        (1, 1, 1),
+    ]
+    assert sorted(asked) == [(1, 0), (1, 1)]
+    assert lines[0] == {
+        "for_step": 1,
+        "prompt": 0,
+        "sample": 0,
+        "text": "1/0=",
+        "response": "72",
+        "reward": 0.5,
+        "exact": 0.0,
+        "advantage": 0.0,
+        "finished": True,
+        "tokens": 2,
+        "version": 0,
+        "spans": [[0, 1, 3], [1, 2, 0]],
+    }
+    assert (lines[1]["spans"], lines[1]["finished"]) == ([[0, 3, 0]], False)
+    assert len(excerpt(batch, None, 9, prompt)) == 6

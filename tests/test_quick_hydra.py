@@ -1,0 +1,147 @@
+"""Compositions come out as those of Hydra left to itself, and do not do the same work again."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import version
+from hydra._internal import defaults_list
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf, _utils
+
+from trinity_sync import config
+
+CHOICES = (
+    (),
+    ("sync=nccl", "backend=megatron", "model.architecture.hidden_size=32"),
+    ("experiment=quick", "retention=[keep_last,keep_best]", "+backend.overrides.some.key=1"),
+    ("tracker=[tensorboard,wandb]", "hydra/launcher=basic", "task=jsonl", "task.path=rows.jsonl"),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick() -> None:
+    config.make_quick()
+
+
+@pytest.mark.parametrize(("package", "other"), [("hydra", "1.3.9"), ("omegaconf", "2.4.0")])
+def test_who_uses_the_library_or_has_other_versions_keeps_hydra_as_it_is(package: str, other: str) -> None:
+    program = f"""
+import {package}
+from trinity_sync import config
+from hydra.core.config_store import ConfigStore
+from omegaconf import _utils
+config.compose(["sync=nccl"])
+assert not hasattr(_utils.get_yaml_loader, "__wrapped__")
+{package}.__version__ = "{other}"
+config.make_quick()
+assert not hasattr(_utils.get_yaml_loader, "__wrapped__") and "__deepcopy__" not in vars(ConfigStore)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.fixture
+def own_pace(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Hydra and OmegaConf as they are without this program."""
+    for module, name in (
+        (version, "_get_version"),
+        (defaults_list, "_create_interpolation_map"),
+        (_utils, "get_yaml_loader"),
+    ):
+        monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    monkeypatch.delattr(ConfigStore, "__deepcopy__")
+    return monkeypatch
+
+
+def told(overrides: Sequence[str], folder: Path | None = None) -> str:
+    return OmegaConf.to_yaml(config.compose(overrides, config_dir=folder, hydra=True))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> Path:
+    """Option files, one of which is chosen by the choice of another."""
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "of").mkdir()
+    text = "# @package _global_\ndefaults:\n  - /of: ${experiment}\n  - override /sync: nccl\n  - _self_\nseed: 7\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    (tmp_path / "of" / "mine.yaml").write_text("# @package _global_\nname: of-mine\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("overrides", CHOICES)
+def test_what_is_composed_is_what_hydra_composes(overrides: Sequence[str], request: pytest.FixtureRequest) -> None:
+    config.compose(overrides)  # so that the next one goes by what is remembered
+    quick = told(overrides)
+    request.getfixturevalue("own_pace")
+    assert quick == told(overrides)
+
+
+def test_an_option_may_be_chosen_by_another_one(options: Path) -> None:
+    cfg = config.compose(["experiment=mine"], config_dir=options)
+    assert (cfg.name, cfg.seed, cfg.sync.mode) == ("of-mine", 7, "nccl")
+
+
+def test_a_choice_by_what_is_nowhere_is_refused_as_hydra_refuses_it(options: Path) -> None:
+    file = options / "experiment" / "mine.yaml"
+    file.write_text(file.read_text().replace("${experiment}", "${nothing}"))
+    with pytest.raises(HydraException, match="possible interpolation keys: experiment"):
+        config.compose(["experiment=mine"], config_dir=options)
+
+
+def test_a_file_that_was_changed_is_read_anew(options: Path) -> None:
+    assert config.compose(["experiment=mine"], config_dir=options).seed == 7
+    file = options / "experiment" / "mine.yaml"
+    file.write_text(file.read_text().replace("seed: 7", "seed: 8"))
+    assert config.compose(["experiment=mine"], config_dir=options).seed == 8
+
+
+def test_a_change_of_what_was_composed_is_not_in_the_next_one(options: Path) -> None:
+    cfg = config.compose(["retention=[keep_last]"], hydra=True)
+    before = OmegaConf.to_yaml(cfg)
+    cfg.trainer.betas.append(0.5)
+    cfg.retention.policies.keep_last.n = 77
+    cfg.hydra.job.env_copy.append("HOME")
+    assert told(["retention=[keep_last]"]) == before
+
+
+@pytest.mark.parametrize("mode", ["r", "rb"])
+def test_what_is_read_of_a_file_may_be_changed(tmp_path: Path, mode: str) -> None:
+    file = tmp_path / "saved.yaml"
+    file.write_text("a: [1, {b: 2}]\n")
+    for _ in range(2):
+        with file.open(mode) as stream:
+            found: Any = OmegaConf.load(stream)
+        assert found == {"a": [1, {"b": 2}]}
+        found.a[1].b = 3
+        found.a.append(4)
+
+
+def test_a_file_that_cannot_be_parsed_is_named_each_time(tmp_path: Path) -> None:
+    for name in ("one.yaml", "two.yaml", "one.yaml"):
+        (tmp_path / name).write_text("a: 1\nb: [1\n")
+        with pytest.raises(yaml.YAMLError, match=f'in "{tmp_path}/{name}", line 2'):
+            OmegaConf.load(tmp_path / name)
+
+
+def test_a_composition_parses_no_file_again_and_copies_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    config.compose(["sync=nccl"])
+    monkeypatch.delattr(yaml.constructor.BaseConstructor, "get_single_data")
+    config.compose(["sync=nccl"])
+    assert copy.deepcopy(ConfigStore.instance()) is ConfigStore.instance()
+
+
+def test_choices_are_put_together_only_where_defaults_ask_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = defaults_list._create_interpolation_map
+    maps: list[object] = []
+    monkeypatch.setattr(defaults_list, "_create_interpolation_map", lambda *of: maps.append(create(*of)))
+    config.compose(["sync=nccl"])
+    assert len(maps) > 20
+    assert set(maps) == {None}

@@ -1,0 +1,115 @@
+"""Versions for a vLLM server that knows nothing of us: through a file in its own format, which it reloads.
+
+The file is written in the memory that this node's processes share, as versions come, and goes when the server has read
+it. Versions are checked on the way into it as on the way into tensors of a process, for that is what the file is here.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from trinity_sync.actors.broadcast import Broadcast
+from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.checkpoint.hf_files import by_width, header, nbytes
+from trinity_sync.checkpoint.reading import TensorInfo
+from trinity_sync.errors import RunError
+from trinity_sync.integrations.vllm.arrivals import Shapes
+from trinity_sync.integrations.vllm.http_control import HttpControl
+from trinity_sync.protocol.versions import Lease
+from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.in_place import InPlace
+from trinity_sync.sync.loading import Taken
+from trinity_sync.weights.slots import SlotArena, remove_stale
+from trinity_sync.weights.tensors import byte_tensor, to_torch
+
+_FILE = "model.safetensors"
+
+
+class FileTarget:
+    """A server that takes versions (a `WeightTarget`) from files.
+
+    After an error in the reload the server stays paused. vLLM does not always recover from one: it may have to be
+    started again.
+
+    Args:
+        control: of the server, which is on this node and runs as the same user.
+        tensors: what a version consists of; in the file they have these dtypes.
+        mode: the sync mode.
+        side: what the mode may ask.
+        verify: `sync.verify`; the digest with ``full`` is of what was written to the file.
+    """
+
+    def __init__(
+        self, control: HttpControl, *, tensors: Shapes, mode: SyncMode, side: ExplorerSide, verify: str
+    ) -> None:
+        infos = {name: TensorInfo(*described) for name, described in tensors.items()}
+        self._infos = {name: infos[name] for name in by_width(infos)}
+        self._control = control
+        self._side = side
+        self._transport = mode.transport(side)
+        self._verify = verify
+        self._expected = self._into(
+            {
+                name: torch.empty(info.shape, dtype=to_torch(info.dtype), device="meta")
+                for name, info in self._infos.items()
+            }
+        )
+        remove_stale()  # of explorers that were killed
+
+    def check(self, lease: Lease) -> None:
+        """Check that names and shapes fit. Done once per set of layouts."""
+        self._expected.check(lease)
+
+    def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
+        """Write a version to a file, then have the server read that. It generates meanwhile."""
+        with self._file() as (folder, tensors):
+            target = self._into(tensors)
+            target.check(lease)
+            taken = target.take(lease, broadcast, lambda: None)
+            self._pause()
+            give_up()
+            try:
+                self._control.reload(folder, str(lease.version))
+            except EngineDied:
+                raise
+            except RunError as error:
+                raise RunError(f"{error}; it stays paused until a version gets in whole, or it is started again") from (
+                    error
+                )
+        self._control.resume()
+        return taken
+
+    def _pause(self) -> None:
+        try:
+            self._control.pause("wait")
+        except RunError:
+            with suppress(RunError):  # nothing was touched: what it holds is whole
+                self._control.resume()
+            raise
+
+    def _into(self, tensors: Mapping[str, torch.Tensor]) -> InPlace:
+        return InPlace(tensors, self._transport, self._side.layouts, self._verify)
+
+    @contextmanager
+    def _file(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+        """A folder with a file in the format of safetensors, and the tensors in it."""
+        begin = header(self._infos)
+        size = len(begin) + sum(nbytes(info) for info in self._infos.values())
+        key, elsewhere = f"server-{os.getpid()}-{secrets.token_hex(8)}", Path(tempfile.gettempdir())
+        with SlotArena.create(key, 1, {_FILE: size}, fallback=elsewhere) as arena:
+            mapped = arena.map(0, _FILE)
+            mapped[: len(begin)] = begin
+            data = byte_tensor(memoryview(mapped))[len(begin) :]
+            parts = data.split([nbytes(info) for info in self._infos.values()])
+            tensors = {
+                name: part.view(to_torch(info.dtype)).view(info.shape)
+                for (name, info), part in zip(self._infos.items(), parts, strict=True)
+            }
+            yield arena.path(0, _FILE).parent, tensors

@@ -1,0 +1,96 @@
+"""The control of a vLLM server's weights over HTTP, and the proof that it still holds what it was given.
+
+Each version is known to the server by a name that nobody else gives it, so a server that was started again, or that
+somebody else has given weights, is never taken for one that holds the version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from pathlib import Path
+
+from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.errors import RunError
+from trinity_sync.integrations.vllm.control import OnUpdate
+from trinity_sync.integrations.vllm.link import Address
+from trinity_sync.integrations.vllm.server import Server
+
+
+class HttpControl:
+    """The `EngineControl` of a server.
+
+    Args:
+        server: the server; started with ``VLLM_SERVER_DEV_MODE=1``.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._owner = secrets.token_hex(4)
+        self._given: str | None = None
+
+    def connect(self, address: Address) -> None:
+        try:
+            self._server.post("/init_weight_transfer_engine", "connect its workers", {"init_info": address._asdict()})
+        except EngineDied:
+            raise
+        except RunError as error:
+            raise RunError(f"{error}; it has to run on the node of the explorer, as the same user") from error
+
+    def pause(self, how: OnUpdate) -> None:
+        self.check()
+        self._server.post("/pause", "pause", params={"mode": how})
+
+    def resume(self) -> None:
+        self.check()  # what somebody else does with the server is not ours to end
+        self._server.post("/resume", "go on")
+
+    def start_update(self) -> None:
+        try:
+            self._start_update()
+        except EngineDied:
+            raise
+        except RunError:
+            # who gave it a version before may have died in the session, after which none can be begun
+            with contextlib.suppress(RunError):
+                self.update(None)
+            self._start_update()
+
+    def update(self, version: str | None) -> None:
+        self._server.post(
+            "/update_weights", f"put version {version} into its model", {"update_info": {"version": version}}
+        )
+
+    def finish_update(self, version: str) -> None:
+        name = self._name(version)
+        self._server.post("/finish_weight_update", f"finish the update to version {version}", {"weight_version": name})
+        self._given = name
+
+    def reload(self, folder: Path, version: str) -> None:
+        """Have it read its weights from a folder, and say from now on that they are this version."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self._server.post("/collective_rpc", f"load version {version}", body)
+        name = self._name(version)
+        self._server.post("/update_weight_version", f"note version {version}", {"new_version": name})
+        self._given = name
+
+    def check(self) -> None:
+        """See whether the server still holds what it was given last, if anything was.
+
+        Raises:
+            EngineDied: it does not: it is another engine now.
+        """
+        if self._given is None:
+            return
+        held = self._server.get("/weight_info", "say what it holds").get("weight_version")
+        if held != self._given:
+            raise EngineDied(
+                f"{self._server.who} says that it holds {held}, but it was given {self._given}: it was started again, "
+                "or somebody else has given it weights"
+            )
+
+    def _start_update(self) -> None:
+        self._server.post("/start_weight_update", "begin an update")
+
+    def _name(self, version: str) -> str:
+        return f"{version}-{self._owner}"

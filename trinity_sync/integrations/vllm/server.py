@@ -1,0 +1,263 @@
+"""A vLLM server that somebody runs, asked over HTTP. vLLM itself need not be installed here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import httpx
+
+from trinity_sync.actors.explorer import EngineDied
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.logs import story
+from trinity_sync.host.origin import told
+
+Json = dict[str, Any]
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request
+
+_LOOK_S = 0.5
+"""Between two looks whether a server is up."""
+
+_ANSWER_S = 10.0
+"""For an answer that takes the server no time."""
+
+_WATCH_S = 2.0
+"""Between two looks whether a server still is up that has something to do."""
+
+_SLOW = "it answers slowly or not at all"
+
+
+class ServerFacts(NamedTuple):
+    """What a server says of itself.
+
+    Attributes:
+        model: name by which requests name its model.
+        root: folder or hub id from which it took config and tokenizer.
+        longest: prompt and response together, in tokens, at most.
+        dtype: of its weights, as torch prints it.
+        log_probs_mode: its ``--logprobs-mode``.
+        backend: its weight-transfer backend; None: none.
+        workers: processes that hold its weights (tensor times pipeline parallel).
+        copies: of the model (data parallel).
+        version: of vLLM.
+    """
+
+    model: str
+    root: str
+    longest: int
+    dtype: str
+    log_probs_mode: str
+    backend: str | None
+    workers: int
+    copies: int
+    version: str
+
+
+class Server:
+    """A server. Each call raises `WaitTimeout` where it does not answer in time, `EngineDied` where it is gone, and
+    `RunError` where it says that it failed.
+
+    Args:
+        url: such as ``http://127.0.0.1:8000``.
+        timeout_s: limit of each call, seconds.
+
+    Attributes:
+        who: what errors call it.
+    """
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self.who = f"the vLLM server at {url}"
+        self.timeout_s = timeout_s
+        self._url = url
+        self._calls = ThreadPoolExecutor(thread_name_prefix="vLLM server")
+        # A proxy of the environment is for other places; and vLLM closes a connection on which it has told a failure,
+        # which the next call on it would take for a death.
+        self._client = httpx.Client(base_url=url, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+    def wait_up(self, timeout_s: float) -> None:
+        """Wait until it is there.
+
+        Args:
+            timeout_s: limit, seconds.
+
+        Raises:
+            ConfigError: something else than a vLLM server is there.
+            WaitTimeout: nothing is, or what is there is not ready.
+        """
+        until = time.monotonic() + timeout_s
+        why = self._not_up()
+        if why is not None:
+            story.info("waiting up to %g s for %s: %s", timeout_s, self.who, why)
+        while why is not None:
+            if time.monotonic() > until:
+                raise WaitTimeout(self.who, f"come up ({why})", timeout_s)
+            time.sleep(_LOOK_S)
+            why = self._not_up()
+
+    def facts(self) -> ServerFacts:
+        """What it says of itself.
+
+        Raises:
+            ConfigError: it does not let itself be given weights.
+        """
+        answer = self._send("GET", "/server_info", "say what it is", params={"config_format": "json"})
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise ConfigError(
+                f"{self.who} does not let itself be given weights; start it with VLLM_SERVER_DEV_MODE=1 in its "
+                "environment"
+            )
+        config = self._checked(answer, "say what it is")
+        models = self.get("/v1/models", "name its models")
+        version = self.get("/version", "say its version")
+        try:
+            config = config["vllm_config"]
+            return ServerFacts(
+                model=models["data"][0]["id"],
+                root=models["data"][0]["root"],
+                longest=config["model_config"]["max_model_len"],
+                dtype=config["model_config"]["dtype"],
+                log_probs_mode=config["model_config"]["logprobs_mode"],
+                backend=(config["weight_transfer_config"] or {}).get("backend"),
+                workers=config["parallel_config"]["world_size"],
+                copies=config["parallel_config"]["data_parallel_size"],
+                version=version["version"],
+            )
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"{self.who} does not say of itself what is known of vLLM: {told(error)}") from error
+
+    def get(self, path: str, what: str) -> Json:
+        """Ask for something.
+
+        Args:
+            path: what, by its path.
+            what: in words, for errors.
+        """
+        return self._checked(self._send("GET", path, what), what)
+
+    def post(
+        self, path: str, what: str, body: Mapping[str, object] | None = None, params: Mapping[str, str] | None = None
+    ) -> Json:
+        """Have it do something; waits until it has. Arguments as of `get`."""
+        return self._checked(self._send("POST", path, what, body=body, params=params), what)
+
+    def post_each(self, path: str, what: str, bodies: Sequence[Mapping[str, object]], at_a_time: int) -> list[Json]:
+        """As `post` for each of many bodies, side by side; the limit is for all together.
+
+        Args:
+            bodies: one for each request.
+            at_a_time: how many are under way at most.
+        """
+        return asyncio.run(self._post_each(path, what, bodies, at_a_time))
+
+    async def _post_each(
+        self, path: str, what: str, bodies: Sequence[Mapping[str, object]], at_a_time: int
+    ) -> list[Json]:
+        limits = httpx.Limits(max_connections=at_a_time, max_keepalive_connections=at_a_time)
+        until = time.monotonic() + self.timeout_s
+        async with httpx.AsyncClient(base_url=self._url, trust_env=False, limits=limits, timeout=None) as client:
+
+            async def post(body: Mapping[str, object]) -> Json:
+                with self._told(what):
+                    answer = await client.post(path, json=body)
+                return self._checked(answer, what)
+
+            asked = [asyncio.ensure_future(post(body)) for body in bodies]
+            waiting = set(asked)
+            try:
+                while waiting:
+                    done, waiting = await asyncio.wait(waiting, timeout=_WATCH_S, return_when=asyncio.FIRST_EXCEPTION)
+                    for one in done:
+                        one.result()
+                    if waiting:
+                        await asyncio.to_thread(self._check_alive, what)
+                    if waiting and time.monotonic() > until:
+                        raise WaitTimeout(self.who, what, self.timeout_s)
+            finally:
+                for one in waiting:
+                    one.cancel()
+                await asyncio.gather(*waiting, return_exceptions=True)
+        return [one.result() for one in asked]
+
+    def _not_up(self) -> str | None:
+        try:
+            answer = self._client.get("/health", timeout=_ANSWER_S)
+        except httpx.UnsupportedProtocol as error:
+            raise ConfigError(f"{self.who} cannot be asked: {error}") from error
+        except httpx.TimeoutException:
+            return _SLOW
+        except httpx.TransportError as error:
+            return _reason(error)
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise ConfigError(f"explorer.url: what answers at {self._url} is no vLLM server; it has no /health")
+        return None if answer.is_success else f"it says {answer.status_code}"
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        what: str,
+        *,
+        body: Mapping[str, object] | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
+        asking = self._calls.submit(
+            self._client.request, method, path, json=body, params=params, timeout=self.timeout_s
+        )
+        while not wait([asking], _WATCH_S).done:
+            self._check_alive(what)
+        with self._told(what):
+            return asking.result()
+
+    def _check_alive(self, what: str) -> None:
+        """See whether the server still is there: of a call that its engine was busy with when it died, vLLM never says
+        that it failed.
+        """
+        try:
+            down = self._not_up()
+        except ConfigError as error:
+            down = str(error)
+        if down is not None and down != _SLOW:
+            raise EngineDied(f"{self.who} died ({down}) when it was to {what}")
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except httpx.TimeoutException as error:
+            raise WaitTimeout(self.who, what, self.timeout_s) from error
+        except httpx.TransportError as error:
+            raise EngineDied(f"{self.who} is gone ({_reason(error)}) when it was to {what}") from error
+
+    def _checked(self, answer: httpx.Response, what: str) -> Json:
+        if answer.is_success:
+            return _json(answer)
+        said = _message(answer)
+        if answer.is_server_error:
+            self._check_alive(f"{what}: {said}")
+        raise RunError(f"{self.who} failed to {what}: {said}")
+
+
+def _json(answer: httpx.Response) -> Json:
+    with suppress(ValueError):
+        if isinstance(found := answer.json(), dict):
+            return found
+    return {}
+
+
+def _message(answer: httpx.Response) -> str:
+    """What the server says of a failure; its form differs from path to path."""
+    found = _json(answer)
+    said = found.get("error", found.get("detail"))
+    if isinstance(said, dict):
+        said = said.get("message")
+    return f"{said or answer.text[:500] or 'no reason given'} (status {answer.status_code})"
+
+
+def _reason(error: httpx.TransportError) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
