@@ -75,6 +75,7 @@ def make_loader(engine: VLLMEngine, trainer: PretendTrainer) -> Callable[..., We
         verify: str = "full",
         of: PretendTrainer = trainer,
         lease_folder: LeaseFolder | None = None,
+        still_leased: Callable[[int], bool] | None = None,
         **settings: object,
     ) -> WeightLoader:
         mode = mode or MemoryMode()
@@ -88,6 +89,7 @@ def make_loader(engine: VLLMEngine, trainer: PretendTrainer) -> Callable[..., We
             timeout_s=LIMIT,
             settings=target | settings,
             lease_folder=lease_folder,
+            still_leased=still_leased or (lambda lease_id: of.synchronizer.holds(lease_id).result(LIMIT)),
         )
         return WeightLoader(Member.new("explorer-0"), engine.target(mode, side, verify), of.synchronizer)
 
@@ -159,7 +161,7 @@ def of_model(worker: Any) -> None:
         transfer.finish_weight_update = whole
         whole()
         norm = transfer.model.get_parameter(NORM)
-        norm.data = transfer._arrivals.memory()[0][: norm.nbytes].view(norm.dtype)
+        norm.data = max(transfer._arrivals.memory(), key=torch.Tensor.numel).view(-1)[: norm.numel()]
 
     transfer.finish_weight_update = finish
 
@@ -180,6 +182,35 @@ def test_a_model_that_uses_the_memory_of_a_version_is_found_out(
     assert loader.held is None
     engine._control.wait(engine._llm.collective_rpc(own_again), "give memory back")
     loader.load(None)
+
+
+def test_a_lease_that_is_lost_in_the_session_leaves_the_engine_paused(
+    engine: VLLMEngine,
+    make_loader: Callable[..., WeightLoader],
+    trainer: PretendTrainer,
+    models: list[Path],
+    weights: list[Weights],
+) -> None:
+    trainer.publish(weights[3])
+
+    def lose(lease_id: int) -> bool:
+        assert trainer.synchronizer.holds(lease_id).result(LIMIT)
+        assert trainer.synchronizer.release(lease_id).result(LIMIT)
+        return trainer.synchronizer.holds(lease_id).result(LIMIT)
+
+    def is_paused() -> bool:
+        return engine._control.wait(engine._llm.is_paused(), "tell whether it is paused")
+
+    assert not is_paused()
+    loader = make_loader(verify="bucket", still_leased=lose)
+    with pytest.raises(RunError, match=r"explorer-0 lost its lease on version .*; raise sync\.lease_s"):
+        loader.load(None)
+    assert loader.held is None
+    assert is_paused()
+    make_loader(verify="bucket").load(None)
+    assert not is_paused()
+    batch = generated(engine)
+    np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[3], batch), atol=0.02)
 
 
 class Kept:

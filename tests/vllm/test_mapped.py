@@ -6,7 +6,7 @@ import gc
 import mmap
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from trinity_sync.weights.shards import whole
 from trinity_sync.weights.slots import SlotArena
 from trinity_sync.weights.staging import stage
 from trinity_sync.weights.tensors import from_torch
+from trinity_sync.weights.whole_tensors import WholeTensors
 
 NAMES = [f"layers.{number}.weight" for number in (10, 2, 0)]
 TENSORS = {name: torch.randn(40, 16).bfloat16() for name in NAMES} | {"norm": torch.ones(40).bfloat16()}
@@ -56,6 +57,22 @@ def lease_of(parts: Sequence[PartInfo] = ()) -> Lease:
     return Lease(id=0, reader=0, version=Version(0, 3), slot=0, expires=0.0, parts=named, digest=None, location=None)
 
 
+Room = Callable[[Segments], str]
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Room:
+    """Makes the file of the segment in which the tensors of versions are put together."""
+
+    def make(maps: Segments) -> str:
+        dtypes = {name: tensor.dtype for name, tensor in TENSORS.items()}
+        path = tmp_path / "together"
+        path.write_bytes(bytes(WholeTensors(maps.layouts, dtypes).together.nbytes))
+        return str(path)
+
+    return make
+
+
 def worker(maps: Segments | SlotMaps, verify: str = "full", rank: int = 0, workers: int = 1) -> Mapped:
     shapes = {name: (from_torch(tensor.dtype), tuple(tensor.shape)) for name, tensor in TENSORS.items()}
     return Mapped(shapes, LayoutCache({}, 1.0), maps, verify, Share(rank, workers))
@@ -66,9 +83,10 @@ def cut_at_random(bucket_bytes: int = 256) -> CutVersion:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-def test_workers_look_at_each_tensor_once_and_together_have_the_digest_of_the_version(workers: int) -> None:
+def test_workers_look_at_each_tensor_once_and_together_have_the_digest_of_the_version(room: Room, workers: int) -> None:
     maps = Segments(cut_at_random())
-    arrived = [worker(maps, rank=rank, workers=workers).take(Arrival(lease_of(), None, ())) for rank in range(workers)]
+    arrival = Arrival(lease_of(), None, (), room(maps))
+    arrived = [worker(maps, rank=rank, workers=workers).take(arrival) for rank in range(workers)]
     assert sorted(name for one in arrived for name in one.digests) == sorted(TENSORS)
     joined = {name: digest for one in arrived for name, digest in one.digests.items()}
     entries = [(name, "BF16", tuple(tensor.shape), joined[name]) for name, tensor in TENSORS.items()]
@@ -76,38 +94,60 @@ def test_workers_look_at_each_tensor_once_and_together_have_the_digest_of_the_ve
     assert {one.moved for one in arrived} == {sum(layout.nbytes for layout in maps.layouts)}
 
 
+@pytest.mark.parametrize("verify", ["full", "bucket", "off"])
+def test_each_worker_puts_its_share_together_and_all_read_what_all_have(room: Room, verify: str) -> None:
+    maps = Segments(cut_at_random())
+    arrival = Arrival(lease_of(), None, (), room(maps))
+    together = Path(arrival.together or "")
+    workers = [worker(maps, verify, rank, 3) for rank in range(3)]
+    written = []
+    for one in workers:
+        before = together.read_bytes()
+        one.take(arrival)
+        written.append(sum(a != b for a, b in zip(before, together.read_bytes(), strict=True)))
+    assert all(written)
+    assert sum(written) <= together.stat().st_size
+    for layout, segment in zip(maps.layouts, maps.segments, strict=True):
+        segment[: layout.nbytes] = bytes(layout.nbytes)  # of these bytes nothing is put together any more
+    for one in workers:
+        found = dict(one.tensors("3"))
+        assert all(torch.equal(found[name], TENSORS[name]) for name in NAMES)
+
+
 def test_workers_have_about_as_much_to_look_at() -> None:
     rng = random.Random(3)
     sizes = [rng.randrange(1, 4000) for _ in range(300)]
-    layout = PartLayout.build("rank-00000", [whole(str(n), "BF16", (size,)) for n, size in enumerate(sizes)], 64)
-    shares = [share_of([layout], Share(rank, 8)) for rank in range(8)]
+    named = {str(n): size for n, size in enumerate(sizes)}
+    shares = [share_of(named, Share(rank, 8)) for rank in range(8)]
     assert sorted(name for share in shares for name in share) == sorted(map(str, range(300)))
     loads = [sum(sizes[int(name)] for name in share) for share in shares]
     assert max(loads) < 1.02 * min(loads)
 
 
-def damage_found_by(one: Mapped) -> str | None:
+def damage_found_by(one: Mapped, arrival: Arrival) -> str | None:
     try:
-        one.take(Arrival(lease_of(), None, ()))
+        one.take(arrival)
     except ChecksumError as error:
         return str(error)
     return None
 
 
-def test_each_bucket_is_checked_by_one_of_the_workers() -> None:
+def test_each_bucket_is_checked_by_one_of_the_workers(room: Room) -> None:
     maps = Segments(cut_at_random(), buckets=True)
+    arrival = Arrival(lease_of(), None, (), room(maps))
     workers = [worker(maps, "bucket", rank, 3) for rank in range(3)]
     for layout, segment in zip(maps.layouts, maps.segments, strict=True):
         for number, (start, _) in enumerate(layout.buckets()):
             segment[start] ^= 1
-            [told] = filter(None, map(damage_found_by, workers))
+            [told] = filter(None, (damage_found_by(one, arrival) for one in workers))
             assert f"bucket {number} of part {layout.part} is damaged" in told
             segment[start] ^= 1
-    assert all(one.take(Arrival(lease_of(), None, ())).digests == {} for one in workers)
+    assert all(one.take(arrival).digests == {} for one in workers)
 
 
 def test_tensors_come_layer_by_layer_of_the_version_that_arrived_until_it_is_let_go() -> None:
-    maps = Segments(cut_at_random())
+    shards = [whole(name, "BF16", tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    maps = Segments(CutVersion(TENSORS, "BF16", [PartLayout.build("rank-00000", shards, 256)], [TENSORS]))
     one = worker(maps)
     one.take(Arrival(lease_of(), None, ()))
     with pytest.raises(RunError, match="version 4 is to be used, but 3 has arrived"):

@@ -1,19 +1,20 @@
-"""Whole tensors, read from parts that were cut at random."""
+"""Whole tensors, in parts that were cut at random and in the segment in which they are put together."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.weights.helpers import CutVersion, cut_versions, local_elements, raw
+from tests.weights.helpers import CutVersion, cut_versions, raw
+from trinity_sync.weights.apply import Receiver
 from trinity_sync.weights.digests import RowPlan, digest_rows
 from trinity_sync.weights.layout import LayoutError, PartLayout
-from trinity_sync.weights.loans import Loans
 from trinity_sync.weights.shards import row_slice, whole
 from trinity_sync.weights.staging import stage
 from trinity_sync.weights.whole_tensors import WholeTensors
@@ -28,25 +29,45 @@ def staged(version: CutVersion) -> list[bytearray]:
     return segments
 
 
-@given(cut_versions(), st.one_of(st.none(), st.integers(1, 40)))
-def test_tensors_are_what_was_cut(version: CutVersion, rows: int | None) -> None:
+def put_together(plan: WholeTensors, version: CutVersion, segments: list[bytearray]) -> dict[str, torch.Tensor]:
+    """The tensors, those that no part holds whole by a receiver."""
+    views = plan.views([*segments, bytearray(plan.together.nbytes)])
+    spread = {shard.name for shard in plan.together.shards}
+    receiver = Receiver({name: views[name] for name in spread})
+    for layout, segment in zip(version.layouts, segments, strict=True):
+        receiver.apply(layout.only(spread), segment)
+    return views
+
+
+@given(cut_versions())
+def test_tensors_are_what_was_cut(version: CutVersion) -> None:
     wanted = version.on_wire
     plan = WholeTensors(version.layouts, {name: tensor.dtype for name, tensor in wanted.items()})
-    tensors = plan.of(staged(version))
+    found = put_together(plan, version, staged(version))
+    assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        found = tensors.read(name, rows)
-        first = tensor if rows is None or tensor.dim() < 2 else tensor[:rows]
-        assert (found.dtype, found.shape, found.is_contiguous()) == (first.dtype, first.shape, True)
-        assert raw(found) == raw(first)
+        one = found[name]
+        assert (one.dtype, one.shape, one.is_contiguous()) == (tensor.dtype, tensor.shape, True)
+        assert raw(one) == raw(tensor)
 
 
 @given(cut_versions(), st.sampled_from([torch.float32, torch.float64]))
 def test_tensors_are_cast_to_what_they_are_to_be(version: CutVersion, dtype: torch.dtype) -> None:
-    wanted = {name: one.to(dtype) for name, one in version.on_wire.items() if one.is_floating_point()}
-    plan = WholeTensors(version.layouts, {name: dtype for name in wanted})
-    tensors = plan.of(staged(version))
+    wanted = {
+        name: one.to(dtype) if one.is_floating_point() and one.dtype != torch.float64 else one
+        for name, one in version.on_wire.items()
+    }
+    plan = WholeTensors(version.layouts, {name: one.dtype for name, one in wanted.items()})
+    found = put_together(plan, version, staged(version))
     for name, tensor in wanted.items():
-        torch.testing.assert_close(tensors.read(name), tensor, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, equal_nan=True)
+
+
+@given(cut_versions(), st.randoms(use_true_random=False))
+def test_what_is_put_together_is_laid_out_alike_for_all(version: CutVersion, rng: Random) -> None:
+    dtypes = {name: tensor.dtype for name, tensor in version.on_wire.items()}
+    mixed = rng.sample(version.layouts, len(version.layouts))
+    assert WholeTensors(version.layouts, dtypes).together == WholeTensors(mixed, dtypes).together
 
 
 @given(cut_versions(), st.integers(1, 4))
@@ -73,15 +94,14 @@ def test_what_one_part_holds_whole_is_a_view_of_it_and_keeps_it_mapped_for_no_lo
     view = memoryview(segment)
     alive = weakref.ref(view)
     plan = WholeTensors([layout], {"first": torch.int64, "matrix": torch.bfloat16})
-    tensors = plan.of([view])
+    assert plan.together.nbytes == 0
+    found = plan.views([view, b""])["matrix"]
     del view
-    found = tensors.read("matrix")
-    assert found.untyped_storage().data_ptr() == tensors.parts[0].untyped_storage().data_ptr()
     segment[layout.entries[1][1]] ^= 1
     assert not torch.equal(found, MATRIX)
     segment[layout.entries[1][1]] ^= 1
     slice_of_it = found[2:, 1:3]
-    del tensors, found
+    del found
     gc.collect()
     with pytest.raises(BufferError):
         segment.append(0)  # a slice holds all of it
@@ -92,47 +112,22 @@ def test_what_one_part_holds_whole_is_a_view_of_it_and_keeps_it_mapped_for_no_lo
     segment.append(0)
 
 
-def test_what_has_to_be_cast_or_put_together_is_memory_of_its_own() -> None:
+def test_what_has_to_be_cast_or_is_spread_and_nothing_else_is_put_together() -> None:
     kind = ("matrix", "BF16", (4, 6))
-    halves = [row_slice(*kind, 0, 2), row_slice(*kind, 2, 4)]
-    for shards, dtype in ((halves, torch.bfloat16), ([whole(*kind)], torch.float32)):
-        layouts = [PartLayout.build(f"rank-{number:05d}", [shard], 64) for number, shard in enumerate(shards)]
-        sources = [{"matrix": local_elements(MATRIX, shard)} for shard in shards]
-        segments = staged(CutVersion({"matrix": MATRIX}, "BF16", layouts, sources))
-        plan = WholeTensors(layouts, {"matrix": dtype})
-        tensors = plan.of(segments)
-        found = tensors.read("matrix")
-        before = found.clone()
-        for one in segments:
-            one[:] = bytes(len(one))
-        assert torch.equal(found, before)
-        assert not torch.equal(tensors.read("matrix"), before)
-
-
-def test_memory_is_lent_again_when_nothing_refers_to_it_and_not_before() -> None:
-    loans = Loans()
-    first, second = loans.lend(64), loans.lend(64)
-    places = {first.data_ptr(), second.data_ptr()}
-    assert len(places) == 2
-    piece = first.view(torch.bfloat16)[4:6]
-    del first
-    gc.collect()
-    third = loans.lend(64)
-    assert third.data_ptr() not in places
-    third.zero_()
-    del piece, second
-    gc.collect()
-    assert {loans.lend(64).data_ptr() for _ in range(3)} <= places
-    assert loans.lend(128).data_ptr() not in places
-    kept = [loans.lend(64), loans.lend(64)]
-    assert {one.data_ptr() for one in kept} == places
-    kept[0].fill_(7)
-    del loans
-    gc.collect()
-    assert kept[0].sum() == 7 * 64
+    parts = [
+        PartLayout.build(
+            "rank-00000", [row_slice(*kind, 0, 2), whole("wide", "F32", (5,)), whole("cast", "BF16", ())], 64
+        ),
+        PartLayout.build("rank-00001", [row_slice(*kind, 2, 4)], 64),
+    ]
+    plan = WholeTensors(parts, {"matrix": torch.bfloat16, "wide": torch.float32, "cast": torch.float32})
+    assert [(one.name, one.dtype, one.shape) for one in plan.together.shards] == [
+        ("cast", "F32", ()),
+        ("matrix", "BF16", (4, 6)),
+    ]
 
 
 def test_a_segment_that_is_too_short_is_refused() -> None:
     layout = PartLayout.build("rank-00000", [whole("matrix", "BF16", (4, 6))], 64)
     with pytest.raises(LayoutError, match="torn"):
-        WholeTensors([layout], {"matrix": torch.bfloat16}).of([bytes(47)])
+        WholeTensors([layout], {"matrix": torch.bfloat16}).views([bytes(47), b""])

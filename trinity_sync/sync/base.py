@@ -98,6 +98,7 @@ class ExplorerSide:
         timeout_s: limit of each wait (`sync.timeout_s`).
         settings: the keys of `sync`, from which processes of the explorer build the mode for themselves.
         lease_folder: keeps a version's folder while it is read; None: nobody deletes folders.
+        still_leased: tells whether a lease lasts still, by its id.
     """
 
     name: str
@@ -107,6 +108,7 @@ class ExplorerSide:
     timeout_s: float
     settings: Mapping[str, object] = field(default_factory=dict)
     lease_folder: LeaseFolder | None = None
+    still_leased: Callable[[int], bool] = lambda lease_id: True
 
 
 @dataclass

@@ -38,6 +38,10 @@ class Taken(NamedTuple):
     digest: str | None
     reread: bool = False
 
+    def proves(self, lease: Lease) -> bool:
+        """Whether it is the leased version even where the lease was lost meanwhile."""
+        return self.digest is not None and lease.digest is not None and not self.reread
+
 
 class WeightTarget(Protocol):
     """What versions are loaded into."""
@@ -101,13 +105,9 @@ class WeightLoader:
             taken = self._take(lease, broadcast)
         finally:
             in_time = synchronizer.release(lease.id).result(synchronizer.timeout_s)
-        proven = taken.digest is not None and lease.digest is not None and not taken.reread
-        if not (in_time or proven):
+        if not (in_time or taken.proves(lease)):
             self.held = None
-            raise RunError(
-                f"{self._name} lost its lease on version {lease.version} while it loaded, so other bytes may have "
-                f"taken the place of that version's; raise sync.lease_s"
-            )
+            raise lost_lease(self._name, lease)
         self.held = lease.version
         ended = time.perf_counter()
         return LoadReport(
@@ -143,6 +143,14 @@ class WeightLoader:
 
     def _cannot(self, lease: Lease, why: Exception) -> RunError:
         return RunError(f"{self._name} cannot load version {lease.version}: {why}")
+
+
+def lost_lease(name: str, lease: Lease) -> RunError:
+    """What is wrong where an explorer of this name holds what may not be the leased version."""
+    return RunError(
+        f"{name} lost its lease on version {lease.version} while it loaded, so other bytes may have taken the place of "
+        "that version's; raise sync.lease_s"
+    )
 
 
 def check_digest(lease: Lease, digest: str, damage: Callable[[], str]) -> None:

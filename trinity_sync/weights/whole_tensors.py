@@ -1,123 +1,73 @@
-"""Whole tensors, read from where the parts of a version lie: views of a part where it holds all of a tensor as it is to
-be, else put together from the pieces when they are asked for.
+"""Where each tensor of a version lies whole: in the part that holds all of it as it is to be, or, where none does, in a
+further segment in which it is put together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
 
 import torch
 
 from trinity_sync.weights.layout import PartLayout, Segment
-from trinity_sync.weights.loans import Loans
-from trinity_sync.weights.shards import Rect, Shard, matrix_view
-from trinity_sync.weights.tensors import byte_tensor, to_torch
+from trinity_sync.weights.shards import Shard, whole
+from trinity_sync.weights.tensors import byte_tensor, from_torch, to_torch
 
+TOGETHER = "together"
+"""What the part of the further segment is called."""
 
-class _Held(NamedTuple):
-    """What a part holds of a tensor: the number of the part, the shard, and its first byte in the segment."""
-
-    part: int
-    shard: Shard
-    offset: int
+_BUCKET_BYTES = 4 << 20
 
 
 class WholeTensors:
-    """How to read each tensor of a version: worked out once, as layouts stay and versions come.
+    """Where to find the tensors of versions: worked out once, as layouts stay and versions come.
 
     Args:
         layouts: of all parts; together they hold every tensor once (`check_cover`).
         dtypes: Hugging Face name -> the dtype in which the tensor is to be, which its published one can be cast to.
+
+    Attributes:
+        together: the layout of the further segment: of tensors that are spread over parts, or are to be cast. It does
+            not depend on the order of the layouts.
     """
 
     def __init__(self, layouts: Sequence[PartLayout], dtypes: Mapping[str, torch.dtype]) -> None:
-        self._layouts = list(layouts)
-        self._dtypes = dict(dtypes)
-        self._held: dict[str, list[_Held]] = {}
-        for part, layout in enumerate(self._layouts):
+        shapes: dict[str, tuple[int, ...]] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # the number of the segment, and the first byte in it
+        for number, layout in enumerate(layouts):
             for shard, offset in layout.entries:
-                self._held.setdefault(shard.name, []).append(_Held(part, shard, offset))
+                shapes[shard.name] = shard.shape
+                if _is_whole(shard, dtypes[shard.name]):
+                    self._places[shard.name] = number, offset
+        spread = sorted(shapes.keys() - self._places.keys())
+        shards = [whole(name, from_torch(dtypes[name]), shapes[name]) for name in spread]
+        self.together = PartLayout.build(TOGETHER, shards, _BUCKET_BYTES)
+        for shard, offset in self.together.entries:
+            self._places[shard.name] = len(layouts), offset
+        self._layouts = [*layouts, self.together]
+        self._kinds = {name: (dtypes[name], shape) for name, shape in shapes.items()}
 
-    def of(self, segments: Sequence[Segment]) -> VersionTensors:
-        """The tensors of one version.
+    def views(self, segments: Sequence[Segment]) -> dict[str, torch.Tensor]:
+        """The tensors, contiguous, without a copy, by name.
 
         Args:
-            segments: in the order of the layouts, each at least ``layout.nbytes``.
+            segments: in the order of the layouts, the further one last; each at least ``layout.nbytes``.
+
+        Returns:
+            Views. They keep the segments from being unmapped, and are to be written to where their segment may be.
 
         Raises:
             LayoutError: a segment is too small.
         """
-        pairs = zip(self._layouts, segments, strict=True)
-        return VersionTensors(
-            [byte_tensor(layout.view(segment)) for layout, segment in pairs], self._held, self._dtypes
-        )
+        lying = [byte_tensor(layout.view(one)) for layout, one in zip(self._layouts, segments, strict=True)]
+        found = {}
+        for name, (number, offset) in self._places.items():
+            dtype, shape = self._kinds[name]
+            nbytes = prod(shape) * dtype.itemsize
+            found[name] = lying[number][offset : offset + nbytes].view(dtype).view(shape)
+        return found
 
 
-class VersionTensors:
-    """The tensors of one version; made by `WholeTensors.of`.
-
-    Attributes:
-        parts: the bytes of the parts. They, and views of them, keep the segments from being unmapped.
-    """
-
-    def __init__(
-        self, parts: Sequence[torch.Tensor], held: Mapping[str, Sequence[_Held]], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        self.parts = parts
-        self._held = held
-        self._dtypes = dtypes
-        self._loans = Loans()
-
-    def read(self, name: str, rows: int | None = None) -> torch.Tensor:
-        """A tensor, contiguous, in the dtype in which it is to be.
-
-        Args:
-            name: of the tensor.
-            rows: give no more than so many slices along dim 0, and read no more; None, or of a tensor of fewer than
-                two dimensions: all.
-
-        Returns:
-            Either a view of a part, to be read and not written, or memory of its own, which is used again for another
-            tensor once nothing refers to this one.
-        """
-        held, dtype = self._held[name], self._dtypes[name]
-        shape = held[0].shard.shape
-        if rows is not None and len(shape) > 1:
-            shape = (min(rows, shape[0]), *shape[1:])
-        length = prod(shape) * dtype.itemsize
-        if (plain := _plain(held, dtype)) is not None:
-            return self.parts[plain.part][plain.offset : plain.offset + length].view(dtype).view(shape)
-        whole = self._loans.lend(length).view(dtype).view(shape)
-        matrix = whole.view(matrix_view(shape))
-        for part, shard, offset in held:
-            for rect in shard.rects:
-                _put(matrix, rect, self.parts[part][offset + rect.offset :], to_torch(shard.dtype))
-        return whole
-
-
-def _plain(held: Sequence[_Held], dtype: torch.dtype) -> _Held | None:
-    """The part that holds all of a tensor, row by row and in this dtype; None where there is none."""
-    filled = [one for one in held if one.shard.rects]
-    if len(filled) != 1 or to_torch(filled[0].shard.dtype) != dtype:
-        return None
-    shard = filled[0].shard
-    return filled[0] if len(shard.rects) == 1 and shard.numel_local == prod(shard.shape) else None
-
-
-def _put(matrix: torch.Tensor, rect: Rect, data: torch.Tensor, dtype: torch.dtype) -> None:
-    """Copy a rectangle to the rows of it that a matrix has.
-
-    Args:
-        data: the part's bytes from the rectangle's first on.
-        dtype: that they are in.
-    """
-    rows = min(rect.rows, len(matrix) - rect.row)
-    if rows < 1:
-        return
-    source = data[: rows * rect.cols * dtype.itemsize].view(dtype).view(rows, rect.cols)
-    target = matrix[rect.row : rect.row + rows, rect.col : rect.col + rect.cols]
-    if target.dtype == dtype:  # any dtype has bytes, but torch does not copy every dtype
-        source, target = source.view(torch.uint8), target.view(torch.uint8)
-    target.copy_(source)
+def _is_whole(shard: Shard, dtype: torch.dtype) -> bool:
+    """Whether a shard is all of its tensor, row by row and in this dtype."""
+    return to_torch(shard.dtype) == dtype and len(shard.rects) == 1 and shard.numel_local == prod(shard.shape)

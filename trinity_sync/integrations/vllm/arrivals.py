@@ -35,11 +35,13 @@ class Arrival(NamedTuple):
         lease: of the version; parts of other nodes are named by where they lie on this one.
         broadcast: the broadcast in which it comes, in nccl mode.
         layouts: those of its parts that were not told before.
+        together: the file of the segment in which workers put together what no part holds whole; None: none is needed.
     """
 
     lease: Lease
     broadcast: Broadcast | None
     layouts: Sequence[PartLayout]
+    together: str | None = None
 
 
 class Arrived(NamedTuple):
@@ -49,12 +51,12 @@ class Arrived(NamedTuple):
         moved: bytes of the version.
         digests: 16 bytes of each tensor that this worker has looked at, by name; empty where `sync.verify` is not
             ``full``.
-        mapped: the tensors are read once more when they are put into the model, from where the lease keeps them.
+        reread: tensors are read once more when they are put into the model, from where the lease keeps them.
     """
 
     moved: int
     digests: Mapping[str, bytes]
-    mapped: bool
+    reread: bool
 
 
 class Arrivals(ABC):
@@ -149,7 +151,7 @@ class Received(Arrivals):
     def _take(self, arrival: Arrival) -> Arrived:
         self._target.check(arrival.lease)
         taken = self._target.take(arrival.lease, arrival.broadcast, lambda: None)
-        return Arrived(taken.moved, self._target.digests() if self._verify == "full" else {}, mapped=False)
+        return Arrived(taken.moved, self._target.digests() if self._verify == "full" else {}, reread=False)
 
 
 def _layer(name: str) -> int:

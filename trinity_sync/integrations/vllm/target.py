@@ -22,16 +22,18 @@ from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.link import WorkerLink
+from trinity_sync.integrations.vllm.segment import SharedSegment
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.loading import Taken, check_digest, damage
+from trinity_sync.sync.loading import Taken, check_digest, damage, lost_lease
 from trinity_sync.sync.memory import fetch
 from trinity_sync.weights.apply import ChecksumError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import to_torch
+from trinity_sync.weights.whole_tensors import TOGETHER, WholeTensors
 
 
 class WorkerTarget:
@@ -74,9 +76,12 @@ class WorkerTarget:
         self._known: set[str] = set()
         self._checked: frozenset[str] = frozenset()
         self._copies = _PartCopies(side)
+        self._dtypes = {name: to_torch(dtype) for name, (dtype, _) in tensors.items()}
+        self._together = SharedSegment()
+        self._place: str | None = None
         self.paused_s = 0.0
         self._expected = Receiver(
-            {name: torch.empty(shape, dtype=to_torch(dtype), device="meta") for name, (dtype, shape) in tensors.items()}
+            {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, (_, shape) in tensors.items()}
         )
         self._link = WorkerLink(f"vLLM of {side.name}", workers)
         names = receivers(side.name, workers)
@@ -84,16 +89,18 @@ class WorkerTarget:
         try:
             control.connect(self._link.address)
             self._link.wait(start_timeout_s)
-            self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s)
+            self._map = all(self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s))
         except BaseException:
             self._link.close()
             raise
 
     def check(self, lease: Lease) -> None:
-        """Check that names and shapes fit. Done once per set of layouts."""
+        """Check that names and shapes fit, and make room for what is put together. Done once per set of layouts."""
         digests = frozenset(info.layout for info in lease.parts.values())
         if digests != self._checked:
-            self._expected.check([self._side.layouts.get(info) for info in lease.parts.values()])
+            layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
+            self._expected.check(layouts)
+            self._place = self._make_room(layouts) if self._map else None
             self._checked = digests
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
@@ -101,7 +108,7 @@ class WorkerTarget:
         with self._kept(lease) as go_on:
             taken = self._receive(lease, broadcast)
             go_on()
-            self._put(lease.version, give_up, go_on)
+            self._put(lease, taken, give_up, go_on)
             self._link.ask("let go", lambda rank: (), self._side.timeout_s)
         return taken
 
@@ -114,18 +121,27 @@ class WorkerTarget:
         """Let the workers go."""
         self._link.close()
         self._copies.close()
+        self._together.close()
+
+    def _make_room(self, layouts: Sequence[PartLayout]) -> str | None:
+        """The file in which workers put together the tensors that no part holds whole; None where there are none."""
+        together = WholeTensors(layouts, self._dtypes).together
+        if not together.nbytes:
+            self._together.close()
+            return None
+        return str(self._together.laid_out(together).path(0, TOGETHER))
 
     def _receive(self, lease: Lease, broadcast: Broadcast | None) -> Taken:
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
         here = lease if broadcast is not None or lease.location is not None else self._copies.of(lease)
-        arrival = Arrival(replace(here, digest=None), broadcast, new)  # it is compared below
+        arrival = Arrival(replace(here, digest=None), broadcast, new, self._place)  # the digest is compared below
         answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
         self._known.update(layout.digest for layout in new)
         arrived = [cast(Arrived, answer) for answer in answers]
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # What lies in a slot is the version's only while it is leased; a file stays what it is.
-        return Taken(arrived[0].moved, digest, reread=arrived[0].mapped and lease.location is None)
+        return Taken(arrived[0].moved, digest, reread=arrived[0].reread and lease.location is None)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
         """Compute the digest of what all workers have looked at.
@@ -148,8 +164,8 @@ class WorkerTarget:
             return nullcontext(lambda: None)
         return self._side.lease_folder(Path(lease.location), lease.version)
 
-    def _put(self, taken: Version, give_up: Callable[[], None], go_on: Callable[[], None]) -> None:
-        control, version = self._control, str(taken)
+    def _put(self, lease: Lease, taken: Taken, give_up: Callable[[], None], go_on: Callable[[], None]) -> None:
+        control, version = self._control, str(lease.version)
         began = time.perf_counter()
         try:
             control.pause(self._on_update)
@@ -165,6 +181,8 @@ class WorkerTarget:
             go_on()
             control.finish_update(version)
             self._spot_check(version)
+            if not (taken.proves(lease) or self._side.still_leased(lease.id)):
+                raise lost_lease(self._side.name, lease)
         except EngineDied:
             raise
         except RunError as error:
@@ -172,7 +190,7 @@ class WorkerTarget:
             with contextlib.suppress(RunError):
                 control.update(None)
             raise error
-        self._on_switch(taken)
+        self._on_switch(lease.version)
         control.resume()
         self.paused_s = time.perf_counter() - began
 

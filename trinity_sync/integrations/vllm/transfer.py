@@ -122,7 +122,8 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _expect(
         self, name: str, node: str, tensors: Shapes, sync: dict[str, object], verify: str, timeout_s: float
-    ) -> None:
+    ) -> bool:
+        """Build what takes versions; the answer is whether it maps their parts."""
         self._check_dtypes(tensors)
         mode = build("sync", sync, SyncMode)  # type: ignore[type-abstract]
         layouts = LayoutCache({}, timeout_s)
@@ -132,6 +133,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._arrivals = Mapped(tensors, layouts, maps, verify, share)
         else:
             self._arrivals = Received(tensors, layouts, mode.transport(side), verify)
+        return maps is not None
 
     def _check_dtypes(self, tensors: Shapes) -> None:
         """See whether the model holds in fp32 what comes so; vLLM would round it and say nothing.
