@@ -1,11 +1,12 @@
 """What a version costs vLLM, beside vLLM's own reload of the same tensors; and samples per second of both explorers.
 
-    python benchmarks/explorers.py --json [--only own pause memory samples] [--megabytes 500] [--rounds 7]
+    python benchmarks/explorers.py --json [--only own pause spread memory samples] [--megabytes 500] [--rounds 7]
                                    [--updates 100] [--output benchmarks/results/explorers.json]
 
 In one process and vLLM's, without Ray. `own` is memory of the worker's own (anonymous) before the first version and at
 most while three are taken. `pause` takes versions in turns with vLLM's `reload_weights` of the same tensors, which lie
-in the worker's memory, and gives medians in seconds. `memory` is what vLLM's processes have resident after a tenth of
+in the worker's memory, and gives medians in seconds; `spread` does so with versions in two parts, each of half the rows
+of every tensor, as two FSDP ranks leave them. `memory` is what vLLM's processes have resident after a tenth of
 the updates and after all of them. `samples` generates for 64 prompts of the default task
 with vLLM and with transformers, in turns. `aims` says what was to be reached, and whether it was.
 """
@@ -21,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +36,29 @@ from safetensors.torch import load_file
 from trinity_sync import config
 from trinity_sync.explorer.hf import HFEngine
 from trinity_sync.explorer.vllm import VLLMEngine
+from trinity_sync.integrations.vllm.control import AsyncControl
 from trinity_sync.integrations.vllm.own import EngineWeights
+from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.models.factory import make_model
+from trinity_sync.protocol.staged import PartInfo
+from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.base import ExplorerSide
+from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.tasks.copy_digits import CopyDigits
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shards import row_slice
+from trinity_sync.weights.slots import SlotArena
+from trinity_sync.weights.staging import stage
+from trinity_sync.weights.tensors import from_torch, state_digest
 
 DIGITS: dict[str, object] = config.plain(config.compose([]).model.architecture)
 """The model of the default experiment."""
 LAYER_MB = 25.2
-PARTS = ("own", "pause", "memory", "samples")
+PARTS = ("own", "pause", "spread", "memory", "samples")
 SETTINGS: dict[str, Any] = {"dtype": "bf16", "temperature": 1.0, "batch_size": 512, "response_length": 3, "seed": 0}
 
 Point = dict[str, Any]
+Tensors = dict[str, torch.Tensor]
 
 
 def large(megabytes: float) -> dict[str, object]:
@@ -67,6 +81,77 @@ def vllm_of(path: Path) -> VLLMEngine:
 def weights_of(engine: VLLMEngine) -> EngineWeights:
     """How it takes versions."""
     return EngineWeights(engine._llm, engine._loop)
+
+
+class SpreadWeights:
+    """Has an engine take versions in two parts, each of half the rows of every tensor."""
+
+    def __init__(self, engine: VLLMEngine, tensors: Tensors) -> None:
+        kinds = {name: (from_torch(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+        self._halves = [
+            PartLayout.build(
+                f"rank-{number:05d}",
+                [
+                    row_slice(name, *kind, number * kind[1][0] // 2, (number + 1) * kind[1][0] // 2)
+                    for name, kind in kinds.items()
+                ],
+                4 << 20,
+            )
+            for number in range(2)
+        ]
+        sizes = {layout.part: layout.nbytes for layout in self._halves}
+        self._arena = SlotArena.create("spread", 1, sizes, fallback=Path(tempfile.gettempdir()))
+        layouts = LayoutCache({}, 600.0)
+        parts = {}
+        for layout in self._halves:
+            layouts.learn(layout)
+            path = str(self._arena.path(0, layout.part))
+            parts[layout.part] = PartInfo(
+                part=layout.part, node="here", path=path, nbytes=layout.nbytes, layout=layout.digest, buckets=None
+            )
+        self._lease = Lease(
+            id=0,
+            reader="spread",
+            version=Version(0, 0),
+            slot=0,
+            expires=float("inf"),
+            parts=parts,
+            digest=None,
+            location=None,
+        )
+        side = ExplorerSide(
+            name="spread",
+            node="here",
+            agents={},
+            layouts=layouts,
+            timeout_s=600.0,
+            settings={"_target_": "trinity_sync.sync.memory.MemoryMode"},
+        )
+        control = AsyncControl(engine._llm, engine._loop, "vLLM", 600.0)
+        self._target = WorkerTarget(
+            control, workers=1, tensors=kinds, side=side, verify="full", on_update="wait", start_timeout_s=600.0
+        )
+
+    def take(self, tensors: Tensors, step: int) -> str:
+        """As `EngineWeights.take`."""
+        for number, layout in enumerate(self._halves):
+            sources = {name: tensor.chunk(2)[number] for name, tensor in tensors.items()}
+            stage(layout, sources, self._arena.map(0, layout.part))
+        digest = state_digest(tensors, None)
+        lease = replace(self._lease, version=Version(0, step), digest=digest)
+        self._target.check(lease)
+        self._target.take(lease, None, lambda: None)
+        return digest
+
+    @property
+    def paused_s(self) -> float:
+        """As `EngineWeights.paused_s`."""
+        return self._target.paused_s
+
+    def close(self) -> None:
+        """Let the workers go, and give the memory back."""
+        self._target.close()
+        self._arena.close()
 
 
 def reload_in(worker: Any, file: Path) -> float:
@@ -110,12 +195,12 @@ def measure_own(folder: Path, megabytes: float) -> Point:
     return found | {"in_versions": (most[0] - before) / whole}
 
 
-def measure_pause(folder: Path, megabytes: float, rounds: int) -> Point:
+def measure_pause(folder: Path, megabytes: float, rounds: int, *, spread: bool) -> Point:
     """Versions in turns with vLLM's own reload."""
-    path = make_model(large(megabytes), 0, folder / "large")
+    path = make_model(large(megabytes), 0, folder / ("spread" if spread else "large"))
     tensors = load_file(path / "model.safetensors")
     engine = vllm_of(path)
-    weights = weights_of(engine)
+    weights = SpreadWeights(engine, tensors) if spread else weights_of(engine)
     paused, taken, reloaded = [], [], []
     for step in range(rounds + 1):
         began = time.perf_counter()
@@ -197,6 +282,8 @@ def aims(found: Point) -> list[Point]:
         told.append(_aim("memory of a worker's own, in versions", found["own"]["in_versions"], 0.5))
     if "pause" in found:
         told.append(_aim("paused in vLLM's own reloads", found["pause"]["paused_in_reloads"], 1.3))
+    if "spread" in found:
+        told.append(_aim("the same, of versions in two parts", found["spread"]["paused_in_reloads"], 1.3))
     if "memory" in found:
         told.append(_aim("growth of memory over the updates, MB", found["memory"]["growth_mb"], 8.0))
     if "samples" in found:
@@ -226,7 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "own" in options.only:
             found["own"] = measure_own(Path(scratch), options.megabytes)
         if "pause" in options.only:
-            found["pause"] = measure_pause(Path(scratch), options.megabytes, options.rounds)
+            found["pause"] = measure_pause(Path(scratch), options.megabytes, options.rounds, spread=False)
+        if "spread" in options.only:
+            found["spread"] = measure_pause(Path(scratch), options.megabytes, options.rounds, spread=True)
         if "memory" in options.only:
             found["memory"] = measure_memory(Path(scratch), options.updates)
         if "samples" in options.only:
