@@ -89,7 +89,7 @@ class WorkerTarget:
         try:
             control.connect(self._link.address)
             self._link.wait(start_timeout_s)
-            self._map = all(self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s))
+            self._workers_map = all(self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s))
         except BaseException:
             self._link.close()
             raise
@@ -100,7 +100,7 @@ class WorkerTarget:
         if digests != self._checked:
             layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
             self._expected.check(layouts)
-            self._place = self._make_room(layouts) if self._map else None
+            self._place = self._make_room(layouts) if self._workers_map else None
             self._checked = digests
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
@@ -109,7 +109,7 @@ class WorkerTarget:
             taken = self._receive(lease, broadcast)
             go_on()
             self._put(lease, taken, give_up, go_on)
-            self._link.ask("let go", lambda rank: (), self._side.timeout_s)
+            self._let_go()
         return taken
 
     @property
@@ -189,10 +189,16 @@ class WorkerTarget:
             # Some workers may be in the session still, after which none can be begun.
             with contextlib.suppress(RunError):
                 control.update(None)
+            with contextlib.suppress(RunError):
+                self._let_go()
             raise error
         self._on_switch(lease.version)
         control.resume()
         self.paused_s = time.perf_counter() - began
+
+    def _let_go(self) -> None:
+        """Have the workers refer to the version's bytes no more."""
+        self._link.ask("let go", lambda rank: (), self._side.timeout_s)
 
     def _spot_check(self, version: str) -> None:
         """Read back from the engine what it holds as it came."""

@@ -103,7 +103,6 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._load(update_info.version)
         except BaseException:
             give_back(self.model)
-            self._let_go()
             raise
 
     def finish_weight_update(self) -> None:
