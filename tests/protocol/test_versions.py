@@ -93,6 +93,20 @@ def test_a_lease_that_a_dead_reader_asked_for_comes_too_late_and_its_successor_k
     assert book.open(Version(0, 3), PARTS) == 0
 
 
+def test_a_lease_is_held_until_it_is_released_expires_or_its_reader_is_dropped() -> None:
+    clock = Clock()
+    book = VersionBook(2, clock)
+    committed(book, 1)
+    released, expired, dropped = (book.lease(reader, 10.0).id for reader in ("a", "b", "c"))
+    assert all(map(book.holds, (released, expired, dropped)))
+    book.release(released)
+    book.drop_reader("c")
+    assert [*map(book.holds, (released, expired, dropped))] == [False, True, False]
+    clock.now += 11.0
+    book.expire()
+    assert not book.holds(expired)
+
+
 def test_a_failed_version_is_never_seen_and_its_slot_comes_back(book: VersionBook) -> None:
     committed(book, 1)
     book.open(Version(0, 2), PARTS)

@@ -25,8 +25,9 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import Bucket, FindDestination, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
+from trinity_sync.sync.in_place import InPlace
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.loading import WeightLoader
+from trinity_sync.sync.loading import Taken, WeightLoader
 from trinity_sync.sync.memory import MemoryPublisher, MemoryTransport
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFileError
@@ -206,6 +207,31 @@ def test_a_slot_that_was_reused_under_a_slow_reader_is_not_taken_for_the_version
     assert loader.held is None
 
 
+@pytest.mark.parametrize("reread", [False, True])
+def test_a_digest_of_what_was_read_again_after_it_proves_nothing_once_the_lease_is_lost(
+    trainer: PretendTrainer, reread: bool
+) -> None:
+    weights = random_weights(28)
+    sealed = trainer.publish(weights)
+    member = Member.new("explorer-0")
+
+    class Late(InPlace):
+        def take(self, *args: Any) -> Taken:
+            taken = super().take(*args)
+            trainer.synchronizer.drop_reader(member).result(LIMIT)
+            return taken._replace(reread=reread)
+
+    layouts = LayoutCache(trainer.agents, LIMIT)
+    transport = MemoryTransport(trainer.agents, layouts, LIMIT, node_id())
+    loader = WeightLoader(member, Late(empty(weights), transport, layouts, "full"), trainer.synchronizer)
+    if reread:
+        with pytest.raises(RunError, match=r"lost its lease on version .*sync\.lease_s"):
+            loader.load(sealed.version)
+        assert loader.held is None
+    else:
+        assert loader.load(sealed.version).digest == sealed.digest
+
+
 # ---- what does not fit
 
 
@@ -256,8 +282,8 @@ def test_a_version_whose_parts_are_gone_is_told(trainer: PretendTrainer, monkeyp
     assert_all_leases_have_ended(trainer)
 
 
-def refuse(path: str, nbytes: int, map_segment: Any = map_segment) -> None:
-    map_segment(f"{path}-gone", nbytes)
+def refuse(path: str, nbytes: int, *, populate: bool, map_segment: Any = map_segment) -> None:
+    map_segment(f"{path}-gone", nbytes, populate=populate)
 
 
 # ---- through files

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
@@ -32,9 +34,11 @@ from trinity_sync.host.threads import in_background
 from trinity_sync.integrations.vllm.control import OnUpdate
 from trinity_sync.integrations.vllm.own import EngineWeights
 from trinity_sync.protocol.members import Member
+from trinity_sync.protocol.staged import shard_file
+from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync import Synchronizer
-from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LeaseFolder, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.sync.loading import WeightLoader
@@ -69,7 +73,12 @@ def _started(model: Path) -> Iterator[VLLMEngine]:
 @pytest.fixture(scope="module")
 def make_loader(engine: VLLMEngine, trainer: PretendTrainer) -> Callable[..., WeightLoader]:
     def make(
-        mode: SyncMode | None = None, verify: str = "full", of: PretendTrainer = trainer, **settings: object
+        mode: SyncMode | None = None,
+        verify: str = "full",
+        of: PretendTrainer = trainer,
+        lease_folder: LeaseFolder | None = None,
+        still_leased: Callable[[int], bool] | None = None,
+        **settings: object,
     ) -> WeightLoader:
         mode = mode or MemoryMode()
         target = {"_target_": f"{type(mode).__module__}.{type(mode).__name__}"}
@@ -81,6 +90,8 @@ def make_loader(engine: VLLMEngine, trainer: PretendTrainer) -> Callable[..., We
             layouts=layouts,
             timeout_s=LIMIT,
             settings=target | settings,
+            lease_folder=lease_folder,
+            still_leased=still_leased or (lambda lease_id: of.synchronizer.holds(lease_id).result(LIMIT)),
         )
         return WeightLoader(Member.new("explorer-0"), engine.target(mode, side, verify), of.synchronizer)
 
@@ -127,6 +138,101 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(engine: VLLMEngine, 
     )
 
 
+def test_what_becomes_of_a_slot_after_the_load_does_not_change_the_model(
+    engine: VLLMEngine, loader: WeightLoader, trainer: PretendTrainer, models: list[Path], weights: list[Weights]
+) -> None:
+    """Workers read the version where it lies, and a later one is written to that place."""
+    sealed = trainer.publish(weights[1])
+    loader.load(None)
+    for part, layout in trainer.layouts.items():
+        with trainer.segment(sealed.slot, part, writable=True) as segment:
+            staged = segment[:]
+            segment[:] = bytes(byte ^ 0x55 for byte in staged)
+            batch = generated(engine)
+            segment[:] = staged
+        assert layout.nbytes == len(staged)
+        np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[1], batch), atol=0.02)
+
+
+def of_model(worker: Any) -> None:
+    """In a worker: have the model use a tensor, once, where the version lies."""
+    transfer = worker.weight_transfer_engine
+    whole = transfer.finish_weight_update
+
+    def finish() -> None:
+        transfer.finish_weight_update = whole
+        whole()
+        norm = transfer.model.get_parameter(NORM)
+        norm.data = max(transfer._arrivals.memory(), key=torch.Tensor.numel).view(-1)[: norm.numel()]
+
+    transfer.finish_weight_update = finish
+
+
+def own_again(worker: Any) -> None:
+    """In a worker: give the model memory of its own for it."""
+    norm = worker.weight_transfer_engine.model.get_parameter(NORM)
+    norm.data = norm.data.clone()
+
+
+def test_a_model_that_uses_the_memory_of_a_version_is_found_out(
+    engine: VLLMEngine, loader: WeightLoader, trainer: PretendTrainer, weights: list[Weights]
+) -> None:
+    trainer.publish(weights[0])
+    engine._control.wait(engine._llm.collective_rpc(of_model), "plant a fault")
+    with pytest.raises(RunError, match=rf"vLLM did not copy {NORM}, but uses them where the version lies"):
+        loader.load(None)
+    assert loader.held is None
+    engine._control.wait(engine._llm.collective_rpc(own_again), "give memory back")
+    loader.load(None)
+
+
+def test_a_lease_that_is_lost_in_the_session_leaves_the_engine_paused(
+    engine: VLLMEngine,
+    make_loader: Callable[..., WeightLoader],
+    trainer: PretendTrainer,
+    models: list[Path],
+    weights: list[Weights],
+) -> None:
+    trainer.publish(weights[3])
+
+    def lose(lease_id: int) -> bool:
+        assert trainer.synchronizer.holds(lease_id).result(LIMIT)
+        assert trainer.synchronizer.release(lease_id).result(LIMIT)
+        return trainer.synchronizer.holds(lease_id).result(LIMIT)
+
+    def is_paused() -> bool:
+        return engine._control.wait(engine._llm.is_paused(), "tell whether it is paused")
+
+    assert not is_paused()
+    loader = make_loader(verify="bucket", still_leased=lose)
+    with pytest.raises(RunError, match=r"explorer-0 lost its lease on version .*; raise sync\.lease_s"):
+        loader.load(None)
+    assert loader.held is None
+    assert is_paused()
+    make_loader(verify="bucket").load(None)
+    assert not is_paused()
+    batch = generated(engine)
+    np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[3], batch), atol=0.02)
+
+
+class Kept:
+    """A hold on a version's folder: what the engine said was its version when the hold ended, and what was renewed."""
+
+    def __init__(self, engine: VLLMEngine) -> None:
+        self._engine = engine
+        self.ended_at: list[str] = []
+        self.renewed = 0
+
+    @contextmanager
+    def lease(self, folder: Path, version: Version) -> Iterator[Callable[[], None]]:
+        yield self._renew
+        told = self._engine._llm.get_weight_version()
+        self.ended_at.append(self._engine._control.wait(told, "tell its version"))
+
+    def _renew(self) -> None:
+        self.renewed += 1
+
+
 @pytest.mark.parametrize("verify", ["full", "bucket", "off"])
 def test_files_of_a_checkpoint_are_read_by_the_workers(
     engine: VLLMEngine,
@@ -140,8 +246,51 @@ def test_files_of_a_checkpoint_are_read_by_the_workers(
     sealed = trainer.seal(weights[0])
     agent.write(sealed.version, sealed.slot, str(tmp_path), {}, fsync=False).result(LIMIT)
     trainer.synchronizer.commit(sealed.version, str(tmp_path)).result(LIMIT)
-    report = make_loader(CheckpointMode(durable=False), verify, durable=False).load(None)
+    kept = Kept(engine)
+    report = make_loader(CheckpointMode(durable=False), verify, lease_folder=kept.lease, durable=False).load(None)
     assert report.digest == (reference_digest(weights[0], "BF16") if verify == "full" else None)
+    assert kept.ended_at == [str(sealed.version)], "the folder is kept until its files are read"
+    assert kept.renewed > 1
+    [pid] = engine.workers
+    assert str(tmp_path) not in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_a_damaged_file_of_a_checkpoint_never_reaches_the_engine(
+    engine: VLLMEngine,
+    make_loader: Callable[..., WeightLoader],
+    trainer: PretendTrainer,
+    agent: AgentClient,
+    models: list[Path],
+    weights: list[Weights],
+    tmp_path: Path,
+) -> None:
+    loader = make_loader(CheckpointMode(durable=False), durable=False)
+    for of in weights[1:3]:
+        sealed = trainer.seal(of)
+        folder = tmp_path / str(sealed.version)
+        folder.mkdir()
+        agent.write(sealed.version, sealed.slot, str(folder), {}, fsync=False).result(LIMIT)
+        if of is weights[1]:
+            trainer.synchronizer.commit(sealed.version, str(folder)).result(LIMIT)
+            before = loader.load(None).version
+    name, byte = first_byte(trainer)
+    with (folder / shard_file(min(trainer.layouts))).open("r+b") as file:
+        file.seek(byte - trainer.layouts[min(trainer.layouts)].nbytes, os.SEEK_END)
+        [old] = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([old ^ 0xFF]))
+    trainer.synchronizer.commit(sealed.version, str(folder)).result(LIMIT)
+    with pytest.raises(RunError, match=rf"explorer-0 cannot load version .* it holds .* damaged: {re.escape(name)}$"):
+        loader.load(None)
+    assert loader.held == before
+    batch = generated(engine)
+    np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[1], batch), atol=0.02)
+
+
+def first_byte(trainer: PretendTrainer) -> tuple[str, int]:
+    """Of the first tensor of which the first part holds something: its name, and a byte of it in the segment."""
+    layout = trainer.layouts[min(trainer.layouts)]
+    return next((shard.name, offset) for shard, offset in layout.entries if shard.rects)
 
 
 def test_damaged_bytes_never_reach_the_engine(

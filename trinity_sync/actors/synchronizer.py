@@ -135,6 +135,10 @@ class SynchronizerClient(Client):
         """Hold a committed version, the newest unless named."""
         return self._ask("lease", reader, version)
 
+    def holds(self, lease_id: int) -> Call[bool]:
+        """Ask whether a lease lasts still."""
+        return self._ask("holds", lease_id)
+
     def release(self, lease_id: int) -> Call[bool]:
         """Say that the reader is done; the answer is whether it still held its lease."""
         return self._ask("release", lease_id)

@@ -87,6 +87,7 @@ class Explorer:
             timeout_s=spec.timeout_s,
             settings=spec.sync,
             lease_folder=partial(_lease_folder, spec),
+            still_leased=lambda lease_id: self._synchronizer.holds(lease_id).result(self._synchronizer.timeout_s),
         )
         target = self._engine.target(mode, side, spec.verify)
         self._loader = WeightLoader(spec.member, target, self._synchronizer)

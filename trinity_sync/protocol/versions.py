@@ -284,6 +284,10 @@ class VersionBook:
         record.leases[lease.id] = lease
         return lease
 
+    def holds(self, lease_id: int) -> bool:
+        """Whether a lease has neither ended nor expired."""
+        return any(lease_id in record.leases for record in self._records.values())
+
     def release(self, lease_id: int) -> bool:
         """End a lease. False where it had ended or expired already."""
         return any(record.leases.pop(lease_id, None) is not None for record in self._records.values())

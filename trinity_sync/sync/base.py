@@ -7,7 +7,8 @@ staged, digests known). Then
 2. driver: `Publisher.deliver(explorers, version)` has the explorers load it and returns their reports;
 3. rank, of a mode in which `ranks_take_part`: `SyncMode.send(broadcast, ...)` sends what the rank has staged;
 4. explorer: `Transport.buckets(lease, broadcast, find_destination)` yields the buckets of the parts, or other pieces,
-   one after another; `sync.loading` checks and applies them.
+   one after another; `sync.loading` checks and applies them. Or, where an explorer's processes read by themselves,
+   `PartMaps.map(lease)` maps the parts where they lie.
 
 Whatever fails raises; the version before stays in force.
 """
@@ -30,7 +31,7 @@ from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.weights.layout import Cut, PartLayout
+from trinity_sync.weights.layout import Cut, PartLayout, Segment
 
 if TYPE_CHECKING:
     import mmap
@@ -97,6 +98,7 @@ class ExplorerSide:
         timeout_s: limit of each wait (`sync.timeout_s`).
         settings: the keys of `sync`, from which processes of the explorer build the mode for themselves.
         lease_folder: keeps a version's folder while it is read; None: nobody deletes folders.
+        still_leased: tells whether a lease lasts still, by its id.
     """
 
     name: str
@@ -106,6 +108,7 @@ class ExplorerSide:
     timeout_s: float
     settings: Mapping[str, object] = field(default_factory=dict)
     lease_folder: LeaseFolder | None = None
+    still_leased: Callable[[int], bool] = lambda lease_id: True
 
 
 @dataclass
@@ -164,6 +167,12 @@ class SyncMode(ABC):
     def transport(self, side: ExplorerSide) -> Transport:
         """The explorer's half."""
 
+    def maps(self, side: ExplorerSide) -> PartMaps | None:
+        """How processes of an explorer map the parts of a version where they lie; None: its bytes have to be received
+        by the `transport`. A mode that derives from one that maps, and changes its transport, says here what holds.
+        """
+        return None
+
     def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
         """Do a trainer rank's share of a broadcast; of modes whose `ranks_take_part`.
 
@@ -198,6 +207,33 @@ class Transport(Protocol):
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
     ) -> Generator[Bucket, None, None]:
         """Every piece of every part once. Once the generator is closed nothing is written any more."""
+        ...
+
+
+class MappedPart(NamedTuple):
+    """A part of a version where it lies.
+
+    Attributes:
+        layout: what lies where in it.
+        data: its bytes, ``layout.nbytes`` of them or more, read-only; mapped for as long as anything refers to them.
+        buckets: 16 bytes per bucket that they digest to; None where only the whole version is checked, or nothing.
+    """
+
+    layout: PartLayout
+    data: Segment
+    buckets: Sequence[bytes] | None
+
+
+class PartMaps(Protocol):
+    """Where the parts of leased versions can be mapped, by any process of a node."""
+
+    def map(self, lease: Lease) -> list[MappedPart]:
+        """All parts, in the order of their names. Their bytes are the version's for as long as the lease lasts, and in
+        a folder for as long as that is kept (`LeaseFolder`).
+
+        Raises:
+            RunError: a part is not there, or is another one than was staged.
+        """
         ...
 
 

@@ -21,13 +21,14 @@ from trinity_sync.sync.base import (
     ExplorerSide,
     FindDestination,
     LeaseFolder,
+    MappedPart,
     StateDictStore,
     SyncMode,
     TrainerSide,
     deliver_each,
 )
-from trinity_sync.weights.layout import Cut
-from trinity_sync.weights.shard_file import ShardFile
+from trinity_sync.weights.layout import Cut, PartLayout
+from trinity_sync.weights.shard_file import ShardFile, open_shard_file
 
 
 class CheckpointMode(SyncMode):
@@ -47,6 +48,9 @@ class CheckpointMode(SyncMode):
 
     def transport(self, side: ExplorerSide) -> CheckpointTransport:
         return CheckpointTransport(side.lease_folder)
+
+    def maps(self, side: ExplorerSide) -> FileMaps:
+        return FileMaps()
 
 
 class CheckpointPublisher:
@@ -101,9 +105,7 @@ class CheckpointTransport:
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
     ) -> Generator[Bucket, None, None]:
-        if lease.location is None:
-            raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
-        folder = Path(lease.location)
+        folder = _folder(lease)
         with (
             self._lease_folder(folder, lease.version) if self._lease_folder else nullcontext(_nothing) as go_on,
             ExitStack() as opened,
@@ -115,10 +117,10 @@ class CheckpointTransport:
                     yield bucket
 
     def _open(self, folder: Path, info: PartInfo) -> ShardFile:
-        file = ShardFile(folder / shard_file(info.part))
-        if file.layout.digest != info.layout:
-            file.close()
-            raise RunError(f"{file.path} is laid out as {file.layout.digest}, the version was staged as {info.layout}")
+        with ExitStack() as opened:
+            file = opened.enter_context(ShardFile(folder / shard_file(info.part)))
+            _check_layout(file.path, file.layout, info)
+            opened.pop_all()
         return file
 
     def _read(
@@ -138,6 +140,31 @@ class CheckpointTransport:
             data = memoryview(self._buffer)[: stop - start]
             file.read(start, data)
             yield Bucket(layout, number, data, None if info.buckets is None else info.buckets[number], cut)
+
+
+class FileMaps:
+    """Maps shard files (a `PartMaps`). A file that is cut while it is mapped ends the process by a signal."""
+
+    def map(self, lease: Lease) -> list[MappedPart]:
+        """The parts; the caller keeps their folder."""
+        folder, found = _folder(lease), []
+        for _, info in sorted(lease.parts.items()):
+            path = folder / shard_file(info.part)
+            layout, data = open_shard_file(path)
+            _check_layout(path, layout, info)
+            found.append(MappedPart(layout, data, info.buckets))
+        return found
+
+
+def _folder(lease: Lease) -> Path:
+    if lease.location is None:
+        raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
+    return Path(lease.location)
+
+
+def _check_layout(path: str | Path, layout: PartLayout, info: PartInfo) -> None:
+    if layout.digest != info.layout:
+        raise RunError(f"{path} is laid out as {layout.digest}, the version was staged as {info.layout}")
 
 
 def _nothing() -> None:

@@ -31,10 +31,16 @@ class Taken(NamedTuple):
     Attributes:
         moved: bytes that were applied.
         digest: the digest of what it holds, computed from that; None where `sync.verify` is not ``full``.
+        reread: the digest was computed from where the lease keeps the bytes, from which they were read once more.
     """
 
     moved: int
     digest: str | None
+    reread: bool = False
+
+    def proves(self, lease: Lease) -> bool:
+        """Whether it is the leased version even where the lease was lost meanwhile."""
+        return self.digest is not None and lease.digest is not None and not self.reread
 
 
 class WeightTarget(Protocol):
@@ -96,22 +102,19 @@ class WeightLoader:
         try:
             self._check(lease)
             self._paused = time.perf_counter()
-            moved, digest = self._take(lease, broadcast)
+            taken = self._take(lease, broadcast)
         finally:
             in_time = synchronizer.release(lease.id).result(synchronizer.timeout_s)
-        if not in_time and (digest is None or lease.digest is None):
+        if not (in_time or taken.proves(lease)):
             self.held = None
-            raise RunError(
-                f"{self._name} lost its lease on version {lease.version} while it loaded, so other bytes may have "
-                f"taken the place of that version's; raise sync.lease_s"
-            )
+            raise lost_lease(self._name, lease)
         self.held = lease.version
         ended = time.perf_counter()
         return LoadReport(
             explorer=self._name,
             version=lease.version,
-            digest=digest,
-            bytes_moved=moved,
+            digest=taken.digest,
+            bytes_moved=taken.moved,
             total_s=ended - started,
             paused_s=ended - self._paused,
             peak_rss=peak_rss(),
@@ -140,6 +143,14 @@ class WeightLoader:
 
     def _cannot(self, lease: Lease, why: Exception) -> RunError:
         return RunError(f"{self._name} cannot load version {lease.version}: {why}")
+
+
+def lost_lease(name: str, lease: Lease) -> RunError:
+    """What is wrong where an explorer of this name holds what may not be the leased version."""
+    return RunError(
+        f"{name} lost its lease on version {lease.version} while it loaded, so other bytes may have taken the place of "
+        "that version's; raise sync.lease_s"
+    )
 
 
 def check_digest(lease: Lease, digest: str, damage: Callable[[], str]) -> None:

@@ -14,7 +14,16 @@ from trinity_sync.actors.explorer import ExplorerClient
 from trinity_sync.actors.synchronizer import Sealed
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, SyncMode, TrainerSide, deliver_each
+from trinity_sync.sync.base import (
+    Bucket,
+    Delivery,
+    ExplorerSide,
+    FindDestination,
+    MappedPart,
+    SyncMode,
+    TrainerSide,
+    deliver_each,
+)
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.slots import MappedSegments
 
@@ -32,6 +41,9 @@ class MemoryMode(SyncMode):
 
     def transport(self, side: ExplorerSide) -> MemoryTransport:
         return MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node)
+
+    def maps(self, side: ExplorerSide) -> SlotMaps:
+        return SlotMaps(side.layouts)
 
 
 class MemoryPublisher:
@@ -80,6 +92,25 @@ class MemoryTransport:
                 segment = fetch(self._agents[info.node], lease, info, self._timeout_s)
             for number, data, digest in in_buckets(layout, segment, info.buckets):
                 yield Bucket(layout, number, data, digest)
+
+
+class SlotMaps:
+    """Maps slots of this node, each once; no page before it is touched (a `PartMaps`).
+
+    Args:
+        layouts: layouts that were seen before.
+    """
+
+    def __init__(self, layouts: LayoutCache) -> None:
+        self._layouts = layouts
+        self._segments = MappedSegments(populate=False)
+
+    def map(self, lease: Lease) -> list[MappedPart]:
+        """The parts; each lies on this node."""
+        return [
+            MappedPart(self._layouts.get(info), self._segments.get(info.path, info.nbytes), info.buckets)
+            for _, info in sorted(lease.parts.items())
+        ]
 
 
 def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) -> memoryview:

@@ -189,6 +189,10 @@ class SynchronizerActor(Handover):
         story.info("%s reads version %s from slot %s", reader, lease.version, lease.slot)
         return lease
 
+    async def holds(self, lease_id: int) -> bool:
+        """Whether a lease lasts still."""
+        return self._book.holds(lease_id)
+
     async def release(self, lease_id: int) -> bool:
         """End a lease. False: it had ended before, so the slot may hold another version by now."""
         in_time = self._book.release(lease_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypedDict
@@ -209,6 +209,12 @@ class PartLayout:
         """xxh3_128 hex of the canonical JSON. Two layouts with one digest are the same."""
         text = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"))
         return str(xxhash.xxh3_128_hexdigest(text.encode()))
+
+    def only(self, names: Container[str]) -> PartLayout:
+        """The layout of some of its tensors, where they lie in the same segment."""
+        entries = tuple((shard, offset) for shard, offset in self.entries if shard.name in names)
+        end = entries[-1][1] + entries[-1][0].nbytes if entries else 0
+        return PartLayout(self.part, entries, end, self.bucket_bytes)
 
     def lies_as(self, other: PartLayout) -> bool:
         """Whether a segment of the other layout holds the same part, byte for byte; in which buckets does not count."""

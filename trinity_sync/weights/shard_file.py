@@ -1,11 +1,11 @@
 """One part of a version on disk: a safetensors file whose data section is the segment, byte for byte.
 
-Written by the node agent from a slot. Who verifies or exports a checkpoint maps it (`open_shard_file`): the mapped
-bytes go to `digest_rows` and `bucket_digests` as a segment would. Who has to outlive what becomes of the file, such as
-an explorer, reads it (`ShardFile`). Any safetensors reader opens the file too
-and finds each shard's local elements as a 1-D tensor under the tensor's name. As safetensors allows no gaps, the
-alignment bytes between shards appear as ``__padding__.N`` (U8, zero). The metadata key ``trinity_layout`` holds the
-layout as JSON.
+Written by the node agent from a slot. Who verifies or exports a checkpoint maps it, and so do vLLM's workers
+(`open_shard_file`): the mapped bytes go to `digest_rows` and `bucket_digests` as a segment would. Who has to outlive
+what becomes of the file, such as an explorer's own process, reads it (`ShardFile`). Any safetensors reader opens the
+file too and finds each shard's local elements as a 1-D tensor under the tensor's name. As safetensors allows no gaps,
+the alignment bytes between shards appear as ``__padding__.N`` (U8, zero). The metadata key ``trinity_layout`` holds
+the layout as JSON.
 """
 
 from __future__ import annotations

@@ -178,13 +178,14 @@ class SlotArena:
         self.close()
 
 
-def map_segment(path: str | Path, nbytes: int, writable: bool = False) -> mmap.mmap:
-    """Map a segment that another process made, with all its pages in place.
+def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate: bool = True) -> mmap.mmap:
+    """Map a segment that another process made.
 
     Args:
         path: from `SlotArena.path`.
         nbytes: bytes the caller's layout needs.
         writable: whether the caller stages into it; else the mapping is read-only.
+        populate: have all its pages in place; else each comes when it is first touched.
 
     Returns:
         A shared mapping of `nbytes` bytes, or of one byte where `nbytes` is 0.
@@ -201,7 +202,8 @@ def map_segment(path: str | Path, nbytes: int, writable: bool = False) -> mmap.m
         if size < max(nbytes, 1):
             raise SegmentError(f"segment {path} is torn: it has {size} bytes, the layout needs {nbytes}")
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        return mmap.mmap(descriptor, max(nbytes, 1), mmap.MAP_SHARED | mmap.MAP_POPULATE, access)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if populate else 0)
+        return mmap.mmap(descriptor, max(nbytes, 1), flags, access)
     finally:
         os.close(descriptor)
 
@@ -209,9 +211,13 @@ def map_segment(path: str | Path, nbytes: int, writable: bool = False) -> mmap.m
 class MappedSegments:
     """Segments that are read again and again: each is mapped once, for mapping all its pages costs more than copying
     what is in them.
+
+    Args:
+        populate: as of `map_segment`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, populate: bool = True) -> None:
+        self._populate = populate
         self._maps: dict[str, tuple[tuple[int, int], mmap.mmap]] = {}
 
     def get(self, path: str | Path, nbytes: int) -> mmap.mmap:
@@ -225,7 +231,7 @@ class MappedSegments:
             return known[1]
         self._maps.pop(key, None)  # its memory is free once its last view is gone
         identity = _identity(path)  # before, so that a file that takes its place meanwhile is found out next time
-        mapping = map_segment(path, nbytes)
+        mapping = map_segment(path, nbytes, populate=self._populate)
         if identity is not None:
             self._maps[key] = identity, mapping
         return mapping

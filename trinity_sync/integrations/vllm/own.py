@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +11,7 @@ import torch
 
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
+from trinity_sync.integrations.vllm.segment import SharedSegment
 from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
@@ -20,7 +19,6 @@ from trinity_sync.sync.base import ExplorerSide
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
-from trinity_sync.weights.slots import SlotArena, remove_stale
 from trinity_sync.weights.staging import stage
 from trinity_sync.weights.tensors import from_torch, state_digest
 
@@ -64,8 +62,7 @@ class EngineWeights:
         self._timeout_s = timeout_s
         self._layouts = LayoutCache({}, timeout_s)
         self._target: WorkerTarget | None = None
-        self._arena: SlotArena | None = None
-        self._laid_out: str | None = None
+        self._segment = SharedSegment()
 
     def take_newest(self, synchronizer: Synchronizer) -> int:
         """Have the engine take the newest version of a run, from memory or from its checkpoint.
@@ -135,22 +132,12 @@ class EngineWeights:
         """Let the workers go, and give back the memory. The engine goes on with the weights that it has."""
         if self._target is not None:
             self._target.close()
-        self._give_memory_back()
+        self._segment.close()
 
     def _staged(self, layout: PartLayout, tensors: Mapping[str, torch.Tensor]) -> Path:
-        if self._arena is None or self._laid_out != layout.digest:
-            self._give_memory_back()
-            remove_stale()  # of programs that were killed
-            key, elsewhere = f"vllm-{secrets.token_hex(8)}", Path(tempfile.gettempdir())
-            self._arena = SlotArena.create(key, 1, {_PART: layout.nbytes}, fallback=elsewhere)
-            self._laid_out = layout.digest
-        stage(layout, tensors, self._arena.map(0, _PART))
-        return self._arena.path(0, _PART)
-
-    def _give_memory_back(self) -> None:
-        if self._arena is not None:
-            self._arena.close()
-        self._arena = None
+        arena = self._segment.laid_out(layout)
+        stage(layout, tensors, arena.map(0, _PART))
+        return arena.path(0, _PART)
 
     def _make_target(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> WorkerTarget:
         side = ExplorerSide(

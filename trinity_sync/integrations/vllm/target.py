@@ -8,10 +8,9 @@ import contextlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -23,14 +22,18 @@ from trinity_sync.errors import RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrived, Shapes
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.link import WorkerLink
+from trinity_sync.integrations.vllm.segment import SharedSegment
 from trinity_sync.protocol.staged import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide
-from trinity_sync.sync.loading import Taken, check_digest, damage
+from trinity_sync.sync.loading import Taken, check_digest, damage, lost_lease
 from trinity_sync.sync.memory import fetch
-from trinity_sync.weights.apply import Receiver
+from trinity_sync.weights.apply import ChecksumError, Receiver
+from trinity_sync.weights.digests import version_digest
+from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import to_torch
+from trinity_sync.weights.whole_tensors import TOGETHER, WholeTensors
 
 
 class WorkerTarget:
@@ -73,9 +76,12 @@ class WorkerTarget:
         self._known: set[str] = set()
         self._checked: frozenset[str] = frozenset()
         self._copies = _PartCopies(side)
+        self._dtypes = {name: to_torch(dtype) for name, (dtype, _) in tensors.items()}
+        self._together = SharedSegment()
+        self._place: str | None = None
         self.paused_s = 0.0
         self._expected = Receiver(
-            {name: torch.empty(shape, dtype=to_torch(dtype), device="meta") for name, (dtype, shape) in tensors.items()}
+            {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, (_, shape) in tensors.items()}
         )
         self._link = WorkerLink(f"vLLM of {side.name}", workers)
         names = receivers(side.name, workers)
@@ -83,23 +89,28 @@ class WorkerTarget:
         try:
             control.connect(self._link.address)
             self._link.wait(start_timeout_s)
-            self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s)
+            self._workers_map = all(self._link.ask("expect", lambda rank: (names[rank], *told), start_timeout_s))
         except BaseException:
             self._link.close()
             raise
 
     def check(self, lease: Lease) -> None:
-        """Check that names and shapes fit. Done once per set of layouts."""
+        """Check that names and shapes fit, and make room for what is put together. Done once per set of layouts."""
         digests = frozenset(info.layout for info in lease.parts.values())
         if digests != self._checked:
-            self._expected.check([self._side.layouts.get(info) for info in lease.parts.values()])
+            layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
+            self._expected.check(layouts)
+            self._place = self._make_room(layouts) if self._workers_map else None
             self._checked = digests
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> Taken:
         """Have a version arrive, then put it into the model."""
-        arrived = self._receive(lease, broadcast)
-        self._put(lease.version, give_up)
-        return Taken(arrived.moved, arrived.digest)
+        with self._kept(lease) as go_on:
+            taken = self._receive(lease, broadcast)
+            go_on()
+            self._put(lease, taken, give_up, go_on)
+            self._let_go()
+        return taken
 
     @property
     def workers(self) -> list[int]:
@@ -110,33 +121,51 @@ class WorkerTarget:
         """Let the workers go."""
         self._link.close()
         self._copies.close()
+        self._together.close()
 
-    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> Arrived:
+    def _make_room(self, layouts: Sequence[PartLayout]) -> str | None:
+        """The file in which workers put together the tensors that no part holds whole; None where there are none."""
+        together = WholeTensors(layouts, self._dtypes).together
+        if not together.nbytes:
+            self._together.close()
+            return None
+        return str(self._together.laid_out(together).path(0, TOGETHER))
+
+    def _receive(self, lease: Lease, broadcast: Broadcast | None) -> Taken:
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
         here = lease if broadcast is not None or lease.location is not None else self._copies.of(lease)
-        arrival = Arrival(replace(here, digest=None), broadcast, new)  # it is compared below
-        with self._kept(lease):
-            answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
+        arrival = Arrival(replace(here, digest=None), broadcast, new, self._place)  # the digest is compared below
+        answers = self._link.ask("take the version", lambda rank: (arrival,), self._side.timeout_s)
         self._known.update(layout.digest for layout in new)
         arrived = [cast(Arrived, answer) for answer in answers]
-        for rank, one in enumerate(arrived):
-            if one.digest is not None:
-                check_digest(lease, one.digest, partial(self._damage, lease, rank))
-        return arrived[0]
+        digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
+        # What lies in a slot is the version's only while it is leased; a file stays what it is.
+        return Taken(arrived[0].moved, digest, reread=arrived[0].reread and lease.location is None)
 
-    def _damage(self, lease: Lease, rank: int) -> str:
-        held = self._link.ask("digest", lambda rank: (), self._side.timeout_s)[rank]
-        return damage(self._side.layouts, lease.version, cast(dict[str, bytes], held))
+    def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
+        """Compute the digest of what all workers have looked at.
 
-    def _kept(self, lease: Lease) -> contextlib.AbstractContextManager[object]:
-        """Keep the version's folder while workers read it: for `sync.timeout_s`, within which they have to."""
+        Raises:
+            ChecksumError: it is not the one that was published, or workers have different bytes of a tensor.
+        """
+        held: dict[str, bytes] = {}
+        for one in arrived:
+            if differing := [name for name, digest in one.digests.items() if held.setdefault(name, digest) != digest]:
+                raise ChecksumError(f"vLLM's workers have different bytes of {listed(sorted(differing))}")
+        published = {shard.name: shard for layout in layouts for shard in layout.shards}
+        digest = version_digest((name, shard.dtype, shard.shape, held[name]) for name, shard in published.items())
+        check_digest(lease, digest, lambda: damage(self._side.layouts, lease.version, held))
+        return digest
+
+    def _kept(self, lease: Lease) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Keep the version's folder while workers read it; see `LeaseFolder`."""
         if lease.location is None or self._side.lease_folder is None:
-            return nullcontext()
+            return nullcontext(lambda: None)
         return self._side.lease_folder(Path(lease.location), lease.version)
 
-    def _put(self, taken: Version, give_up: Callable[[], None]) -> None:
-        control, version = self._control, str(taken)
+    def _put(self, lease: Lease, taken: Taken, give_up: Callable[[], None], go_on: Callable[[], None]) -> None:
+        control, version = self._control, str(lease.version)
         began = time.perf_counter()
         try:
             control.pause(self._on_update)
@@ -147,19 +176,29 @@ class WorkerTarget:
         give_up()
         try:
             control.start_update()
+            go_on()
             control.update(version)
+            go_on()
             control.finish_update(version)
             self._spot_check(version)
+            if not (taken.proves(lease) or self._side.still_leased(lease.id)):
+                raise lost_lease(self._side.name, lease)
         except EngineDied:
             raise
         except RunError as error:
             # Some workers may be in the session still, after which none can be begun.
             with contextlib.suppress(RunError):
                 control.update(None)
+            with contextlib.suppress(RunError):
+                self._let_go()
             raise error
-        self._on_switch(taken)
+        self._on_switch(lease.version)
         control.resume()
         self.paused_s = time.perf_counter() - began
+
+    def _let_go(self) -> None:
+        """Have the workers refer to the version's bytes no more."""
+        self._link.ask("let go", lambda rank: (), self._side.timeout_s)
 
     def _spot_check(self, version: str) -> None:
         """Read back from the engine what it holds as it came."""

@@ -1,11 +1,12 @@
 """The worker's half: what vLLM's weight-transfer registry builds in each worker process.
 
 Its session is vLLM's own (start, update, finish), through which weights go into the model layer by layer. What they are
-has arrived before (`arrivals`), asked for over a `link` while the engine generates.
+has arrived before (`arrivals`), asked for over a `link` while the engine generates, and is let go after the session.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,12 +24,14 @@ from vllm.model_executor.model_loader.reload import (
 
 from trinity_sync.config import build
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Shapes
+from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Received, Shapes
 from trinity_sync.integrations.vllm.link import Address, serve
+from trinity_sync.integrations.vllm.mapped import Mapped, Share
 from trinity_sync.integrations.vllm.sessions import give_back, unfilled
-from trinity_sync.sync.base import SyncMode
+from trinity_sync.sync.base import ExplorerSide, SyncMode
+from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.shards import listed
-from trinity_sync.weights.tensors import from_torch, rounds
+from trinity_sync.weights.tensors import from_torch, rounds, to_torch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -79,7 +82,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             "expect": self._expect,
             "take the version": self._take,
             "show": self._show,
-            "digest": self._digests,
+            "let go": self._let_go,
         }
         serve(Address(init_info.path, init_info.key), self.parallel_config.rank, methods, self._use_device)
 
@@ -118,10 +121,18 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _expect(
         self, name: str, node: str, tensors: Shapes, sync: dict[str, object], verify: str, timeout_s: float
-    ) -> None:
+    ) -> bool:
+        """Build what takes versions; the answer is whether it maps their parts."""
         self._check_dtypes(tensors)
         mode = build("sync", sync, SyncMode)  # type: ignore[type-abstract]
-        self._arrivals = Arrivals(name=name, node=node, tensors=tensors, mode=mode, verify=verify, timeout_s=timeout_s)
+        layouts = LayoutCache({}, timeout_s)
+        side = ExplorerSide(name=name, node=node, agents={}, layouts=layouts, timeout_s=timeout_s)
+        if (maps := mode.maps(side)) is not None:
+            share = Share(self.parallel_config.rank, self.parallel_config.world_size)
+            self._arrivals = Mapped(tensors, layouts, maps, verify, share)
+        else:
+            self._arrivals = Received(tensors, layouts, mode.transport(side), verify)
+        return maps is not None
 
     def _check_dtypes(self, tensors: Shapes) -> None:
         """See whether the model holds in fp32 what comes so; vLLM would round it and say nothing.
@@ -144,24 +155,39 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _take(self, arrival: Arrival) -> Arrived:
         return self._arrived().take(arrival)
 
-    def _digests(self) -> dict[str, bytes]:
-        return self._arrived().digests()
-
     def _show(self, version: str) -> list[str]:
-        """Compare what the model holds with what arrived, where it holds it as it came: those tensors that differ."""
+        """Compare what the model holds with what arrived, where it holds it as it came: those tensors that differ.
+
+        Raises:
+            RunError: the model uses memory that is not its own.
+        """
+        arrivals = self._arrived()
+        self._check_memory(arrivals)
         held = dict(self.model.named_parameters())
         differing = []
-        for name, arrived in self._arrived().tensors(version):
+        for name, (dtype, shape) in arrivals.shapes.items():
             here = held.get(name)
-            if here is None or here.shape != arrived.shape or here.dtype != arrived.dtype:
+            if here is None or tuple(here.shape) != shape or here.dtype != to_torch(dtype):
                 continue  # another name, a share, or the form that this processor computes with
-            if arrived.dim() > 1 and self.parallel_config.world_size > 1:
+            if here.dim() > 1 and self.parallel_config.world_size > 1:
                 continue  # a share of what was padded can have the shape of the whole
-            most = max(1, _CHECKED_BYTES // max(1, arrived[:1].nbytes))
-            there = here[:most].cpu().contiguous()
-            if not torch.equal(there.view(torch.uint8), arrived[:most].view(torch.uint8)):  # of NaN, too
+            most = max(1, _CHECKED_BYTES * len(here) // max(1, here.nbytes)) if here.dim() > 1 else None
+            there = here[:most] if most else here
+            if not torch.equal(_bytes(there.cpu()), _bytes(arrivals.read(name, most))):  # of NaN, too
                 differing.append(name)
         return differing
+
+    def _check_memory(self, arrivals: Arrivals) -> None:
+        """See that the model keeps nothing of where the version lies, which later versions are written to."""
+        lent = {one.untyped_storage().data_ptr() for one in arrivals.memory() if one.nbytes}
+        held = itertools.chain(self.model.named_parameters(), self.model.named_buffers())
+        kept = [name for name, one in held if one.untyped_storage().data_ptr() in lent]
+        if kept:
+            raise RunError(f"vLLM did not copy {listed(sorted(kept))}, but uses them where the version lies")
+
+    def _let_go(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.let_go()
 
     def _arrived(self) -> Arrivals:
         if self._arrivals is None:
@@ -176,6 +202,10 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.model.load_weights(tensors)
         if waiting := unfilled(self.model):
             raise RunError(f"the version does not fill {listed(waiting)} of {type(self.model).__name__}")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _end(name: str) -> str:
