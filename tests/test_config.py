@@ -574,8 +574,19 @@ def test_a_setting_of_verls_engine_that_has_a_key_is_not_set_past_it(backend: st
 )
 def test_a_setting_of_verls_engine_that_would_be_passed_over_is_refused(backend: str, field: str, why: str) -> None:
     message = refused(f"backend={backend}", f"backend.overrides.{field}")
-    assert message.startswith(f"backend.overrides.{field.partition('=')[0]} {why}")
-    assert message.endswith("leave it out")
+    name = field.partition("=")[0]
+    assert message.startswith(f"backend.overrides.{name} {why}")
+    assert message.endswith(f"leave it out (at a resume: ~backend.overrides.{name})")
+
+
+@pytest.mark.parametrize("field", ["use_dynamic_bsz=false", "use_remove_padding=false", "max_token_len_per_gpu=null"])
+def test_a_setting_that_asks_for_what_is_done_anyway_is_let_through(field: str) -> None:
+    check(compose([f"backend.overrides.{field}"]))
+
+
+def test_nothing_gets_past_by_way_of_the_transformer() -> None:
+    way = "backend.overrides.override_transformer_config.context_parallel_size=2"
+    assert "needs sequences packed" in refused("backend=megatron", way)
 
 
 # digest and difference

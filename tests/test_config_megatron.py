@@ -154,5 +154,6 @@ def test_verls_settings_reach_its_configs() -> None:
     assert spec.optimizer["override_optimizer_config"] == {
         "adam_beta1": 0.9,
         "adam_beta2": 0.95,
+        "loss_scale": 1.0,
         "overlap_param_gather": True,
     }

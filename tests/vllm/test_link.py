@@ -28,7 +28,7 @@ def link() -> Iterator[WorkerLink]:
 
 
 def worker(link: WorkerLink, rank: int, **methods: Callable[..., object]) -> None:
-    serve(link.address, rank, methods, lambda: None)
+    serve(link.address, rank, methods, lambda: None, lambda: None)
 
 
 def nobody(link: WorkerLink, rank: int) -> Connection:
@@ -45,6 +45,16 @@ def test_all_workers_are_asked_side_by_side_and_answer_in_order(link: WorkerLink
     link.wait(LIMIT)
     assert link.ask("double", lambda rank: (rank + 5,), LIMIT) == [(True, 10, 0), (True, 12, 1)]
     assert not Path(link.address.path).parent.exists(), "nobody else is to connect"
+
+
+def test_a_worker_hears_that_the_asking_end_is_gone(link: WorkerLink) -> None:
+    gone = threading.Event()
+    for rank in (0, 1):
+        serve(link.address, rank, {}, lambda: None, gone.set if rank else lambda: None)
+    link.wait(LIMIT)
+    assert not gone.is_set()
+    link.close()
+    assert gone.wait(LIMIT)
 
 
 def test_an_error_of_a_worker_is_raised_as_what_it_is(link: WorkerLink) -> None:

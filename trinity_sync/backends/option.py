@@ -167,10 +167,17 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
     every batch sets for itself would be passed over in silence.
     """
     for name, key in option.overridden(get):
-        if name in option.useless:
-            yield Problem(f"backend.overrides.{name}", option.useless[name])
+        why = option.useless.get(name.rpartition(".")[2])
+        if why is not None:
+            if not _is_off(get(f"backend.overrides.{name}")):
+                yield Problem(f"backend.overrides.{name}", f"{why} (at a resume: ~backend.overrides.{name})")
         elif key is not None:
             yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
+
+
+def _is_off(value: object) -> bool:
+    """Whether a setting asks for what is done anyway."""
+    return value is None or value is False or (value == 1 and value is not True)
 
 
 def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from transformers import AutoConfig
 
 from trinity_sync.config import dtype_name
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 
 _SHARE = 0.9
 """Of a limit that somebody waits for this explorer: what this explorer waits for its server. It can say more of why."""
+
+_READS_FILES = ("auto", "hf", "safetensors", "pt", "fastsafetensors")
+"""Ways of a server to load, of those that can read a version's file."""
 
 _UNIMPORTANT = ("name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "token_id")
 """Ends of keys of a model's config that change nothing of what it computes."""
@@ -167,7 +171,7 @@ class VLLMServerEngine(RolloutEngine):
             [made] = answer["choices"]
             tokens, ended_by = made["token_ids"], made["finish_reason"]
             log_probs = made["logprobs"]["token_logprobs"]
-            if len(tokens) != len(log_probs):
+            if len(tokens) != len(log_probs) or not np.isfinite(np.array(log_probs, np.float64)).all():
                 raise ValueError("each token has a log-prob")
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(f"{self._server.who} answered without tokens and their log-probs") from error
@@ -196,6 +200,13 @@ class VLLMServerEngine(RolloutEngine):
             raise self._wrong(
                 f"tells {found.log_probs_mode}; with explorer.temperature={temperature:g} start it with "
                 f"--logprobs-mode {mode}"
+            )
+        if found.quantization is not None:
+            raise self._wrong(f"holds its weights in {found.quantization}; start it without --quantization")
+        if found.backend != BACKEND and found.load_format.rpartition(".")[2].lower() not in _READS_FILES:
+            raise self._wrong(
+                f"was started with --load-format {found.load_format}, so it cannot reload weights; start it without, "
+                f'or with --weight-transfer-config \'{{"backend":"{BACKEND}"}}\''
             )
         if found.longest < longest:
             raise self._wrong(

@@ -72,7 +72,7 @@ class TrinityWorker(Member, TrainingWorker):
             check_adapter(self.model_config, self._spec.lora)
         torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks
         self.reset()
-        if self._spec.temperature != 1:
+        if self._spec.temperature != 1 or self._spec.algorithm.needs_entropy:
             self._spec.backend.divide_in_fp32(self.engine)
         self.set_loss_fn(self._spec.algorithm.loss(self._spec.backend.strategy))
         seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same

@@ -13,6 +13,7 @@ import warnings
 import torch
 
 from trinity_sync.backends.megatron import cpu
+from trinity_sync.backends.megatron.optimizer_state import leave_out_scale
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # megatron-core tells of each accelerated part that is not installed
@@ -58,6 +59,7 @@ class MegatronEngine(MegatronEngineWithLMHead):
         decaying = {key: override for key, override in overrides.items() if "wd_mult" not in override}
         optimizer = get_megatron_optimizer(config, self.module, decaying)
         register_megatron_training_hooks(self.module, optimizer)
+        leave_out_scale(optimizer)
         return optimizer
 
     def optimizer_step(self) -> float:

@@ -40,6 +40,16 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimi
             yield one
 
 
+def leave_out_scale(optimizer: MegatronOptimizer) -> None:
+    """Have the optimizer's state be without the scale of gradients, which is 1 and stays so: nobody else saves one."""
+
+    def without(state_dict: Callable[[], _StateDict]) -> _StateDict:
+        return {name: value for name, value in state_dict().items() if name != "grad_scaler"}
+
+    for one in inner_optimizers(optimizer):
+        one.state_dict = partial(without, one.state_dict)
+
+
 def materialise(optimizer: MegatronOptimizer) -> None:
     """Give each parameter the state that torch's Adam would create at the first step: without it an optimizer that has
     not stepped yet can be neither saved nor loaded.

@@ -25,8 +25,8 @@ from trinity_sync.integrations.vllm.http_control import HttpControl
 from trinity_sync.protocol.versions import Lease
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.in_place import InPlace
-from trinity_sync.sync.loading import Taken
-from trinity_sync.weights.slots import SlotArena, remove_stale
+from trinity_sync.sync.loading import Taken, lost_lease
+from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, remove_stale
 from trinity_sync.weights.tensors import byte_tensor, to_torch
 
 _FILE = "model.safetensors"
@@ -61,7 +61,9 @@ class FileTarget:
                 for name, info in self._infos.items()
             }
         )
-        remove_stale()  # of explorers that were killed
+        self._broken = False  # the server's weights are of several versions
+        for root in (DEFAULT_ROOT, _elsewhere()):
+            remove_stale(root)  # of explorers that were killed
 
     def check(self, lease: Lease) -> None:
         """Check that names and shapes fit. Done once per set of layouts."""
@@ -75,6 +77,7 @@ class FileTarget:
             taken = target.take(lease, broadcast, lambda: None)
             self._pause()
             give_up()
+            self._broken = True
             try:
                 self._control.reload(folder, str(lease.version))
             except EngineDied:
@@ -83,6 +86,9 @@ class FileTarget:
                 raise RunError(f"{error}; it stays paused until a version gets in whole, or it is started again") from (
                     error
                 )
+            if not (taken.proves(lease) or self._side.still_leased(lease.id)):
+                raise lost_lease(self._side.name, lease)
+            self._broken = False
         self._control.resume()
         return taken
 
@@ -90,8 +96,9 @@ class FileTarget:
         try:
             self._control.pause("wait")
         except RunError:
-            with suppress(RunError):  # nothing was touched: what it holds is whole
-                self._control.resume()
+            if not self._broken:  # what it holds is whole
+                with suppress(RunError):
+                    self._control.resume()
             raise
 
     def _into(self, tensors: Mapping[str, torch.Tensor]) -> InPlace:
@@ -102,8 +109,8 @@ class FileTarget:
         """A folder with a file in the format of safetensors, and the tensors in it."""
         begin = header(self._infos)
         size = len(begin) + sum(nbytes(info) for info in self._infos.values())
-        key, elsewhere = f"server-{os.getpid()}-{secrets.token_hex(8)}", Path(tempfile.gettempdir())
-        with SlotArena.create(key, 1, {_FILE: size}, fallback=elsewhere) as arena:
+        key = f"server-{os.getpid()}-{secrets.token_hex(8)}"
+        with SlotArena.create(key, 1, {_FILE: size}, fallback=_elsewhere()) as arena:
             mapped = arena.map(0, _FILE)
             mapped[: len(begin)] = begin
             data = byte_tensor(memoryview(mapped))[len(begin) :]
@@ -113,3 +120,8 @@ class FileTarget:
                 for (name, info), part in zip(self._infos.items(), parts, strict=True)
             }
             yield arena.path(0, _FILE).parent, tensors
+
+
+def _elsewhere() -> Path:
+    """Where the file lies if shared memory has no room for it."""
+    return Path(tempfile.gettempdir())

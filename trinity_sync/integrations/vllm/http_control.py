@@ -28,6 +28,7 @@ class HttpControl:
         self._server = server
         self._owner = secrets.token_hex(4)
         self._given: str | None = None
+        self._named: str | None = None
 
     def connect(self, address: Address) -> None:
         try:
@@ -62,7 +63,7 @@ class HttpControl:
         )
 
     def finish_update(self, version: str) -> None:
-        name = self._name(version)
+        self._named = name = self._name(version)
         self._server.post("/finish_weight_update", f"finish the update to version {version}", {"weight_version": name})
         self._given = name
 
@@ -70,12 +71,13 @@ class HttpControl:
         """Have it read its weights from a folder, and say from now on that they are this version."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._server.post("/collective_rpc", f"load version {version}", body)
-        name = self._name(version)
+        self._named = name = self._name(version)
         self._server.post("/update_weight_version", f"note version {version}", {"new_version": name})
         self._given = name
 
     def check(self) -> None:
-        """See whether the server still holds what it was given last, if anything was.
+        """See whether the server still holds what it was given last, if anything was, or what its name was said to be
+        without an answer in time.
 
         Raises:
             EngineDied: it does not: it is another engine now.
@@ -83,7 +85,7 @@ class HttpControl:
         if self._given is None:
             return
         held = self._server.get("/weight_info", "say what it holds").get("weight_version")
-        if held != self._given:
+        if held not in (self._given, self._named):
             raise EngineDied(
                 f"{self._server.who} says that it holds {held}, but it was given {self._given}: it was started again, "
                 "or somebody else has given it weights"

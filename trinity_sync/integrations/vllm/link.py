@@ -185,7 +185,13 @@ class WorkerLink:
         self._complete.set()
 
 
-def serve(address: Address, rank: int, methods: Mapping[str, Callable[..., object]], begin: Callable[[], None]) -> None:
+def serve(
+    address: Address,
+    rank: int,
+    methods: Mapping[str, Callable[..., object]],
+    begin: Callable[[], None],
+    end: Callable[[], None],
+) -> None:
     """The answering end: connect, and answer in a thread until the asking end is gone.
 
     Args:
@@ -193,14 +199,21 @@ def serve(address: Address, rank: int, methods: Mapping[str, Callable[..., objec
         rank: of the worker.
         methods: what it can be asked.
         begin: called by the thread first.
+        end: called by it last.
     """
     connection = Client(address.path, "AF_UNIX", authkey=bytes.fromhex(address.key))
     connection.send(Hello(rank, os.getpid()))
-    threading.Thread(target=_serve, args=(connection, methods, begin), name="versions arrive", daemon=True).start()
+    threading.Thread(target=_serve, args=(connection, methods, begin, end), name="versions arrive", daemon=True).start()
 
 
-def _serve(connection: Connection, methods: Mapping[str, Callable[..., object]], begin: Callable[[], None]) -> None:
-    with contextlib.suppress(EOFError, OSError), connection:
+def _serve(
+    connection: Connection,
+    methods: Mapping[str, Callable[..., object]],
+    begin: Callable[[], None],
+    end: Callable[[], None],
+) -> None:
+    with contextlib.ExitStack() as ending, contextlib.suppress(EOFError, OSError), connection:
+        ending.callback(end)
         begin()
         while True:
             request: _Request = connection.recv()

@@ -6,8 +6,9 @@ import secrets
 import tempfile
 from pathlib import Path
 
+from trinity_sync.host.logs import story
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.slots import SlotArena, remove_stale
+from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, remove_stale
 
 
 class SharedSegment:
@@ -28,9 +29,13 @@ class SharedSegment:
         """
         if self._arena is None or self._layout != layout:
             self.close()
-            remove_stale()  # of programs that were killed
-            key, elsewhere = f"vllm-{secrets.token_hex(8)}", Path(tempfile.gettempdir())
+            elsewhere = Path(tempfile.gettempdir())
+            for root in (DEFAULT_ROOT, elsewhere):
+                remove_stale(root)  # of programs that were killed
+            key = f"vllm-{secrets.token_hex(8)}"
             self._arena = SlotArena.create(key, 1, {layout.part: layout.nbytes}, fallback=elsewhere)
+            for note in self._arena.notes:
+                story.warning("%s", note)
             self._layout = layout
         return self._arena
 

@@ -45,6 +45,8 @@ class ServerFacts(NamedTuple):
         backend: its weight-transfer backend; None: none.
         workers: processes that hold its weights (tensor times pipeline parallel).
         copies: of the model (data parallel).
+        load_format: its ``--load-format``.
+        quantization: of its weights; None: none.
         version: of vLLM.
     """
 
@@ -56,6 +58,8 @@ class ServerFacts(NamedTuple):
     backend: str | None
     workers: int
     copies: int
+    load_format: str
+    quantization: str | None
     version: str
 
 
@@ -126,6 +130,8 @@ class Server:
                 backend=(config["weight_transfer_config"] or {}).get("backend"),
                 workers=config["parallel_config"]["world_size"],
                 copies=config["parallel_config"]["data_parallel_size"],
+                load_format=str(config["load_config"]["load_format"]),
+                quantization=config["model_config"]["quantization"],
                 version=version["version"],
             )
         except (KeyError, IndexError, TypeError) as error:
@@ -191,7 +197,7 @@ class Server:
             raise ConfigError(f"{self.who} cannot be asked: {error}") from error
         except httpx.TimeoutException:
             return _SLOW
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             return _reason(error)
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise ConfigError(f"explorer.url: what answers at {self._url} is no vLLM server; it has no /health")
@@ -209,7 +215,10 @@ class Server:
         asking = self._calls.submit(
             self._client.request, method, path, json=body, params=params, timeout=self.timeout_s
         )
+        until = time.monotonic() + self.timeout_s + _LOOK_S
         while not wait([asking], _WATCH_S).done:
+            if time.monotonic() > until:  # it sends little by little
+                raise WaitTimeout(self.who, what, self.timeout_s)
             self._check_alive(what)
         with self._told(what):
             return asking.result()
@@ -233,6 +242,10 @@ class Server:
             raise WaitTimeout(self.who, what, self.timeout_s) from error
         except httpx.TransportError as error:
             raise EngineDied(f"{self.who} is gone ({_reason(error)}) when it was to {what}") from error
+        except httpx.RequestError as error:
+            raise RunError(
+                f"{self.who} answered what cannot be read ({_reason(error)}) when it was to {what}"
+            ) from error
 
     def _checked(self, answer: httpx.Response, what: str) -> Json:
         if answer.is_success:
@@ -259,5 +272,5 @@ def _message(answer: httpx.Response) -> str:
     return f"{said or answer.text[:500] or 'no reason given'} (status {answer.status_code})"
 
 
-def _reason(error: httpx.TransportError) -> str:
+def _reason(error: httpx.RequestError) -> str:
     return " ".join(str(error).split()) or type(error).__name__

@@ -79,6 +79,7 @@ class WorkerTarget:
         self._dtypes = {name: to_torch(dtype) for name, (dtype, _) in tensors.items()}
         self._together = SharedSegment()
         self._place: str | None = None
+        self._broken = False  # its weights are of several versions
         self.paused_s = 0.0
         self._expected = Receiver(
             {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, (_, shape) in tensors.items()}
@@ -170,10 +171,12 @@ class WorkerTarget:
         try:
             control.pause(self._on_update)
         except RunError:
-            with contextlib.suppress(RunError):  # nothing was touched: what it holds is whole
-                control.resume()
+            if not self._broken:  # what it holds is whole
+                with contextlib.suppress(RunError):
+                    control.resume()
             raise
         give_up()
+        self._broken = True
         try:
             control.start_update()
             go_on()
@@ -193,6 +196,7 @@ class WorkerTarget:
                 self._let_go()
             raise error
         self._on_switch(lease.version)
+        self._broken = False
         control.resume()
         self.paused_s = time.perf_counter() - began
 

@@ -75,16 +75,29 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         self._arrivals: Arrivals | None = None
+        self._giver: str | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to who gives versions; its questions are answered beside what the engine does."""
+        """Connect to who gives versions; its questions are answered beside what the engine does.
+
+        Raises:
+            RunError: somebody else gives versions and is there still.
+        """
+        if self._giver is not None:
+            raise RunError("another explorer gives this engine versions; it takes them from one at a time")
+        self._giver = init_info.key
         methods: dict[str, Callable[..., object]] = {
             "expect": self._expect,
             "take the version": self._take,
             "show": self._show,
             "let go": self._let_go,
         }
-        serve(Address(init_info.path, init_info.key), self.parallel_config.rank, methods, self._use_device)
+        try:
+            address = Address(init_info.path, init_info.key)
+            serve(address, self.parallel_config.rank, methods, self._use_device, self._given_up)
+        except BaseException:
+            self._giver = None
+            raise
 
     def start_weight_update(self) -> None:
         """Begin a session. What one before has left half done is put right first."""
@@ -188,6 +201,10 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _let_go(self) -> None:
         if self._arrivals is not None:
             self._arrivals.let_go()
+
+    def _given_up(self) -> None:
+        """Nobody gives versions any more: keep no memory of theirs."""
+        self._arrivals = self._giver = None
 
     def _arrived(self) -> Arrivals:
         if self._arrivals is None:
