@@ -490,6 +490,36 @@ def test_what_is_made_ends_when_the_weights_are_lost_until_a_version_is_taken(
     assert len(generated(engine)) == 12
 
 
+def test_what_arrived_for_one_explorer_is_never_put_in_for_another(
+    engine: VLLMEngine,
+    make_loader: Callable[..., WeightLoader],
+    trainer: PretendTrainer,
+    weights: list[Weights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even where another one comes between the arrival and the update."""
+    first = make_loader()
+    trainer.publish(weights[1])
+    control = engine._control
+    start = control.start_update
+
+    def another_comes() -> None:
+        monkeypatch.undo()
+        own = EngineWeights(engine._llm, engine._loop, timeout_s=LIMIT)
+        own.take({name: tensor.bfloat16() for name, tensor in weights[2].items()}, 0)
+        own.close()
+        start()
+
+    monkeypatch.setattr(control, "start_update", another_comes)
+    with pytest.raises(RunError, match="another explorer gives this engine its versions now"):
+        first.load(None)
+    assert first.held is None
+    with pytest.raises(RunError, match="another explorer gives this engine its versions now"):
+        first.load(None)
+    later = make_loader()
+    assert later.load(None).digest == reference_digest(weights[1], "BF16")
+
+
 # ---- an update that fails
 
 
@@ -525,6 +555,32 @@ def test_an_update_that_raises_leaves_no_version_and_the_next_one_gets_in(
     assert loader.held == sealed.version
     batch = generated(engine)
     np.testing.assert_allclose(batch.log_probs, log_probs_of_transformers(models[1], batch), atol=0.02)
+
+
+def test_a_pause_that_fails_after_an_update_that_failed_lets_nothing_go_on(
+    engine: VLLMEngine,
+    loader: WeightLoader,
+    trainer: PretendTrainer,
+    weights: list[Weights],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer.publish(weights[0])
+    loader.load(None)
+    engine._control.wait(engine._llm.collective_rpc(partial(of_worker, method="_load")), "plant a fault")
+    trainer.publish(weights[1])
+    with pytest.raises(RunError, match="planted"):
+        loader.load(None)
+
+    def late(how: str) -> None:
+        raise WaitTimeout("vLLM", "pause", 1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._control, "pause", late)
+        with pytest.raises(RunError, match="vLLM did not pause within 1 s"):
+            loader.load(None)
+    assert engine._control.wait(engine._llm.is_paused(), "say whether it is paused")
+    loader.load(None)
+    assert not engine._control.wait(engine._llm.is_paused(), "say whether it is paused")
 
 
 @pytest.fixture

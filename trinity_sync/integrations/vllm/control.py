@@ -65,10 +65,12 @@ class AsyncControl:
 
     def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, who: str, timeout_s: float) -> None:
         self._llm, self._loop, self._who, self._timeout_s = llm, loop, who, timeout_s
+        self._giver: str | None = None
 
     def connect(self, address: Address) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
+        self._giver = address.key
         request = WeightTransferInitRequest(init_info=address._asdict())
         self.wait(self._llm.init_weight_transfer_engine(request), "connect its workers")
 
@@ -84,7 +86,7 @@ class AsyncControl:
     def update(self, version: str | None) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        request = WeightTransferUpdateRequest(update_info={"version": version})
+        request = WeightTransferUpdateRequest(update_info={"version": version, "giver": self._giver})
         self.wait(self._llm.update_weights(request), f"put version {version} into its model")
 
     def finish_update(self, version: str) -> None:

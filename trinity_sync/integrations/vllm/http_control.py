@@ -27,10 +27,12 @@ class HttpControl:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._owner = secrets.token_hex(4)
+        self._giver: str | None = None
         self._given: str | None = None
         self._named: str | None = None
 
     def connect(self, address: Address) -> None:
+        self._giver = address.key
         try:
             self._server.post("/init_weight_transfer_engine", "connect its workers", {"init_info": address._asdict()})
         except EngineDied:
@@ -58,9 +60,8 @@ class HttpControl:
             self._start_update()
 
     def update(self, version: str | None) -> None:
-        self._server.post(
-            "/update_weights", f"put version {version} into its model", {"update_info": {"version": version}}
-        )
+        body = {"update_info": {"version": version, "giver": self._giver}}
+        self._server.post("/update_weights", f"put version {version} into its model", body)
 
     def finish_update(self, version: str) -> None:
         self._named = name = self._name(version)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,9 +60,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     Attributes:
         version: text of the version that has arrived; None: nothing, the session under way is to be given up.
+        giver: key of the address from which it came.
     """
 
     version: str | None
+    giver: str | None = None
 
 
 class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -78,26 +81,20 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._giver: str | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Connect to who gives versions; its questions are answered beside what the engine does.
-
-        Raises:
-            RunError: somebody else gives versions and is there still.
+        """Connect to who gives versions; its questions are answered beside what the engine does. Who gave some before
+        gives none any more: what has arrived for one is never put in for another.
         """
-        if self._giver is not None:
-            raise RunError("another explorer gives this engine versions; it takes them from one at a time")
-        self._giver = init_info.key
+        giver = self._giver = init_info.key
+        self._arrivals = None
         methods: dict[str, Callable[..., object]] = {
             "expect": self._expect,
             "take the version": self._take,
             "show": self._show,
             "let go": self._let_go,
         }
-        try:
-            address = Address(init_info.path, init_info.key)
-            serve(address, self.parallel_config.rank, methods, self._use_device, self._given_up)
-        except BaseException:
-            self._giver = None
-            raise
+        mine = {name: partial(self._answer, giver, method) for name, method in methods.items()}
+        address = Address(init_info.path, init_info.key)
+        serve(address, self.parallel_config.rank, mine, self._use_device, partial(self._given_up, giver))
 
     def start_weight_update(self) -> None:
         """Begin a session. What one before has left half done is put right first."""
@@ -113,6 +110,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             if update_info.version is None:
                 raise RunError("the update was given up")
+            self._check_giver(update_info.giver)
             self._load(update_info.version)
         except BaseException:
             give_back(self.model)
@@ -202,9 +200,18 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._arrivals is not None:
             self._arrivals.let_go()
 
-    def _given_up(self) -> None:
-        """Nobody gives versions any more: keep no memory of theirs."""
-        self._arrivals = self._giver = None
+    def _given_up(self, giver: str) -> None:
+        """Who gave versions is gone: keep no memory of theirs."""
+        if self._giver == giver:
+            self._arrivals = None
+
+    def _answer(self, giver: str, method: Callable[..., object], *arguments: object) -> object:
+        self._check_giver(giver)
+        return method(*arguments)
+
+    def _check_giver(self, giver: str | None) -> None:
+        if giver != self._giver:
+            raise RunError("another explorer gives this engine its versions now")
 
     def _arrived(self) -> Arrivals:
         if self._arrivals is None:
