@@ -236,6 +236,7 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     """The initial version, and the one after a step, against mbridge's own export."""
     from safetensors.torch import load_file
 
+    from trinity_sync.backends.megatron.optimizer_state import inner_optimizers
     from trinity_sync.weights.tensors import state_digest
 
     file = load_file(models / case["model"] / "model.safetensors")
@@ -250,6 +251,7 @@ def _version(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, f
     facts["passed_over"] = passing_over(engine, lambda: digest(backend, case["world"]))
     _train(engine, 1)
     facts["after_step"] = digest(backend, case["world"])
+    facts["saves_scale"] = ["grad_scaler" in one.state_dict() for one in inner_optimizers(engine.optimizer)]
     exported = {name: tensor.detach().clone() for name, tensor in engine.get_per_tensor_param()[0]}
     facts["exported"] = state_digest({name: exported[name] for name in file}, "BF16")
     facts["recomputing"] = recomputing(engine)

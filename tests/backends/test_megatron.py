@@ -185,6 +185,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(case_facts: list[dict[str
 
 
 @pytest.mark.parametrize(("start", "case"), _doing("version"))
+def test_the_scale_of_gradients_which_earlier_checkpoints_lack_is_in_none(case_facts: list[dict[str, Any]]) -> None:
+    assert all(facts["saves_scale"] and not any(facts["saves_scale"]) for facts in case_facts)
+
+
+@pytest.mark.parametrize(("start", "case"), _doing("version"))
 def test_all_weights_decay_alike(case_facts: list[dict[str, Any]]) -> None:
     """Norms and biases, too."""
     for rank in case_facts:
