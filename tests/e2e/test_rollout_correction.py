@@ -14,19 +14,21 @@ TRUNCATED = f"{LEVEL}_threshold=0.5"
 """Below what any weight of a sampler is that nearly agrees."""
 
 
-def assert_measured(run: Run, *, fresh: bool = True) -> None:
+def assert_measured(run: Run, *, fresh: bool = True, rounded: bool = True) -> None:
     """Every step has said how far explorers and trainer are apart: by no more than what rounding does, where samples
-    are of the newest weights.
+    are of the newest weights. Where the trainer does not round its log-probs to bf16, they may be the same.
     """
     assert run.code == 0, run.output
     steps = run.lines("metrics.jsonl")
     for line in steps:
         assert line["rollout_corr/k3_kl"] >= 0
-        assert 0 < line["rollout_corr/log_prob_abs_diff"] < line["rollout_corr/log_prob_abs_diff_max"]
+        mean, most = line["rollout_corr/log_prob_abs_diff"], line["rollout_corr/log_prob_abs_diff_max"]
+        assert 0 < mean < most if rounded else 0 <= mean <= most
         assert line["rollout_corr/log_prob_abs_diff_max"] < 0.1 or not fresh
     largest = max(line["rollout_corr/log_prob_abs_diff_max"] for line in steps)
     assert run.summary["mismatch"]["log_prob_abs_diff_max"] == largest
-    assert "Mismatch of explorers and trainer by step" in (run.folder / "report.html").read_text()
+    drawn = "Mismatch of explorers and trainer by step" in (run.folder / "report.html").read_text()
+    assert drawn or largest == 0
 
 
 def assert_truncated(run: Run) -> None:
@@ -40,7 +42,7 @@ def assert_truncated(run: Run) -> None:
 def test_weights_are_truncated_and_the_update_is_measured_from_the_weights_before(tmp_path: Path) -> None:
     measured = ("algorithm.calculate_entropy=true", "trainer.warmup_steps=2", "trainer.lr=1e-3")
     run = launch(tmp_path / "run", f"{LEVEL}=token", TRUNCATED, *measured)
-    assert_measured(run)
+    assert_measured(run, rounded=False)  # of logits in fp32, as the entropy is
     assert_truncated(run)
     entropies = [line["actor/entropy_loss"] for line in run.lines("metrics.jsonl")]
     assert entropies[0] == pytest.approx(np.log(32), rel=0.02), "that of all tokens alike, as the model begins"
