@@ -27,6 +27,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm_server import VLLMServerEngine
 from trinity_sync.host.locks import own_name
 from trinity_sync.integrations.vllm.http_control import HttpControl
+from trinity_sync.integrations.vllm.server import Server
 from trinity_sync.models.factory import make_model
 from trinity_sync.protocol.members import Member
 from trinity_sync.samples.batch import SampleBatch
@@ -225,7 +226,9 @@ def test_a_session_that_a_killed_explorer_left_open_is_ended(
     engine.close()
 
 
-def test_what_a_server_has_to_be_is_said(server: RealServer, models: list[Path], tmp_path: Path) -> None:
+def test_what_a_server_has_to_be_is_said(
+    server: RealServer, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refused(model: Path = models[0], **changes: object) -> str:
         with pytest.raises(ConfigError) as caught:
             engine_of(server, model, **changes)
@@ -237,6 +240,14 @@ def test_what_a_server_has_to_be_is_said(server: RealServer, models: list[Path],
         f"{at} tells raw_logprobs; with explorer.temperature=0.7 start it with --logprobs-mode processed_logprobs"
     )
     assert refused(prompt_length=123).startswith(f"{at} has room for 128 tokens")
+    facts = Server.facts
+    for changes, why in (
+        ({"quantization": "fp8"}, "holds its weights in fp8; start it without --quantization"),
+        ({"backend": None, "load_format": "dummy"}, "was started with --load-format dummy, so it cannot reload"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(Server, "facts", lambda of, changes=changes: facts(of)._replace(**changes))
+            assert refused().startswith(f"{at} {why}")
     other = make_model(ARCHITECTURE | {"vocab_size": 40, "num_hidden_layers": 1}, 0, tmp_path / "other")
     told = refused(other)
     assert told.startswith(f"{at} serves {models[3]}, which is another model than model.path={other}")
