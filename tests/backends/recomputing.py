@@ -21,7 +21,7 @@ def recomputing(engine: Any) -> dict[str, Any]:
     from verl.workers.config import ActorConfig
 
     from tests.backends.engines import drawn_pairs
-    from trinity_sync.config.schema import RolloutCorrectionConfig
+    from trinity_sync.config.training_schema import RolloutCorrectionConfig
     from trinity_sync.trainer.algorithms.policy_loss import policy_loss
     from trinity_sync.trainer.batch import grpo_batch
     from trinity_sync.trainer.old_log_probs import recomputed

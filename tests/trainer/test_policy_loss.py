@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_sync.config.schema import RolloutCorrectionConfig
+from trinity_sync.config.training_schema import RolloutCorrectionConfig
 from trinity_sync.trainer.batch import grpo_batch
 
 LENGTHS = ((3, 2), (2, 3), (4, 1), (1, 5))

@@ -1,7 +1,8 @@
 """The dataclasses that type the configuration. They carry ranges, never a default: those stand in `conf/`.
 
 Each is a node `schema/<name>` of Hydra's ConfigStore, so an option file of your own gets the same types by naming it in
-its defaults list: `- /schema/sync@_here_`.
+its defaults list: `- /schema/sync@_here_`. Those of what is trained, on what and how are in
+`trinity_sync.config.training_schema`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,16 @@ from omegaconf import MISSING
 
 from trinity_sync.config.fields import choice, number, seconds
 from trinity_sync.config.retention import policy_schema
+from trinity_sync.config.training_schema import (
+    AlgorithmConfig,
+    CopyDigitsConfig,
+    GrpoConfig,
+    JsonlConfig,
+    PairsConfig,
+    SamplesConfig,
+    SftConfig,
+    TrainerConfig,
+)
 from trinity_sync.protocol.retention import POLICIES
 
 DTYPES = ("bf16", "fp32", "fp16")
@@ -147,97 +158,6 @@ class BytesConfig(WorkloadConfig):
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
-    """The training loop and its optimizer."""
-
-    steps: int = number(at_least=1)
-    lr: float = number(more_than=0)
-    betas: list[float] = MISSING
-    weight_decay: float = number(at_least=0)
-    clip_grad: float = number(more_than=0)
-    lr_scheduler: str = choice("constant", "cosine")
-    warmup_steps: int = number(at_least=0)
-    schedule: str = choice("lockstep", "free")
-    micro_batch_size: int = number(at_least=1)
-    mini_batches: int = number(at_least=1)
-    epochs: int = number(at_least=1)
-    gradient_checkpointing: bool = MISSING
-
-
-@dataclass(kw_only=True)
-class AlgorithmConfig:
-    """What every algorithm has."""
-
-    _target_: str = MISSING
-    kind: str = MISSING
-
-
-@dataclass(kw_only=True)
-class RolloutCorrectionConfig:
-    """Importance weights of samples whose log-probs are not the trainer's; the keys are verl's."""
-
-    rollout_is: str | None = choice("token", "sequence")
-    rollout_is_threshold: float = number(more_than=0)
-
-
-@dataclass(kw_only=True)
-class GrpoConfig(AlgorithmConfig):
-    """Group relative policy optimization."""
-
-    prompts_per_step: int = number(at_least=1)
-    samples_per_prompt: int = number(at_least=2)
-    clip_ratio: float = number(more_than=0, at_most=1)
-    clip_ratio_high: float | None = number(more_than=0)
-    clip_ratio_c: float = number(more_than=1)
-    loss_agg_mode: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
-    normalise_advantages: bool = MISSING
-    entropy_coeff: float = number(at_least=0)
-    calculate_entropy: bool = MISSING
-    rollout_correction: RolloutCorrectionConfig = MISSING
-
-
-@dataclass(kw_only=True)
-class SftConfig(AlgorithmConfig):
-    """Supervised fine-tuning."""
-
-    batch_size: int = number(at_least=1)
-
-
-@dataclass(kw_only=True)
-class CopyDigitsConfig:
-    """The default task."""
-
-    _target_: str = MISSING
-    digits: int = number(at_least=1)
-    response_length: int = number(at_least=1)
-
-
-@dataclass(kw_only=True)
-class JsonlConfig:
-    """Prompts from a file, judged by a function."""
-
-    _target_: str = MISSING
-    path: str = MISSING
-    prompt_key: str = MISSING
-    answer_key: str = MISSING
-    shuffle: bool = MISSING
-    reward: dict[str, Any] = MISSING
-    prompt_length: int = number(at_least=1)
-    response_length: int = number(at_least=1)
-
-
-@dataclass(kw_only=True)
-class PairsConfig:
-    """Pairs of prompt and response from a file."""
-
-    _target_: str = MISSING
-    path: str = MISSING
-    prompt_key: str = MISSING
-    response_key: str = MISSING
-    max_length: int = number(at_least=2)
-
-
-@dataclass(kw_only=True)
 class ExplorerConfig:
     """The rollout replicas."""
 
@@ -269,16 +189,6 @@ class VllmServerConfig(ExplorerConfig):
     """An explorer that asks a vLLM server."""
 
     url: str | None = MISSING
-
-
-@dataclass(kw_only=True)
-class SamplesConfig:
-    """What becomes of samples between explorers and trainer, and which of them are recorded."""
-
-    record_interval: int = number(at_least=0)
-    record_groups: int = number(at_least=1)
-    over_stale: str = choice("wait", "drop")
-    buffer: int = number(at_least=1)
 
 
 @dataclass(kw_only=True)

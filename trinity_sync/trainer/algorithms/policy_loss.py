@@ -19,7 +19,7 @@ from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
-from trinity_sync.config.schema import RolloutCorrectionConfig
+from trinity_sync.config.training_schema import RolloutCorrectionConfig
 from trinity_sync.trainer.algorithms.base import MISMATCH
 
 _MEANS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high")
