@@ -81,7 +81,14 @@ class Pools:
         base: str | None = None,
         engine: Mapping[str, Any] | None = None,
     ) -> ExplorerPool:
-        fixed: dict[str, Any] = {"engine": dict(engine or {}), "task": {}, "seed": 0, "sync": {}, "verify": "full"}
+        fixed: dict[str, Any] = {
+            "engine": dict(engine or {}),
+            "task": {},
+            "seed": 0,
+            "deterministic": False,
+            "sync": {},
+            "verify": "full",
+        }
         spec = ExplorerSpec(member=Member.new(""), timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
             spec,
@@ -305,7 +312,7 @@ def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools
 
 def test_an_explorer_that_holds_no_version_refuses_to_generate() -> None:
     """The real one, before its first load."""
-    fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "sync": {}, "verify": "full"}
+    fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
     spec = ExplorerSpec(member=Member.new("explorer-0"), timeout_s=LIMIT, log_dir=None, **fixed)
     with pytest.raises(RunError, match=r"^explorer-0 holds no version, so it cannot generate for step 3$"):
         Explorer(spec, None).generate(3, PROMPTS, 1)  # type: ignore[arg-type]

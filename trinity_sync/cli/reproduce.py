@@ -116,7 +116,8 @@ def _check_comparable(source: Source, *, metrics_only: bool, repeats: int) -> No
     if not metrics_only and not source.record.get("reproducible", True):
         raise ConfigError(
             f"{source.place} is not reproducible bit for bit: who was faster decided what its updates were made of "
-            "(trainer.schedule=free). Compare how it ended with a few runs of other seeds: --metrics-only"
+            "(trainer.schedule=free), or which kernels a GPU chose (trainer.deterministic=false). Compare how it ended "
+            "with a few runs of other seeds: --metrics-only"
         )
     _check_known(source)
 

@@ -67,6 +67,10 @@ class Explorer:
         """Build engine and task. Apart from `__init__`, so that what goes wrong is raised here and not as the actor's
         death.
         """
+        if self._spec.deterministic:
+            from trinity_sync.models.deterministic import use_deterministic_kernels
+
+            use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
         self._task = build_task(self._spec.task, self._spec.seed)
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])

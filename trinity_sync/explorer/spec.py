@@ -22,6 +22,7 @@ class ExplorerSpec:
         engine: class of the `RolloutEngine`, and its keyword arguments.
         task: the `task` node of the config, to be instantiated here for its rewards.
         seed: of the run.
+        deterministic: as of `WorkerSpec`.
         sync: the `sync` node of the config, to be instantiated here for the explorer's half of the mode.
         verify: `sync.verify`.
         timeout_s: `sync.timeout_s`.
@@ -33,6 +34,7 @@ class ExplorerSpec:
     engine: dict[str, Any]
     task: dict[str, Any]
     seed: int
+    deterministic: bool
     sync: dict[str, Any]
     verify: str
     timeout_s: float
@@ -74,6 +76,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         engine=engine,
         task=cfg.task,
         seed=cfg.seed,
+        deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
         sync=vars(cfg.sync),
         verify=cfg.sync.verify,
         timeout_s=cfg.sync.timeout_s,

@@ -102,7 +102,7 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, la
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
         config=plain(cfg),
-        reproducible=cfg.trainer.schedule == "lockstep",
+        reproducible=cfg.trainer.schedule == "lockstep" and cfg.trainer.deterministic,
         resumed_from=start.step if start.resumed else None,
         view=cfg.live,
         trackers=run_trackers(cfg),

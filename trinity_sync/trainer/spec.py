@@ -40,6 +40,7 @@ class WorkerSpec:
         micro_batch_size: sequences per forward and backward and rank, at most.
         temperature: of the sampler; log-probs are recomputed with it.
         seed: of the run.
+        deterministic: compute with kernels that give the same bits each time, where there are others.
         sync: the sync mode: its class and its keys.
         wire_dtype: dtype of floating parameters in versions, as safetensors names it.
         keep_fp32: those that are in fp32 nevertheless (`sync.keep_fp32`); None: those that the model's class keeps.
@@ -65,6 +66,7 @@ class WorkerSpec:
     micro_batch_size: int
     temperature: float
     seed: int
+    deterministic: bool
     sync: dict[str, Any]
     wire_dtype: str
     keep_fp32: Sequence[str] | None = None
@@ -133,6 +135,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
         micro_batch_size=trainer.micro_batch_size,
         temperature=cfg.explorer.temperature,
         seed=cfg.seed,
+        deterministic=trainer.deterministic and trainer.schedule == "lockstep",
         sync=vars(cfg.sync),
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         keep_fp32=cfg.sync.keep_fp32,

@@ -29,6 +29,7 @@ from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
 from trinity_sync.host.logs import story
 from trinity_sync.models.attention import check_attention
+from trinity_sync.models.deterministic import use_deterministic_kernels
 from trinity_sync.models.hub import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
@@ -50,6 +51,8 @@ class TrinityWorker(Member, TrainingWorker):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
+        if spec.deterministic:
+            use_deterministic_kernels()
         # verl's own call would name gloo twice on a CPU, which torch refuses, and sets no timeout. It leaves a group
         # alone that is there.
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
