@@ -885,12 +885,13 @@ def test_a_resume_is_one_run_whatever_the_settings_say(launcher: StandIn, where:
     assert not Path("multirun").exists()
 
 
-MANY_JOBS = ("sync_strategies", "checkpoint_cost", "learning_rate")
+OF_EACH_KIND = ("quick", "staleness")
+"""A run and a sweep. All others are tried in `make test-all`."""
 EXPERIMENTS = sorted(found.stem for found in (config.conf_dir() / "experiment").glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
-    "experiment", [pytest.param(name, marks=pytest.mark.all if name in MANY_JOBS else ()) for name in EXPERIMENTS]
+    "experiment", [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.all) for name in EXPERIMENTS]
 )
 def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launcher: StandIn, experiment: str) -> None:
     if experiment == "learning_rate":
