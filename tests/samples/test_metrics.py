@@ -36,6 +36,7 @@ def test_rewards_and_lengths_are_measured() -> None:
             "reward/min": -0.25,
             "reward/max": 0.75,
             "reward/exact": 1 / 6,
+            "reward/failed": 0,
             "reward/flat_groups": 2 / 3,
             "response_length/mean": 14 / 6,
             "response_length/max": 4,
