@@ -36,9 +36,9 @@ def judging(
     *,
     timeout_s: float = LIMIT_S,
     processes: int = 1,
-    reward: Callable[..., float] | None = None,
+    reward: Callable[..., float] = bad_rewards.misbehave,
 ) -> Iterator[RewardProcesses]:
-    function = FunctionReward(reward or bad_rewards.misbehave)
+    function = FunctionReward(reward)
     found = RewardProcesses(function, Judging(on_error, timeout_s, processes), function.name)
     try:
         yield found
@@ -125,18 +125,17 @@ def test_several_processes_give_the_verdicts_in_the_order_of_the_responses() -> 
 
 def test_processes_stay_from_one_batch_to_the_next_and_one_that_was_killed_meanwhile_is_started_again() -> None:
     with judging("stop") as judge:
-        ((first, *_), (second, *_)) = verdicts(judge, "pid"), verdicts(judge, "pid")
+        first, second = (int(verdicts(judge, "pid")[0].reward) for _ in range(2))
         assert first == second
-        os.kill(int(first), signal.SIGKILL)
-        assert gone(int(first))
-        ((third, *_),) = verdicts(judge, "pid")
-        assert third != first
+        os.kill(first, signal.SIGKILL)
+        assert gone(first)
+        assert verdicts(judge, "pid")[0].reward != first
 
 
 def test_what_it_has_started_ends_with_it() -> None:
     with judging() as judge:
-        ((program, *_), _) = verdicts(judge, "leaves a program behind", "os._exit")
-        assert gone(int(program))
+        program, _ = verdicts(judge, "leaves a program behind", "os._exit")
+        assert gone(int(program.reward))
 
 
 def test_what_it_prints_comes_as_whole_lines(capfd: pytest.CaptureFixture[str]) -> None:
