@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -223,6 +224,7 @@ def test_a_wrong_value_of_a_key_of_ours_is_named(keys: dict[str, object], said: 
             r"cannot be called with a prompt and a response: missing a required argument: 'answer'",
         ),
         (bad_rewards.wants_less, "cannot be called with a prompt and a response: too many positional arguments"),
+        (partial(bad_rewards.count, volume=2), r"which does not take the keys given: volume"),
         (bad_rewards.has_our_key, r"has a parameter timeout_s; task\.reward\.timeout_s says how"),
     ],
 )

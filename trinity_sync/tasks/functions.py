@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
-from trinity_sync.tasks.judging import Judging
+from trinity_sync.tasks.judging import KEYS
 
 RewardNumber = Callable[..., float]
 """``f(prompt, response) -> number``; one that has a parameter ``finished`` is told it by that name."""
@@ -33,9 +32,8 @@ class FunctionReward:
         self.name = name_of(function)
         self._function = function
         self._tells_finished = False
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # as of some that are not written in Python
+        signature = _signature(function, self.name)
+        if signature is None:
             return
         self._tells_finished = _takes_finished(function, signature)
         self._check(signature)
@@ -46,7 +44,7 @@ class FunctionReward:
 
     def _check(self, signature: inspect.Signature) -> None:
         check_plain(self._function, self.name)
-        if ours := sorted({field.name for field in fields(Judging)} & signature.parameters.keys()):
+        if ours := sorted(set(KEYS) & signature.parameters.keys()):
             raise ConfigError(
                 f"task.reward._target_ is {self.name}, which has a parameter {ours[0]}; task.reward.{ours[0]} says how "
                 "rewards are judged and does not reach it, so call the parameter something else"
@@ -81,6 +79,24 @@ def name_of(function: Callable[..., object]) -> str:
     while isinstance(function, partial):
         function = function.func
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
+
+def _signature(function: RewardNumber, name: str) -> inspect.Signature | None:
+    """Return the parameters that are left to be given; None: nobody knows, as of some that are not written in Python."""
+    inner: Callable[..., object] = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    try:
+        own = inspect.signature(inner)
+    except (TypeError, ValueError):
+        return None
+    try:
+        return inspect.signature(function)
+    except ValueError as error:
+        given = ", ".join(function.keywords) if isinstance(function, partial) else ""
+        raise ConfigError(
+            f"task.reward._target_ is {name}{own}, which does not take the keys given: {given}"
+        ) from error
 
 
 def _takes_finished(function: Callable[..., object], signature: inspect.Signature) -> bool:

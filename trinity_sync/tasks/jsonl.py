@@ -24,7 +24,7 @@ class JsonlTask:
             ``finished`` is told by that whether the model ended the response itself.
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
-        judging: how the function is called; see `Judging`.
+        judging: how responses are judged; None: as `Judging` has it.
 
     Raises:
         ConfigError: the file is not as described; names file and line. Or the function is not.
@@ -41,13 +41,13 @@ class JsonlTask:
         *,
         prompt_length: int | None = None,
         response_length: int | None = None,
-        judging: Judging = Judging(),  # noqa: B008 - it is frozen
+        judging: Judging | None = None,
     ) -> None:
         self.prompt_length = prompt_length
         self.response_length = response_length
         self._function = FunctionReward(reward)
         self.reward_name = self._function.name
-        self.reward_judge = RewardProcesses(self._function, judging, self.reward_name)
+        self.reward_judge = RewardProcesses(self._function, judging or Judging(), self.reward_name)
         self._prompt_key, self._answer_key = prompt_key, answer_key
         self._file = RowFile(path, seed=seed, shuffle=shuffle)
         for row in self._file.rows:

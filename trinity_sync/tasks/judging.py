@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any
 
 from trinity_sync.errors import ConfigError
@@ -18,11 +17,14 @@ from it.
 """
 
 
-@dataclass(frozen=True)
-class Judging:
-    """How responses are judged in processes of their own: keys of `task.reward` that are ours and not the function's.
+KEYS = ("on_error", "timeout_s", "processes")
+"""Keys of `task.reward` that are ours and not the function's."""
 
-    Attributes:
+
+class Judging:
+    """How responses are judged in processes of their own.
+
+    Args:
         on_error: see `ON_ERROR`.
         timeout_s: longest time for one response, seconds.
         processes: how many judge for each explorer.
@@ -31,25 +33,26 @@ class Judging:
         ConfigError: a value is none of those; names its key.
     """
 
-    on_error: str = "stop"
-    timeout_s: float = 30.0
-    processes: int = 1
-
-    def __post_init__(self) -> None:
-        if self.on_error not in ON_ERROR:
-            raise ConfigError(f"task.reward.on_error is {self.on_error!r}; must be one of {', '.join(ON_ERROR)}")
-        limit = self.timeout_s
-        if not isinstance(limit, numbers.Real) or isinstance(limit, bool) or not 0 < limit < math.inf:
-            raise ConfigError(f"task.reward.timeout_s is {limit!r}; must be a number of seconds, more than 0")
-        if not isinstance(self.processes, int) or isinstance(self.processes, bool) or self.processes < 1:
-            raise ConfigError(f"task.reward.processes is {self.processes!r}; must be at least 1")
+    def __init__(self, on_error: str = "stop", timeout_s: float = 30.0, processes: int = 1) -> None:
+        if on_error not in ON_ERROR:
+            raise ConfigError(f"task.reward.on_error is {on_error!r}; must be one of {', '.join(ON_ERROR)}")
+        if not _is_number(timeout_s) or not 0 < timeout_s < math.inf:
+            raise ConfigError(f"task.reward.timeout_s is {timeout_s!r}; must be a number of seconds, more than 0")
+        if not isinstance(processes, int) or not _is_number(processes) or processes < 1:
+            raise ConfigError(f"task.reward.processes is {processes!r}; must be at least 1")
+        self.on_error = on_error
+        self.timeout_s = timeout_s
+        self.processes = processes
 
     @classmethod
     def taken_from(cls, reward: Mapping[str, Any]) -> tuple[Judging, dict[str, Any]]:
         """Read our keys of a node `task.reward`; return the others, too, which are the function's."""
-        ours = {field.name for field in fields(cls)}
-        judging = cls(**{key: value for key, value in reward.items() if key in ours})
-        return judging, {key: value for key, value in reward.items() if key not in ours}
+        judging = cls(**{key: value for key, value in reward.items() if key in KEYS})
+        return judging, {key: value for key, value in reward.items() if key not in KEYS}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdict]:
