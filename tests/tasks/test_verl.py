@@ -71,19 +71,20 @@ def test_a_parquet_file_as_verls_data_preparation_writes_it_gives_the_same_promp
     assert task.prompts(1, 1) == task_of(tmp_path).prompts(1, 1)
 
 
-def test_rewards_are_those_of_verls_gsm8k(tmp_path: Path) -> None:
+def test_rewards_are_those_of_verls_gsm8k_and_a_source_that_verl_does_not_know_is_a_failure(tmp_path: Path) -> None:
     from verl.utils.reward_score import default_compute_score
 
     expected = [default_compute_score("openai/gsm8k", said, "42") for said in SAID]
-    assert [verdict.reward for verdict in verdicts(task_of(tmp_path), *SAID)] == expected
     assert expected == [1, 0, 0, 1, 0, 0]
-
-
-def test_a_data_source_that_verl_does_not_know_is_a_failure(tmp_path: Path) -> None:
-    task = task_of(tmp_path, "task.reward.on_error=zero", rows=[ROW | {"data_source": "mine"}])
-    (verdict,) = verdicts(task, "42")
-    assert "verl.utils.reward_score.default_compute_score, called for prompt 0 of step 1, failed: Not" in verdict.error
-    assert "data_source='mine'" in verdict.error
+    rows = [ROW, ROW | {"data_source": "mine"}]
+    task = task_of(tmp_path, "task.reward.on_error=zero", "task.shuffle=false", rows=rows)
+    known, unknown = task.prompts(1, 2)
+    responses = [*(Response(known, said, True) for said in SAID), Response(unknown, "42", True)]
+    *found, failed = task.reward_judge.judge(responses, step=1)
+    task.reward_judge.close()
+    assert [verdict.reward for verdict in found] == expected
+    assert "verl.utils.reward_score.default_compute_score, called for prompt 1 of step 1, failed: Not" in failed.error
+    assert "data_source='mine'" in failed.error
 
 
 def test_a_function_of_the_users_is_called_as_verl_calls_it(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def name_of(function: Callable[..., object]) -> str:
 
 
 def _signature(function: RewardNumber, name: str) -> inspect.Signature | None:
-    """Return the parameters that are left to be given; None: nobody knows, as of some that are not written in Python."""
+    """Return what is left to be given; None: nobody knows, as of functions that are not written in Python."""
     inner: Callable[..., object] = function
     while isinstance(inner, partial):
         inner = inner.func
