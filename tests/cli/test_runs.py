@@ -662,6 +662,7 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("+hydra.job_logging.handlers.x.class=os.system", "hydra.job_logging.handlers.x.class is os.system"),
         ("model.trust_remote_code=true", "model.trust_remote_code=true"),
         ("+task.reward.trust_remote_code=true", "task.reward.trust_remote_code=true"),
+        ("+task.reward.function_path=/tmp/evil.py", "task.reward.function_path=/tmp/evil.py"),
         ("task._target_=trinity_sync.explorer.hf.HFEngine", "task._target_ is trinity_sync.explorer.hf.HFEngine"),
         ("+tracker.mine._target_=trinity_sync.sync.memory.MemoryMode", "tracker.mine._target_ is trinity_sync.sync"),
         ("hydra.job_logging.handlers.file.filename=/tmp/profile", "hydra.job_logging.handlers.file.filename is /tmp"),

@@ -15,8 +15,9 @@ def sample(
     prompt_ids: tuple[int, ...] = (1, 7),
     response_ids: tuple[int, ...] = (7, 2),
     version: tuple[int, int] = (0, 0),
-    reward: float = 0.0,
+    reward: float | None = 0.0,
     exact: float | None = 0.0,
+    error: str = "",
 ) -> Sample:
     return Sample(
         step=step,
@@ -28,6 +29,7 @@ def sample(
         version=version,
         reward=reward,
         exact=exact,
+        error=error,
         text="".join(map(str, response_ids)),
         finished=response_ids[-1:] == (2,),
     )
@@ -48,8 +50,9 @@ def samples(draw: st.DrawFn, max_size: int = 8) -> list[Sample]:
             prompt_ids=prompts[place[:2]],
             response_ids=draw(_IDS),
             version=(draw(st.integers(0, 3)), draw(st.integers(0, 9))),
-            reward=draw(st.floats(-5, 5)),
+            reward=draw(st.none() | st.floats(-5, 5)),
             exact=draw(st.sampled_from([None, 0.0, 1.0])),
+            error=draw(st.sampled_from(["", "it raised"])),
         )
         for place in chosen
     ]

@@ -13,7 +13,7 @@ from trinity_sync.samples.batch import SampleBatch
 REWARDS = st.lists(st.lists(st.floats(-10, 10), min_size=2, max_size=6), min_size=1, max_size=5)
 
 
-def batch_of(groups: list[list[float]]) -> SampleBatch:
+def batch_of(groups: list[list[float]] | list[list[float | None]]) -> SampleBatch:
     return SampleBatch.of(
         sample(prompt=prompt, number=number, reward=reward)
         for prompt, rewards in enumerate(groups)
@@ -55,3 +55,16 @@ def test_the_same_prompt_number_of_two_steps_is_two_groups() -> None:
 
 def test_a_batch_without_samples_has_no_advantages() -> None:
     assert group_advantages(SampleBatch.of([])).shape == (0,)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+@given(groups=REWARDS, data=st.data())
+def test_a_sample_without_a_reward_teaches_nothing_and_the_others_as_if_it_were_not_there(
+    normalise: bool, groups: list[list[float]], data: st.DataObject
+) -> None:
+    some = [[data.draw(st.sampled_from([reward, None])) for reward in rewards] for rewards in groups]
+    judged = np.array([reward is not None for rewards in some for reward in rewards])
+    left = [[reward for reward in rewards if reward is not None] for rewards in some]
+    found = group_advantages(batch_of(some), normalise=normalise)
+    assert not found[~judged].any()
+    assert found[judged] == pytest.approx(group_advantages(batch_of(left), normalise=normalise), abs=1e-12)

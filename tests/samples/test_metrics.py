@@ -36,6 +36,7 @@ def test_rewards_and_lengths_are_measured() -> None:
             "reward/min": -0.25,
             "reward/max": 0.75,
             "reward/exact": 1 / 6,
+            "reward/failed": 0,
             "reward/flat_groups": 2 / 3,
             "response_length/mean": 14 / 6,
             "response_length/max": 4,
@@ -44,6 +45,27 @@ def test_rewards_and_lengths_are_measured() -> None:
             "prompt_length/max": 4,
         }
     )
+
+
+def test_responses_that_could_not_be_judged_are_counted_and_those_without_a_reward_are_in_no_mean() -> None:
+    found = batch_metrics(
+        SampleBatch.of(
+            [
+                sample(1, 0, 0, reward=1.0, exact=1.0),
+                sample(1, 0, 1, reward=None, exact=None, error="it raised"),
+                sample(1, 1, 0, reward=0.0, exact=None, error="it raised"),
+                sample(1, 1, 1, reward=0.5, exact=0.0),
+            ]
+        )
+    )
+    expected = {"mean": 0.5, "min": 0.0, "max": 1.0, "exact": 0.5, "failed": 2, "flat_groups": 0.5}
+    assert {name: found[f"reward/{name}"] for name in expected} == pytest.approx(expected)
+
+
+def test_of_a_batch_without_any_reward_no_mean_is_told() -> None:
+    found = batch_metrics(SampleBatch.of([sample(reward=None, exact=None, error="it raised")]))
+    assert {name for name in found if name.startswith("reward/")} == {"reward/failed", "reward/flat_groups"}
+    assert found["reward/failed"] == 1
 
 
 def test_where_the_task_does_not_always_say_what_is_right_nothing_is_said_of_it() -> None:

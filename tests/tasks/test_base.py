@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from trinity_sync.errors import RunError
+from trinity_sync.host.origin import origin
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import RewardResult, score
+from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks.judging import score
 
 PROMPT = Prompt(index=5, text="61=", answer="61")
 
@@ -71,10 +73,12 @@ def test_the_message_names_function_prompt_and_step(verdict: object) -> None:
         judged(verdict)
 
 
-def test_an_exception_is_quoted_and_kept_as_the_cause() -> None:
+def test_an_exception_is_quoted_and_its_traceback_kept() -> None:
     with pytest.raises(RunError, match=rf"failed: KeyError: 'answer' \({__file__}:\d+\)$") as caught:
         judged(KeyError("answer"))
-    assert isinstance(caught.value.__cause__, KeyError)
+    found = origin(caught.value)
+    assert found is not None
+    assert found.traceback.endswith("KeyError: 'answer'")
 
 
 def test_a_task_may_name_the_function_that_it_calls() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import score
 from trinity_sync.tasks.jsonl import JsonlTask
+from trinity_sync.tasks.judging import score
 from trinity_sync.tasks.rewards import exact_match
 
 

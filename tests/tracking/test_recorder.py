@@ -34,6 +34,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "generate": {"step": 1, "explorer": "explorer-0", "version": 0, "began": START, "total_s": 0.5},
     "skip": {"version": 1, "reason": "every slot was being read"},
     "skipped_update": {"step": 1, "count": 2},
+    "failed_rewards": {"step": 1, "count": 2, "error": "the reward function f failed"},
     "prune": {"step": 1, "reason": "keep_last", "freed_bytes": 5},
     "mirror": {"step": 1, "url": "s3://bucket/run", "state": "copied", "bytes": 5, "total_s": 0.5},
     "fault": {"where": "explorer-0", "error": "died"},

@@ -36,6 +36,11 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         "step 12: 2 of its updates skipped, the gradient is not finite",
     ),
     (
+        "failed_rewards",
+        {"step": 12, "count": 2, "error": "the reward function f failed"},
+        "step 12: 2 of its responses could not be judged, the first: the reward function f failed",
+    ),
+    (
         "commit",
         {"step": 12, "kind": "full", "bytes": 5_000_000, "total_s": 3.1, "blocked_s": 0.02, "digest": "ab12"},
         "checkpoint of step 12 committed (full): 5 MB after 3.1 s, trainer blocked 20 ms, digest ab12",

@@ -40,6 +40,8 @@ _LETS_RUN = {
     "use_dist_checkpointing": "that is pickled beside weights",
     "fp8_quantizer_factory": "of that name",
     "fp4_quantizer_factory": "of that name",
+    # of a task with verl's rewards
+    "function_path": "of that file",
 }
 """Keys by which others are told so, wherever they stand, and which code that is."""
 _HARMLESS = re.compile(r"\$\{(?:(?:oc\.env|now|sum):[^${}]*|[^:${}\0]*)\}")

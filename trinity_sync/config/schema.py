@@ -23,6 +23,7 @@ from trinity_sync.config.training_schema import (
     SamplesConfig,
     SftConfig,
     TrainerConfig,
+    VerlConfig,
 )
 from trinity_sync.protocol.retention import POLICIES
 
@@ -291,6 +292,7 @@ SCHEMA: dict[str, type] = {
     "sft": SftConfig,
     "copy_digits": CopyDigitsConfig,
     "jsonl": JsonlConfig,
+    "verl": VerlConfig,
     "pairs": PairsConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,

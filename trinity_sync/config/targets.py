@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from hydra.utils import instantiate
@@ -11,10 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.checks import check_own_classes
 from trinity_sync.config.composition import plain
-from trinity_sync.config.lookup import build, load
+from trinity_sync.config.lookup import build, load, missing
 from trinity_sync.config.options import TARGET
 from trinity_sync.config.retention import retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.tasks.judging import Judging
 
 # Named as text, since the packages of these classes lie above this one.
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
@@ -70,7 +73,22 @@ def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     assert isinstance(values, dict)
     _check_text(values, "task")
-    return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed)
+    ours = _judging(values)
+    return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed, **ours)
+
+
+def _judging(values: dict[Any, Any]) -> dict[str, Judging]:
+    """Take our keys out of `task.reward`, for a task that takes a `judging`; in any other they are its own."""
+    target, reward = values.get(TARGET), values.get("reward")
+    if not isinstance(target, str) or not isinstance(reward, dict) or missing(target) is not None:
+        return {}
+    parameters: Collection[str] = ()
+    with suppress(TypeError, ValueError):  # as of what is not written in Python
+        parameters = inspect.signature(load(f"task.{TARGET}", target)).parameters
+    if "judging" not in parameters:
+        return {}
+    judging, values["reward"] = Judging.taken_from(reward)
+    return {"judging": judging}
 
 
 def _check_text(value: object, key: str) -> None:

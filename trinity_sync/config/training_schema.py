@@ -95,6 +95,20 @@ class JsonlConfig:
 
 
 @dataclass(kw_only=True)
+class VerlConfig:
+    """verl's data and rewards."""
+
+    _target_: str = MISSING
+    _convert_: str = MISSING
+    path: str = MISSING
+    prompt_key: str = MISSING
+    shuffle: bool = MISSING
+    reward: dict[str, Any] = MISSING
+    prompt_length: int = number(at_least=1)
+    response_length: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
 class PairsConfig:
     """Pairs of prompt and response from a file."""
 

@@ -36,6 +36,7 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
+from trinity_sync.tasks.base import Judge
 from trinity_sync.tracking import units
 
 if TYPE_CHECKING:
@@ -67,12 +68,15 @@ class Explorer:
         """Build engine and task. Apart from `__init__`, so that what goes wrong is raised here and not as the actor's
         death.
         """
+        self._task = build_task(self._spec.task, self._spec.seed)
+        judge: Judge | None = getattr(self._task, "reward_judge", None)
+        if judge is not None:  # its processes begin while the model loads
+            judge.warm_up()
         if self._spec.deterministic:
             from trinity_sync.models.deterministic import use_deterministic_kernels
 
             use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
-        self._task = build_task(self._spec.task, self._spec.seed)
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
 
     def attach(self, agents: dict[str, AgentClient]) -> Whereabouts:

@@ -13,7 +13,8 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
 from trinity_sync.samples.spans import VersionSpans
-from trinity_sync.tasks.base import Task, score
+from trinity_sync.tasks.base import Response, Task
+from trinity_sync.tasks.judging import judge
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -160,23 +161,22 @@ def scored(
         version: (attempt, step) of the weights that made them, where `responses` does not say.
 
     Raises:
-        RunError: the task fails to judge a response.
+        RunError: the task fails to judge a response, and that is to end the run.
     """
     count = len(responses.rows) // len(prompts)
     prompt_of = np.repeat(np.arange(len(prompts)), count)
     spoken = texts.decode(responses.rows, responses.finished)
-    results = [
-        score(task, prompts[row], text, done, step=step)
-        for row, text, done in zip(prompt_of.tolist(), spoken, responses.finished.tolist(), strict=True)
-    ]
+    asked = zip(prompt_of.tolist(), spoken, responses.finished.tolist(), strict=True)
+    verdicts = judge(task, [Response(prompts[row], text, done) for row, text, done in asked], step=step)
     total = len(prompt_of)
     return SampleBatch(
         steps=np.full(total, step, np.int64),
         prompts=np.array([prompt.index for prompt in prompts], np.int64)[prompt_of],
         samples=np.tile(np.arange(count), len(prompts)),
         version_attempts=np.full(total, version[0], np.int64),
-        rewards=np.array([result.reward for result in results], np.float64),
-        exact=np.array([np.nan if result.exact is None else result.exact for result in results], np.float64),
+        rewards=np.array([verdict.reward for verdict in verdicts], np.float64),
+        exact=np.array([np.nan if verdict.exact is None else verdict.exact for verdict in verdicts], np.float64),
+        errors=tuple(verdict.error for verdict in verdicts),
         finished=responses.finished,
         texts=tuple(spoken),
         prompt_of=prompt_of,

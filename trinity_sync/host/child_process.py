@@ -1,5 +1,5 @@
 """A process of one's own program for work that must not be felt here: a library that hangs, leaves threads behind, or
-changes what belongs to the whole process. Used for mirrors and trackers.
+changes what belongs to the whole process. Used for mirrors, trackers and rewards.
 
 It is no `multiprocessing.Process`: that would begin with the program of its parent, once more.
 """
@@ -12,12 +12,15 @@ import socket
 import struct
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
 
-def start_child(module: str, log: Path | None, message_s: int = 10) -> tuple[subprocess.Popen[bytes], Connection]:
+def start_child(
+    module: str, log: Path | None, message_s: int = 10, further: Sequence[int] = ()
+) -> tuple[subprocess.Popen[bytes], Connection]:
     """Start ``serve(descriptor)`` of a module in a process of its own, which Ctrl-C does not reach.
 
     Args:
@@ -26,6 +29,7 @@ def start_child(module: str, log: Path | None, message_s: int = 10) -> tuple[sub
         log: the child's own words are appended to it; None: they go to this process's standard error.
         message_s: for a message to be taken, and for the rest of one that has begun, in whole seconds; beyond that our
             end of the connection raises `BlockingIOError`.
+        further: file descriptors that `serve` is given after its own.
 
     Returns:
         The process, and our end of the connection.
@@ -44,12 +48,13 @@ def start_child(module: str, log: Path | None, message_s: int = 10) -> tuple[sub
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             output = opened.enter_context(open(log, "ab"))
+        given = [theirs.fileno(), *further]
         child = subprocess.Popen(
-            [sys.executable, "-u", "-P", "-c", f"from {module} import serve; serve({theirs.fileno()})"],
+            [sys.executable, "-u", "-P", "-c", f"from {module} import serve; serve({', '.join(map(str, given))})"],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            pass_fds=[theirs.fileno()],
+            pass_fds=given,
             # With -P, the child imports what we would: the working directory's files only where we look there.
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},
             # Ctrl-C is for the run, which lets a copy finish. Not a session of its own: Linux may share the processors

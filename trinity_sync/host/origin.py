@@ -81,6 +81,11 @@ def keep_origin(error: BaseException) -> Origin | None:
     return found
 
 
+def give_origin(error: BaseException, found: Origin) -> None:
+    """Have an error that was made here carry an origin in another process."""
+    setattr(error, _KEPT, found)
+
+
 def told(error: BaseException) -> str:
     """Put an error into words for others than who raised it: its class, what it says, its place in the user's code."""
     return _worded(error, _says(error))

@@ -16,22 +16,33 @@ def group_advantages(batch: SampleBatch, normalise: bool = True) -> NDArray[np.f
 
     A group is what has step and prompt in common, in whatever order the batch has it. The standard deviation is the
     unbiased one, as `torch.std` and verl have it. A group whose rewards are all equal gets exactly 0, and so does a
-    group of one.
+    group of one. A sample without a reward gets exactly 0, and the others of its group what they would get without it.
 
     Args:
-        batch: samples with finite rewards.
+        batch: samples with rewards that are finite, or NaN where there is none.
         normalise: divide by the standard deviation; False gives ``r - mean`` (Liu et al., "Dr. GRPO", 2025).
 
     Returns:
         float64 of shape (samples,), in the order of the batch.
     """
-    firsts, group = batch.groups()
-    size = np.bincount(group)
-    # measured from one member's reward, equal rewards are exact zeros, whatever their sum would round to
-    relative = batch.rewards - batch.rewards[firsts][group]
-    deviation = relative - (np.bincount(group, relative) / size)[group]
+    relative, judged, group = relative_rewards(batch)
+    size = np.bincount(group, judged)
+    deviation = np.where(judged, relative - (np.bincount(group, relative) / np.maximum(size, 1))[group], 0.0)
     if not normalise:
         return deviation
     variance = np.bincount(group, deviation**2) / np.maximum(size - 1, 1)
     scaled: NDArray[np.float64] = deviation / (np.sqrt(variance) + _EPSILON)[group]
     return scaled
+
+
+def relative_rewards(batch: SampleBatch) -> tuple[NDArray[np.float64], NDArray[np.bool_], NDArray[np.int64]]:
+    """Measure rewards from that of one member of the group: so equal rewards are exact zeros, whatever sums round to.
+
+    Returns:
+        For each sample the reward from there on (0 where it has none), whether it has one, and the number of its group.
+    """
+    _, group = batch.groups()
+    judged = ~np.isnan(batch.rewards)
+    reference = np.zeros(int(group.max(initial=-1)) + 1)
+    reference[group[judged][::-1]] = batch.rewards[judged][::-1]  # of several the last one stays, which is the first
+    return np.where(judged, batch.rewards - reference[group], 0.0), judged, group

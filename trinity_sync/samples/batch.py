@@ -79,8 +79,9 @@ class SampleBatch:
     Attributes:
         steps, prompts, samples: int64; the trainer step, the prompt's number within it, the sample's within its group.
         version_attempts: int64; the attempt of the versions that made the sample.
-        rewards: float64.
+        rewards: float64; NaN where a response is left out of training, since it could not be judged.
         exact: float64; NaN where the task does not say.
+        errors: why a response could not be judged; empty where it was.
         finished: bool; the end-of-sequence token was reached.
         texts: the responses as the reward saw them.
         prompt_of: int64; the sample's row in `prompt_rows`.
@@ -96,6 +97,7 @@ class SampleBatch:
     version_attempts: NDArray[np.int64]
     rewards: NDArray[np.float64]
     exact: NDArray[np.float64]
+    errors: tuple[str, ...]
     finished: NDArray[np.bool_]
     texts: tuple[str, ...]
     prompt_of: NDArray[np.int64]
@@ -115,8 +117,9 @@ class SampleBatch:
             prompts=np.array([item.prompt for item in items], np.int64),
             samples=np.array([item.sample for item in items], np.int64),
             version_attempts=np.array([item.version[0] for item in items], np.int64),
-            rewards=np.array([item.reward for item in items], np.float64),
+            rewards=np.array([np.nan if item.reward is None else item.reward for item in items], np.float64),
             exact=np.array([np.nan if item.exact is None else item.exact for item in items], np.float64),
+            errors=tuple(item.error for item in items),
             finished=np.array([item.finished for item in items], np.bool_),
             texts=tuple(item.text for item in items),
             prompt_of=np.array(prompt_of, np.int64),
@@ -140,6 +143,7 @@ class SampleBatch:
             version_attempts=np.concatenate([part.version_attempts for part in parts]),
             rewards=np.concatenate([part.rewards for part in parts]),
             exact=np.concatenate([part.exact for part in parts]),
+            errors=tuple(error for part in parts for error in part.errors),
             finished=np.concatenate([part.finished for part in parts]),
             texts=tuple(text for part in parts for text in part.texts),
             prompt_of=np.concatenate(shifted),
@@ -163,6 +167,7 @@ class SampleBatch:
             version_attempts=self.version_attempts[rows],
             rewards=self.rewards[rows],
             exact=self.exact[rows],
+            errors=tuple(self.errors[row] for row in rows),
             finished=self.finished[rows],
             texts=tuple(self.texts[row] for row in rows),
             prompt_of=prompt_of,
@@ -179,7 +184,7 @@ class SampleBatch:
         return (self[index] for index in range(len(self)))
 
     def __getitem__(self, index: int) -> Sample:
-        exact = float(self.exact[index])
+        reward, exact = float(self.rewards[index]), float(self.exact[index])
         spans = self.spans.of_sample(index)
         return Sample(
             step=int(self.steps[index]),
@@ -190,8 +195,9 @@ class SampleBatch:
             log_probs=tuple(self.log_probs_of(index).tolist()),
             version=(int(self.version_attempts[index]), min(step for _, _, step in spans)),
             spans=spans,
-            reward=float(self.rewards[index]),
+            reward=None if np.isnan(reward) else reward,
             exact=None if np.isnan(exact) else exact,
+            error=self.errors[index],
             text=self.texts[index],
             finished=bool(self.finished[index]),
         )

@@ -27,8 +27,8 @@ def excerpt(
     Returns:
         For each sample, in the order of the batch: ``for_step`` (the step for which its prompt was given out),
         ``prompt`` and ``sample`` (numbers), ``text`` (the prompt; of a chat its last message), ``response``,
-        ``reward``, ``exact``, ``advantage``, ``finished``, ``tokens`` (of the response), ``version`` (of several, the
-        oldest) and ``spans`` (``[start, end, version]`` of its tokens).
+        ``reward`` (None: it is left out of training), ``exact``, ``advantage``, ``finished``, ``tokens`` (of the
+        response), ``version`` (of several, the oldest) and ``spans`` (``[start, end, version]`` of its tokens).
     """
     firsts, group = batch.groups()
     texts = cache(lambda step, number: prompt(step, number).text)

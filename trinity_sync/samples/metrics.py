@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
+from trinity_sync.samples.advantages import relative_rewards
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 
 
@@ -11,8 +13,9 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     """Measure a batch.
 
     Returns:
-        ``batch/samples``, ``batch/tokens`` (of responses) and, of samples: ``reward/mean``, ``std``, ``min``, ``max``,
-        ``reward/exact`` where the task says it of each, ``reward/flat_groups`` (share of prompts all of whose samples
+        ``batch/samples``, ``batch/tokens`` (of responses) and, of samples: ``reward/mean``, ``std``, ``min``, ``max``
+        over those that have a reward, where any has, ``reward/exact`` where the task says it of each that it could
+        judge, ``reward/failed`` (how many it could not), ``reward/flat_groups`` (share of prompts all of whose samples
         have one reward, of which a group's advantages learn nothing), ``response_length/mean``, ``max`` and
         ``truncated`` (share that did not end by itself), ``prompt_length/mean`` and ``max`` (over prompts); lengths in
         tokens.
@@ -23,10 +26,8 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     lengths, prompts = batch.response_lengths, batch.prompt_rows.lengths
     metrics = {
         **counts,
-        "reward/mean": float(batch.rewards.mean()),
-        "reward/std": float(batch.rewards.std()),
-        "reward/min": float(batch.rewards.min()),
-        "reward/max": float(batch.rewards.max()),
+        **_of_rewards(batch.rewards[~np.isnan(batch.rewards)]),
+        "reward/failed": float(sum(map(bool, batch.errors))),
         "reward/flat_groups": _flat_groups(batch),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
@@ -34,13 +35,24 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
         "prompt_length/mean": float(prompts.mean()),
         "prompt_length/max": float(prompts.max()),
     }
-    if np.isfinite(batch.exact).all():
-        metrics["reward/exact"] = float(batch.exact.mean())
+    exact = batch.exact[[not error for error in batch.errors]]
+    if len(exact) and np.isfinite(exact).all():
+        metrics["reward/exact"] = float(exact.mean())
     return metrics
+
+
+def _of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
+    if not len(rewards):
+        return {}
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+    }
 
 
 def _flat_groups(batch: SampleBatch) -> float:
     """The share of prompts all of whose samples have the same reward."""
-    firsts, group = batch.groups()
-    differs = batch.rewards != batch.rewards[firsts][group]
-    return float((np.bincount(group, differs) == 0).mean())
+    relative, _, group = relative_rewards(batch)
+    return float((np.bincount(group, relative != 0) == 0).mean())

@@ -43,11 +43,12 @@ class Sample:
         response_ids: tokens of the response, the end-of-sequence token included where it was reached.
         log_probs: natural log-probability of each response token under the sampler's temperature, before truncation.
         version: (attempt, step) of the weights; of several, the oldest.
-        reward: what the task gave.
+        reward: what the task gave; None where the response is left out of training, since it could not be judged.
         exact: 1.0 for a right answer, 0.0 for a wrong one, None where the task does not say.
         text: the response as the reward saw it.
         finished: whether the end-of-sequence token was reached.
         spans: ``[start, end, step of the version]`` of stretches of the response's tokens; empty: `version` made all.
+        error: why the response could not be judged; empty: it was.
     """
 
     step: int
@@ -57,11 +58,12 @@ class Sample:
     response_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     version: tuple[int, int]
-    reward: float
+    reward: float | None
     exact: float | None
     text: str
     finished: bool
     spans: tuple[tuple[int, int, int], ...] = ()
+    error: str = ""
 
     def __post_init__(self) -> None:
         if not self.spans:

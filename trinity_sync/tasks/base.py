@@ -1,14 +1,18 @@
-"""What a task is, and the one place where a task's reward is called and checked. Called by the rollout engines."""
+"""What a task is, and what its verdicts are. Called by the rollout engines, through `tasks.judging`."""
 
 from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from trinity_sync.errors import RunError
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import Origin, give_origin, keep_origin, told
 from trinity_sync.samples.record import Prompt
+
+_SHOWN = 200
+"""Characters of a wrong result that are quoted."""
 
 
 class RewardResult(NamedTuple):
@@ -29,7 +33,8 @@ class Task(Protocol):
     Both methods are pure: the same arguments give the same result in every process and after a resume. The driver asks
     for prompts; each explorer has an instance of its own and asks for rewards. The constructor gets the keys of the
     `task` node of the configuration, and `seed`. A task that judges by a function given to it may say so in an
-    attribute `reward_name`, which errors then quote.
+    attribute `reward_name`, which errors then quote. One with an attribute `reward_judge`, a `Judge`, is judged by
+    that, and `reward` is not called: a `tasks.reward_processes.RewardProcesses` judges in processes of its own.
     """
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
@@ -47,30 +52,95 @@ class Task(Protocol):
         ...
 
 
-def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -> RewardResult:
-    """Have a task judge a response, as two plain floats (or one and None).
+class Response(NamedTuple):
+    """What is to be judged; see `Task.reward`."""
 
-    Raises:
-        RunError: the task raised, or gave something other than a `RewardResult` of finite numbers. The message names
-            the function, the prompt and the step.
+    prompt: Prompt
+    text: str
+    finished: bool
+
+
+class Verdict(NamedTuple):
+    """What became of a response.
+
+    Attributes:
+        reward: plain float; NaN: it has none, and is left out of training.
+        exact: as in `RewardResult`.
+        error: why it could not be judged, as a sentence that names function, prompt and step; empty: it was.
     """
+
+    reward: float
+    exact: float | None
+    error: str = ""
+
+
+class Judge(Protocol):
+    """Gives the verdicts on responses; `tasks.reward_processes.RewardProcesses` is one."""
+
+    def warm_up(self) -> None:
+        """Begin whatever takes time, and return. `judge` waits for it."""
+        ...
+
+    def judge(self, responses: Sequence[Response], *, step: int) -> list[Verdict]:
+        """Judge responses to prompts of a step, in their order.
+
+        Raises:
+            RunError: one could not be judged, and that is to end the run.
+        """
+        ...
+
+
+class Failure(NamedTuple):
+    """Why a response could not be judged.
+
+    Attributes:
+        what: goes on after the name of the function, as in ``returned nan; it must return a finite number``.
+        origin: where in the user's code, if it is known.
+    """
+
+    what: str
+    origin: Origin | None = None
+
+
+class RewardFunction(Protocol):
+    """What `Task.reward` is when it is called."""
+
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult: ...
+
+
+def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure:
+    """Call what judges, and make two plain floats of its result, or one and None."""
     try:
-        result = task.reward(prompt, text, finished)
-    except Exception as error:
-        raise RunError(f"{_where(task, prompt, step)} failed: {told(error)}") from error
+        return _checked(reward(*response))
+    except (Exception, SystemExit) as error:
+        return Failure(f"failed: {told(error)}", keep_origin(error))
+
+
+def _checked(result: object) -> RewardResult | Failure:
     if not isinstance(result, RewardResult):
-        raise RunError(f"{_where(task, prompt, step)} returned {result!r}; it must return a RewardResult")
+        return Failure(f"returned {_shown(result)}; it must return a RewardResult")
     reward, exact = result
     if _is_finite(reward) and (exact is None or _is_finite(exact)):
         return RewardResult(float(reward), None if exact is None else float(exact))
     wrong = exact if _is_finite(reward) else reward
-    raise RunError(f"{_where(task, prompt, step)} returned {wrong!r}; it must return a finite number")
+    return Failure(f"returned {_shown(wrong)}; it must return a finite number")
+
+
+def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError:
+    """Make the error that a failure is where it ends the run. It names the function, the prompt and the step."""
+    error = RunError(f"the reward function {name}, called for prompt {prompt.index} of step {step}, {failure.what}")
+    if failure.origin is not None:
+        give_origin(error, failure.origin)
+    return error
 
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
-def _where(task: Task, prompt: Prompt, step: int) -> str:
-    name = getattr(task, "reward_name", None) or f"{type(task).__module__}.{type(task).__qualname__}.reward"
-    return f"the reward function {name}, called for prompt {prompt.index} of step {step},"
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # of a class of somebody's
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks.functions import FunctionReward, RewardNumber
+from trinity_sync.tasks.judging import Judging
+from trinity_sync.tasks.reward_processes import RewardProcesses
 from trinity_sync.tasks.rows import Row, RowFile
-
-RewardFunction = Callable[..., float]
-"""``f(prompt, response) -> number``; one that has a parameter ``finished`` is told it by that name."""
 
 
 class JsonlTask:
@@ -27,9 +24,10 @@ class JsonlTask:
             ``finished`` is told by that whether the model ended the response itself.
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
+        judging: how responses are judged; None: as `Judging` has it.
 
     Raises:
-        ConfigError: the file is not as described; names file and line.
+        ConfigError: the file is not as described; names file and line. Or the function is not.
     """
 
     def __init__(
@@ -38,17 +36,18 @@ class JsonlTask:
         prompt_key: str,
         answer_key: str,
         shuffle: bool,
-        reward: RewardFunction,
+        reward: RewardNumber,
         seed: int,
         *,
         prompt_length: int | None = None,
         response_length: int | None = None,
+        judging: Judging | None = None,
     ) -> None:
         self.prompt_length = prompt_length
         self.response_length = response_length
-        self.reward_name = _name(reward)
-        self._judge = reward
-        self._tells_finished = _takes_finished(reward)
+        self._function = FunctionReward(reward)
+        self.reward_name = self._function.name
+        self.reward_judge = RewardProcesses(self._function, judging or Judging(), self.reward_name)
         self._prompt_key, self._answer_key = prompt_key, answer_key
         self._file = RowFile(path, seed=seed, shuffle=shuffle)
         for row in self._file.rows:
@@ -58,9 +57,8 @@ class JsonlTask:
         return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
-        """Return what the reward function gives for the response."""
-        told = {"finished": finished} if self._tells_finished else {}
-        return RewardResult(self._judge(prompt, text, **told))
+        """Return what the reward function gives for the response, called in this process."""
+        return self._function(prompt, text, finished)
 
     def _prompt(self, index: int, row: Row) -> Prompt:
         prompt = self._file.text_or_messages(row, self._prompt_key)
@@ -69,20 +67,3 @@ class JsonlTask:
         if isinstance(prompt, str):
             return Prompt(index=index, text=prompt, answer=answer, fields=rest)
         return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=rest)
-
-
-def _takes_finished(function: Callable[..., object]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # as of some that are not written in Python
-        return False
-    found = parameters.get("finished")
-    # A value that the settings give stays: `partial` makes it a default.
-    given = isinstance(function, partial) and "finished" in function.keywords
-    return found is not None and found.kind is not found.POSITIONAL_ONLY and not given
-
-
-def _name(function: Callable[..., object]) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"

@@ -77,6 +77,8 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
     if summary["reward_last"] is not None:
         first, last = units.number(summary["reward_first"]), units.number(summary["reward_last"])
         lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
+    if failed := summary["failed_rewards"]:
+        lines.append(("rewards", f"{units.plural(failed, 'response')} could not be judged: see events.jsonl"))
     lines.append(("versions", _versions_text(sync)))
     if summary["shapes"] is not None:
         lines.append(("bytes", _shapes_text(summary["shapes"], sync)))

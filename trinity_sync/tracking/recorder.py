@@ -41,6 +41,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "generate": ("step", "explorer", "version", "began", "total_s"),
     "skip": ("version", "reason"),
     "skipped_update": ("step", "count"),
+    "failed_rewards": ("step", "count", "error"),
     "save": ("step",),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),
     "prune": ("step", "reason", "freed_bytes"),

@@ -19,6 +19,7 @@ from trinity_sync.tracking.record import AttemptJson, RunJson
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
 """The metric that counts a step's updates whose gradient was not finite: they have changed nothing."""
+_FAILED = "reward/failed"
 _SAMPLES = ("samples/dropped", "samples/waited_s", "samples/mixed", "staleness/mean", "staleness/max")
 
 
@@ -108,6 +109,7 @@ class Summary(TypedDict):
         reward_first, reward_last: means of ``reward/mean`` over up to ten steps.
         digests: step as text -> digest.
         skipped_updates: optimizer steps whose gradient was not finite.
+        failed_rewards: responses that the task could not judge.
         peak_memory: bytes by role.
         faults: how many.
         shapes: of a run that only moves bytes.
@@ -124,6 +126,7 @@ class Summary(TypedDict):
     samples: SampleFigures
     mismatch: MismatchFigures
     skipped_updates: int
+    failed_rewards: int
     peak_memory: dict[str, int]
     faults: int
     shapes: ShapesFigures | None
@@ -161,6 +164,7 @@ def summarise(
         "samples": _samples(metrics),
         "mismatch": mismatch_figures(metrics),
         "skipped_updates": int(sum(_measured(line.get(SKIPPED) for line in metrics))),
+        "failed_rewards": int(sum(_measured(line.get(_FAILED) for line in metrics))),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
         "shapes": _shapes(metrics, events, sync),

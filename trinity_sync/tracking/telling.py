@@ -65,6 +65,11 @@ def told_event(event: Mapping[str, object]) -> str:
             text = f"version {event['version']} left out: {event['reason']}"
         case "skipped_update":
             text = f"step {event['step']}: {event['count']} of its updates skipped, the gradient is not finite"
+        case "failed_rewards":
+            text = (
+                f"step {event['step']}: {event['count']} of its responses could not be judged, the first: "
+                f"{event['error']}"
+            )
         case "commit":
             text = (
                 f"checkpoint of step {event['step']} committed ({event['kind']}): {_size(event['bytes'])} after "

@@ -144,12 +144,15 @@ class Steps:
 
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
         """Have all ranks train on a batch; return their metrics, with a `loss` where the batch has something to learn.
-        Updates that were skipped, since their gradient was not finite, are an event.
+        Updates that were skipped, since their gradient was not finite, are an event; so are responses that could not be
+        judged.
 
         Raises:
             RunError: the loss is not finite, or missing.
         """
         interrupts.check()
+        if isinstance(batch, SampleBatch) and (errors := [error for error in batch.errors if error]):
+            self._log.event("failed_rewards", step=step, count=len(errors), error=errors[0])
         shared = ray.put(batch)
         results = self._trainer.all(
             lambda rank: rank.train_step(step, shared, advantages), self._settings.step_timeout_s

@@ -1,0 +1,79 @@
+"""Reward functions that do what they should not. The response says what."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from trinity_sync.samples.record import Prompt
+
+
+def misbehave(prompt: Prompt, response: str) -> Any:
+    match response:
+        case "raises":
+            raise ValueError("nothing to compare")
+        case "sleeps":
+            time.sleep(600)
+        case "holds Python's lock":
+            re.match(r"(a+)+$", "a" * 60 + "b")
+        case "sys.exit":
+            sys.exit(3)
+        case "os._exit":
+            os._exit(4)
+        case "crashes":
+            ctypes.string_at(0)
+        case "interrupts":
+            raise KeyboardInterrupt
+        case "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "nan":
+            return float("nan")
+        case "text":
+            return "0.5"
+        case "nothing":
+            return None
+        case "unpicklable":
+            return lambda: 1.0
+        case "prints":
+            print("half a line, ", end="")
+            print("and the rest")
+        case "leaves a program behind":
+            return float(subprocess.Popen(["sleep", "600"]).pid)
+        case "pid":
+            return float(os.getpid())
+    return 1.0
+
+
+def count(prompt: Prompt, response: str) -> float:
+    return float(len(response))
+
+
+async def waits(prompt: Prompt, response: str) -> float:
+    return 1.0
+
+
+def yields(prompt: Prompt, response: str) -> Any:
+    yield 1.0
+
+
+def wants_more(prompt: Prompt, response: str, answer: str) -> float:
+    return 1.0
+
+
+def wants_less(prompt: Prompt) -> float:
+    return 1.0
+
+
+def has_our_key(prompt: Prompt, response: str, timeout_s: float = 1.0) -> float:
+    return 1.0
+
+
+class Waits:
+    async def __call__(self, prompt: Prompt, response: str) -> float:
+        return 1.0

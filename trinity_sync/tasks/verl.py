@@ -1,0 +1,155 @@
+"""verl's data, judged by verl's reward functions or by one of the user's in verl's form."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks.function_files import check_function_file
+from trinity_sync.tasks.judging import Judging
+from trinity_sync.tasks.reward_processes import RewardProcesses
+from trinity_sync.tasks.rows import Row, RowFile
+
+_SOURCE, _MODEL, _TRUTH, _EXTRA = "data_source", "reward_model", "ground_truth", "extra_info"
+_ARGUMENTS = (_SOURCE, "solution_str", _TRUTH, _EXTRA)
+_VERLS = ("verl.utils.reward_score", "default_compute_score")
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlReward:
+    """Judges by ``compute_score(data_source, solution_str, ground_truth, extra_info)``. verl is imported where it is
+    first called, and only there.
+
+    Attributes:
+        function_path: Python file of the function, or as verl's `load_extern_object` takes it; None: verl's
+            `default_compute_score`, which goes by the data source.
+        function_name: of the function in that file.
+        reward_kwargs: further keyword arguments.
+    """
+
+    function_path: str | None = None
+    function_name: str = "compute_score"
+    reward_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return ".".join(_VERLS) if self.function_path is None else f"{self.function_path}:{self.function_name}"
+
+    def check(self) -> None:
+        """See whether the file has the function, without running it.
+
+        Raises:
+            ConfigError: it does not, or the function does not take what verl's do.
+        """
+        if self.function_path is not None and "://" not in self.function_path:
+            check_function_file(
+                Path(self.function_path).expanduser(), self.function_name, {*_ARGUMENTS, *self.reward_kwargs}
+            )
+
+    def warm_up(self) -> None:
+        """Import the function."""
+        _loaded(self.function_path, self.function_name)
+
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        """Of a dictionary its ``score`` is the reward, and ``acc``, where it has one, whether the response is right."""
+        given = {
+            _SOURCE: prompt.fields[_SOURCE],
+            "solution_str": text,
+            _TRUTH: prompt.answer,
+            _EXTRA: dict(cast("Mapping[str, object]", prompt.fields.get(_EXTRA) or {})),
+        }
+        result = _loaded(self.function_path, self.function_name)(**{**given, **self.reward_kwargs})
+        if not isinstance(result, dict):
+            return RewardResult(cast("float", result))
+        if "score" not in result:
+            raise ValueError(f"there is no 'score' in what the function returned, {result!r}")
+        return RewardResult(result["score"], result.get("acc"))
+
+
+@cache
+def _loaded(path: str | None, name: str) -> Callable[..., object]:
+    # Imported by name: of this package nothing else knows verl.
+    if path is None:
+        return cast("Callable[..., object]", getattr(importlib.import_module(_VERLS[0]), _VERLS[1]))
+    load = importlib.import_module("verl.utils.import_utils").load_extern_object
+    return cast("Callable[..., object]", load(path if "://" in path else str(Path(path).expanduser()), name))
+
+
+class VerlTask:
+    """One prompt per row, with verl's columns: ``prompt``, ``data_source``, ``reward_model`` with a ``ground_truth``
+    in it and, where there is one, ``extra_info``. Further columns go to `Prompt.fields`.
+
+    Args:
+        path: the file; see `RowFile`.
+        prompt_key: column of the prompt, a list of chat messages or a text.
+        shuffle: whether the order is shuffled anew in each pass over the file.
+        reward: keyword arguments of `VerlReward`.
+        seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
+        prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
+        judging: how responses are judged; None: as `Judging` has it.
+
+    Raises:
+        ConfigError: the file is not as described; names file, row and column. Or the function is not.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        prompt_key: str,
+        shuffle: bool,
+        reward: Mapping[str, Any],
+        seed: int,
+        *,
+        prompt_length: int | None = None,
+        response_length: int | None = None,
+        judging: Judging | None = None,
+    ) -> None:
+        self.prompt_length = prompt_length
+        self.response_length = response_length
+        self._reward = _reward(reward)
+        self.reward_name = self._reward.name
+        self.reward_judge = RewardProcesses(self._reward, judging or Judging(), self.reward_name)
+        self._prompt_key = prompt_key
+        self._file = RowFile(path, seed=seed, shuffle=shuffle)
+        for row in self._file.rows:
+            self._prompt(0, row)
+
+    def prompts(self, step: int, count: int) -> list[Prompt]:
+        return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
+
+    def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        """Return what the function gives for the response, called in this process."""
+        return self._reward(prompt, text, finished)
+
+    def _prompt(self, index: int, row: Row) -> Prompt:
+        prompt = self._file.text_or_messages(row, self._prompt_key)
+        self._file.text(row, _SOURCE)
+        model = self._file.value(row, _MODEL)
+        if not isinstance(model, dict) or model.get(_TRUTH) is None:
+            raise ConfigError(f"{self._file.where(row)}: the field {_MODEL!r} must be an object with a {_TRUTH!r}")
+        if not isinstance(row.values.get(_EXTRA), dict | None):
+            raise ConfigError(f"{self._file.where(row)}: the field {_EXTRA!r} must be an object")
+        rest = {key: value for key, value in row.values.items() if key != self._prompt_key}
+        if isinstance(prompt, str):
+            return Prompt(index=index, text=prompt, answer=model[_TRUTH], fields=rest)
+        return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=model[_TRUTH], fields=rest)
+
+
+def _reward(settings: Mapping[str, Any]) -> VerlReward:
+    known = VerlReward.__dataclass_fields__
+    if unknown := sorted(settings.keys() - known):
+        raise ConfigError(
+            f"task.reward.{unknown[0]} is no key; there is: {', '.join(known)}. Arguments of the function go below "
+            "task.reward.reward_kwargs"
+        )
+    reward = VerlReward(**settings)
+    reward.check()
+    return reward
