@@ -17,12 +17,14 @@ from trinity_sync.config.retention import policy_schema
 from trinity_sync.config.training_schema import (
     AlgorithmConfig,
     CopyDigitsConfig,
+    FileValidationConfig,
     GrpoConfig,
     JsonlConfig,
     PairsConfig,
     SamplesConfig,
     SftConfig,
     TrainerConfig,
+    ValidationConfig,
 )
 from trinity_sync.protocol.retention import POLICIES
 
@@ -292,6 +294,8 @@ SCHEMA: dict[str, type] = {
     "copy_digits": CopyDigitsConfig,
     "jsonl": JsonlConfig,
     "pairs": PairsConfig,
+    "validation": ValidationConfig,
+    "file_validation": FileValidationConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,
     "vllm_server": VllmServerConfig,

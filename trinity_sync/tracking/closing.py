@@ -77,6 +77,10 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
     if summary["reward_last"] is not None:
         first, last = units.number(summary["reward_first"]), units.number(summary["reward_last"])
         lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
+    if (validated := summary["validation"]) is not None:
+        first, last = units.number(validated["reward_first"]), units.number(validated["reward_last"])
+        best = f"best {units.number(validated['reward_best'])} at step {validated['best_step']}"
+        lines.append(("validation", f"reward {first} {arrow} {last}, {best}"))
     lines.append(("versions", _versions_text(sync)))
     if summary["shapes"] is not None:
         lines.append(("bytes", _shapes_text(summary["shapes"], sync)))
