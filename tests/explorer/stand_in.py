@@ -15,6 +15,7 @@ from trinity_sync.explorer.spec import ExplorerSpec
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt, Sample
 
 NEWEST = Version(0, 5)
@@ -63,7 +64,9 @@ class StandIn:
             explorer=self._spec.name, version=version, digest=None, bytes_moved=1, total_s=0, paused_s=0, peak_rss=1
         )
 
-    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
+    def generate(
+        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing = FOR_TRAINING
+    ) -> SampleBatch:
         self._die_if_told_to("generate")
         assert self._held is not None
         return SampleBatch.of(

@@ -12,6 +12,7 @@ from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -162,9 +163,11 @@ class ExplorerClient(Client):
         """
         return self._call(f"load version {version}", "load", version, broadcast)
 
-    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> Call[SampleBatch]:
+    def generate(
+        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing = FOR_TRAINING
+    ) -> Call[SampleBatch]:
         """Have it make samples for the prompts of a step, scored, labelled with the version that produced them."""
-        return self._call(f"generate for step {step}", "generate", step, prompts, samples_per_prompt)
+        return self._call(f"generate for step {step}", "generate", step, prompts, samples_per_prompt, drawing)
 
     def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Call[Produced]:
         """Have it take the newest version, then make samples for (step, prompts of that step)."""

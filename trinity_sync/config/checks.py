@@ -28,6 +28,7 @@ from trinity_sync.config.options import LABELS, OF_ENGINES, TARGET, own_labels, 
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
 from trinity_sync.config.schema import Config
+from trinity_sync.config.validation_checks import check_validation
 from trinity_sync.config.vllm_checks import check_vllm
 from trinity_sync.config.vllm_server_checks import check_vllm_server
 from trinity_sync.errors import ConfigError
@@ -364,4 +365,5 @@ _CHECKS: tuple[Check, ...] = (
     check_vllm,
     check_vllm_server,
     _check_task,
+    check_validation,
 )

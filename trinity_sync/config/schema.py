@@ -17,12 +17,14 @@ from trinity_sync.config.retention import policy_schema
 from trinity_sync.config.training_schema import (
     AlgorithmConfig,
     CopyDigitsConfig,
+    FileValidationConfig,
     GrpoConfig,
     JsonlConfig,
     PairsConfig,
     SamplesConfig,
     SftConfig,
     TrainerConfig,
+    ValidationConfig,
     VerlConfig,
 )
 from trinity_sync.protocol.retention import POLICIES
@@ -294,6 +296,8 @@ SCHEMA: dict[str, type] = {
     "jsonl": JsonlConfig,
     "verl": VerlConfig,
     "pairs": PairsConfig,
+    "validation": ValidationConfig,
+    "file_validation": FileValidationConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,
     "vllm_server": VllmServerConfig,

@@ -16,7 +16,10 @@ from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load, missing
 from trinity_sync.config.options import TARGET
 from trinity_sync.config.retention import retention_policies
+from trinity_sync.config.validation_checks import KEY, validates
 from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import ValidatingTask
 from trinity_sync.tasks.judging import Judging
 
 # Named as text, since the packages of these classes lie above this one.
@@ -48,6 +51,7 @@ def check_inputs(cfg: DictConfig, task: object = None) -> object:
             f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {algorithm.tasks}"
         )
     _check_sync(cfg)
+    validation_prompts(cfg)
     return task
 
 
@@ -72,6 +76,7 @@ def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
     """
     values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
     assert isinstance(values, dict)
+    values.pop("validation", None)  # which is for who asks, not for who has the prompts
     _check_text(values, "task")
     ours = _judging(values)
     return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed, **ours)
@@ -89,6 +94,24 @@ def _judging(values: dict[Any, Any]) -> dict[str, Judging]:
         return {}
     judging, values["reward"] = Judging.taken_from(reward)
     return {"judging": judging}
+
+
+def validation_prompts(cfg: DictConfig) -> list[Prompt]:
+    """Read, or make, the prompts that a run validates on; none where it does not.
+
+    Args:
+        cfg: a configuration that has passed `check`.
+
+    Raises:
+        ConfigError: the file is not as the task wants it, or the task has no prompts for validation.
+    """
+    if not validates(cfg.task):
+        return []
+    file = {"path": cfg.task.validation.path} if "path" in cfg.task else {}
+    task = build_task(plain(cfg.task) | file, cfg.seed)
+    if not isinstance(task, ValidatingTask):
+        raise ConfigError(f"{KEY} is given, but task._target_={cfg.task._target_} has no validation_prompts()")
+    return task.validation_prompts(cfg.task.validation.prompts)
 
 
 def _check_text(value: object, key: str) -> None:

@@ -72,12 +72,31 @@ class SftConfig(AlgorithmConfig):
 
 
 @dataclass(kw_only=True)
+class ValidationConfig:
+    """When the explorers answer prompts that are not trained on, and how."""
+
+    prompts: int | None = number(at_least=1)
+    interval: int = number(at_least=0)
+    at_start: bool = MISSING
+    samples_per_prompt: int = number(at_least=1)
+    temperature: float = number(at_least=0)
+
+
+@dataclass(kw_only=True)
+class FileValidationConfig(ValidationConfig):
+    """The same with prompts from a file."""
+
+    path: str | None = MISSING
+
+
+@dataclass(kw_only=True)
 class CopyDigitsConfig:
     """The default task."""
 
     _target_: str = MISSING
     digits: int = number(at_least=1)
     response_length: int = number(at_least=1)
+    validation: ValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)
@@ -92,6 +111,7 @@ class JsonlConfig:
     reward: dict[str, Any] = MISSING
     prompt_length: int = number(at_least=1)
     response_length: int = number(at_least=1)
+    validation: FileValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)
@@ -106,6 +126,7 @@ class VerlConfig:
     reward: dict[str, Any] = MISSING
     prompt_length: int = number(at_least=1)
     response_length: int = number(at_least=1)
+    validation: FileValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)

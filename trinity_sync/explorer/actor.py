@@ -33,6 +33,7 @@ from trinity_sync.host.origin import told
 from trinity_sync.host.process import without_collections
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
@@ -124,13 +125,15 @@ class Explorer:
         )
         return replace(report, base=self._base)
 
-    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
+    def generate(
+        self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing = FOR_TRAINING
+    ) -> SampleBatch:
         """Make samples for the prompts, scored, labelled with the version that produced them.
 
         Raises:
             RunError: this explorer holds no version.
         """
-        return self._generate(step, prompts, samples_per_prompt, self._held_for(step))
+        return self._generate(step, prompts, samples_per_prompt, self._held_for(step), drawing)
 
     def _held_for(self, step: int) -> Version:
         held = self._loader.held if self._loader is not None else None
@@ -138,11 +141,19 @@ class Explorer:
             raise RunError(f"{self._spec.name} holds no version, so it cannot generate for step {step}")
         return held
 
-    def _generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, held: Version) -> SampleBatch:
+    def _generate(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        held: Version,
+        drawing: Drawing = FOR_TRAINING,
+    ) -> SampleBatch:
         started = time.perf_counter()
+        otherwise = {} if drawing == FOR_TRAINING else {"drawing": drawing}  # see `RolloutEngine.generate`
         with _engine_alive():
             batch = self._engine.generate(
-                prompts, self._task, step=step, samples_per_prompt=samples_per_prompt, version=held
+                prompts, self._task, step=step, samples_per_prompt=samples_per_prompt, version=held, **otherwise
             )
         took = units.seconds(time.perf_counter() - started)
         story.info("made %d samples for step %d by version %s in %s", len(batch), step, held, took)

@@ -12,6 +12,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.tensors import saved_tensors, to_torch
@@ -54,6 +55,13 @@ class BytesEngine(RolloutEngine):
         """Nothing is computed with the weights."""
 
     def generate(
-        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+        self,
+        prompts: Sequence[Prompt],
+        task: Task,
+        *,
+        step: int,
+        samples_per_prompt: int,
+        version: tuple[int, int],
+        drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
         raise RunError("explorer=bytes holds weights only and generates nothing; choose another explorer")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 
@@ -71,7 +72,14 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+        self,
+        prompts: Sequence[Prompt],
+        task: Task,
+        *,
+        step: int,
+        samples_per_prompt: int,
+        version: tuple[int, int],
+        drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
         """Scored samples for the prompts, sorted by prompt (as given) and sample.
 
@@ -81,6 +89,8 @@ class RolloutEngine(ABC):
             step: the trainer step that the samples are for.
             samples_per_prompt: samples of each prompt.
             version: (attempt, step) of the weights that are loaded.
+            drawing: how they are drawn; given where that is not as in training, so an engine need not know it for a run
+                without validation.
 
         Raises:
             RunError: a prompt cannot be generated for, or the task fails to judge a response.

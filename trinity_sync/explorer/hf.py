@@ -33,6 +33,7 @@ from trinity_sync.explorer.sampling import SeededSampler, sequence_keys
 from trinity_sync.explorer.texts import Responses, Texts, scored
 from trinity_sync.models.attention import check_attention
 from trinity_sync.samples.batch import SampleBatch, TokenRows
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.lora import held_adapter, saved_name
@@ -99,7 +100,8 @@ class HFEngine(RolloutEngine):
         device: str | torch.device | None = None,
     ) -> None:
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self._sampler = partial(SeededSampler, temperature=temperature, top_k=top_k, top_p=top_p)
+        self._sampler = partial(SeededSampler, top_k=top_k, top_p=top_p)
+        self._temperature = temperature
         self._batch_size = batch_size
         self._seed = seed
         self._adapter = adapter
@@ -161,7 +163,14 @@ class HFEngine(RolloutEngine):
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+        self,
+        prompts: Sequence[Prompt],
+        task: Task,
+        *,
+        step: int,
+        samples_per_prompt: int,
+        version: tuple[int, int],
+        drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
         """Make scored samples for the prompts, sorted by prompt (as given) and sample.
 
@@ -171,6 +180,7 @@ class HFEngine(RolloutEngine):
             step: the trainer step that the samples are for.
             samples_per_prompt: samples of each prompt.
             version: (attempt, step) of the weights that are loaded.
+            drawing: how they are drawn.
 
         Raises:
             RunError: a prompt has characters without a token, no token, too many, or needs a chat template that the
@@ -180,12 +190,13 @@ class HFEngine(RolloutEngine):
         prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
         sample_of = np.tile(np.arange(samples_per_prompt), len(prompts))
         numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
-        keys = sequence_keys(self._seed, step, numbers, sample_of)
+        keys = sequence_keys(self._seed, step, numbers, sample_of, drawing.purpose)
+        temperature = self._temperature if drawing.temperature is None else drawing.temperature
         parts = []
         for first in range(0, len(keys), self._batch_size):
             part = slice(first, first + self._batch_size)
             rows, counts = np.unique(prompt_of[part], return_counts=True)
-            parts.append(self._generate([prompt_ids[row] for row in rows], counts, keys[part]))
+            parts.append(self._generate([prompt_ids[row] for row in rows], counts, keys[part], temperature))
         responses = Responses(
             TokenRows.concatenate([part.rows for part in parts]),
             np.concatenate([part.log_probs for part in parts]),
@@ -193,7 +204,9 @@ class HFEngine(RolloutEngine):
         )
         return scored(self._texts, task, prompts, prompt_ids, responses, step=step, version=version)
 
-    def _generate(self, prompts: Sequence[Sequence[int]], counts: NDArray[np.int64], keys: torch.Tensor) -> Responses:
+    def _generate(
+        self, prompts: Sequence[Sequence[int]], counts: NDArray[np.int64], keys: torch.Tensor, temperature: float
+    ) -> Responses:
         """Make one batch: `counts[i]` responses to prompt i, one after the other."""
         width = max(map(len, prompts))
         # padding stands on the left, so that all responses begin at the same place
@@ -202,7 +215,7 @@ class HFEngine(RolloutEngine):
         ids = padded.to(self._device)
         mask = (torch.arange(width) >= width - lengths[:, None]).to(self._device, torch.int64)
         row_of = torch.from_numpy(np.repeat(np.arange(len(prompts)), counts)).to(self._device)
-        sampler = self._sampler(keys.to(self._device))
+        sampler = self._sampler(keys.to(self._device), temperature=temperature)
         output = self.model.generate(
             ids[row_of],
             attention_mask=mask[row_of],

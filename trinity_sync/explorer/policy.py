@@ -14,6 +14,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.sampling import sequence_keys
 from trinity_sync.explorer.texts import Texts
 from trinity_sync.models.unfilled import unfilled_model
+from trinity_sync.samples.keys import Purpose
 from trinity_sync.samples.record import Prompt
 from trinity_sync.weights.tensors import saved_list, to_torch
 from trinity_sync.weights.wire_cast import hold_fp32, kept_by_class
@@ -78,8 +79,10 @@ class Asked(NamedTuple):
     seeds: list[int]
 
 
-def asked_for(texts: Texts, seed: int, prompts: Sequence[Prompt], *, step: int, samples_per_prompt: int) -> Asked:
-    """What to ask for samples of prompts. The seed of each depends on (seed, step, prompt, sample) only.
+def asked_for(
+    texts: Texts, seed: int, prompts: Sequence[Prompt], *, step: int, samples_per_prompt: int, purpose: Purpose
+) -> Asked:
+    """What to ask for samples of prompts. The seed of each depends on (seed, purpose, step, prompt, sample) only.
 
     Raises:
         RunError: a prompt cannot be encoded.
@@ -87,6 +90,6 @@ def asked_for(texts: Texts, seed: int, prompts: Sequence[Prompt], *, step: int, 
     prompt_ids = [texts.encode(prompt, step) for prompt in prompts]
     prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)
     numbers = np.array([prompt.index for prompt in prompts], np.int64)[prompt_of]
-    keys = sequence_keys(seed, step, numbers, np.tile(np.arange(samples_per_prompt), len(prompts)))
+    keys = sequence_keys(seed, step, numbers, np.tile(np.arange(samples_per_prompt), len(prompts)), purpose)
     seeds = [key & (2**63 - 1) for key in keys.tolist()]
     return Asked(prompt_ids, [prompt_ids[row] for row in prompt_of], seeds)

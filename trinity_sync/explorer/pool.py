@@ -27,6 +27,7 @@ from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery
 
@@ -161,7 +162,14 @@ class ExplorerPool:
             missing = {name: self.clients[name] for name in delivery.lost}
         return reports
 
-    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, deliver: Deliver) -> SampleBatch:
+    def generate(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        deliver: Deliver,
+        drawing: Drawing = FOR_TRAINING,
+    ) -> SampleBatch:
         """Have samples made for all prompts of a step; return them sorted by prompt and sample.
 
         Raises:
@@ -171,7 +179,7 @@ class ExplorerPool:
         while True:
             began = time.time()
             calls = [
-                client.generate(step, [prompts[i] for i in shares[name]], samples_per_prompt)
+                client.generate(step, [prompts[i] for i in shares[name]], samples_per_prompt, drawing)
                 for name, client in self.clients.items()
                 if len(shares[name])
             ]

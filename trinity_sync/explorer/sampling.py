@@ -21,7 +21,9 @@ CHUNK_ELEMENTS = 1 << 23
 """Probabilities that are accumulated at a time (in float64): bounds temporary memory where the vocabulary is large."""
 
 
-def sequence_keys(seed: int, step: int, prompts: ArrayLike, samples: ArrayLike) -> torch.Tensor:
+def sequence_keys(
+    seed: int, step: int, prompts: ArrayLike, samples: ArrayLike, purpose: Purpose = Purpose.SAMPLING
+) -> torch.Tensor:
     """Keys of sequences, int64 of shape (sequences,) on the CPU.
 
     Args:
@@ -29,8 +31,9 @@ def sequence_keys(seed: int, step: int, prompts: ArrayLike, samples: ArrayLike) 
         step: trainer step that the samples are for.
         prompts: integers of shape (sequences,), `Prompt.index` of each.
         samples: integers of shape (sequences,), number of each within its prompt's group.
+        purpose: what the samples are for.
     """
-    keys = path(seed, Purpose.SAMPLING, step, prompts, samples)
+    keys = path(seed, purpose, step, prompts, samples)
     return torch.from_numpy(keys.view(np.int64))
 
 

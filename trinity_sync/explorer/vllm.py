@@ -11,6 +11,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.tensors import to_torch
@@ -140,8 +142,14 @@ class VLLMEngine(RolloutEngine):
         self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)
         self._target: WorkerTarget | None = None
         self._on_update = on_update
-        self._sampling = _sampling(
-            temperature, top_k, top_p, response_length, self._texts.ends, in_pieces=on_update == "keep"
+        self._temperature = temperature
+        self._sampling = partial(
+            _sampling,
+            top_k=top_k,
+            top_p=top_p,
+            length=response_length,
+            ends=self._texts.ends,
+            in_pieces=on_update == "keep",
         )
         self._asked: set[asyncio.Future[Made]] = set()
         self._switched: Version | None = None
@@ -213,27 +221,48 @@ class VLLMEngine(RolloutEngine):
             await asyncio.sleep(_TURN_S)
 
     def generate(
-        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+        self,
+        prompts: Sequence[Prompt],
+        task: Task,
+        *,
+        step: int,
+        samples_per_prompt: int,
+        version: tuple[int, int],
+        drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
         """Make scored samples for the prompts; see `RolloutEngine.generate`.
 
         Where versions are taken beside, `version` labels tokens only as long as none was taken.
         """
-        asked = asked_for(self._texts, self._seed, prompts, step=step, samples_per_prompt=samples_per_prompt)
+        asked = asked_for(
+            self._texts,
+            self._seed,
+            prompts,
+            step=step,
+            samples_per_prompt=samples_per_prompt,
+            purpose=drawing.purpose,
+        )
+        sampling = self._sampling(self._temperature if drawing.temperature is None else drawing.temperature)
 
         def label() -> int:
             return version[1] if self._switched is None or not self.takes_beside else self._switched.step
 
-        doing = self._generate_all(asked.rows, asked.seeds, label)
+        doing = self._generate_all(asked.rows, asked.seeds, sampling, label)
         made = self._control.wait(doing, f"generate for step {step}", _GENERATE_S)
         return scored(self._texts, task, prompts, asked.prompt_ids, joined(made), step=step, version=version)
 
     async def _generate_all(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], label: Callable[[], int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        sampling: SamplingParams,
+        label: Callable[[], int],
     ) -> list[Made]:
         if self._lost:
             raise RunError("its weights were lost in an update")
-        asked = [asyncio.ensure_future(self._generate_one(*one, label)) for one in zip(prompts, seeds, strict=True)]
+        asked = [
+            asyncio.ensure_future(self._generate_one(*one, sampling, label)) for one in zip(prompts, seeds, strict=True)
+        ]
         self._asked.update(asked)
         try:
             return await asyncio.gather(*asked)
@@ -246,8 +275,10 @@ class VLLMEngine(RolloutEngine):
                 one.cancel()
             self._asked.difference_update(asked)
 
-    async def _generate_one(self, prompt: Sequence[int], seed: int, label: Callable[[], int]) -> Made:
-        sampling = self._sampling.clone()
+    async def _generate_one(
+        self, prompt: Sequence[int], seed: int, sampling: SamplingParams, label: Callable[[], int]
+    ) -> Made:
+        sampling = sampling.clone()
         sampling.seed = seed
         while True:
             made = Made()
@@ -293,7 +324,7 @@ def _check_heads(config: PreTrainedConfig) -> None:
 
 
 def _sampling(
-    temperature: float, top_k: int, top_p: float, length: int, ends: Sequence[int], *, in_pieces: bool
+    temperature: float, *, top_k: int, top_p: float, length: int, ends: Sequence[int], in_pieces: bool
 ) -> SamplingParams:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind

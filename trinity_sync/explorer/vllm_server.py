@@ -26,6 +26,7 @@ from trinity_sync.integrations.vllm.http_control import HttpControl
 from trinity_sync.integrations.vllm.server import Json, Server
 from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Task
 from trinity_sync.weights.shards import listed
@@ -153,14 +154,29 @@ class VLLMServerEngine(RolloutEngine):
         """Nothing is left to do: pausing has dropped all keys, values and prefixes of the weights before."""
 
     def generate(
-        self, prompts: Sequence[Prompt], task: Task, *, step: int, samples_per_prompt: int, version: tuple[int, int]
+        self,
+        prompts: Sequence[Prompt],
+        task: Task,
+        *,
+        step: int,
+        samples_per_prompt: int,
+        version: tuple[int, int],
+        drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
         """Make scored samples for the prompts; see `RolloutEngine.generate`."""
-        asked = asked_for(self._texts, self._seed, prompts, step=step, samples_per_prompt=samples_per_prompt)
+        asked = asked_for(
+            self._texts,
+            self._seed,
+            prompts,
+            step=step,
+            samples_per_prompt=samples_per_prompt,
+            purpose=drawing.purpose,
+        )
         self._control.check()
-        bodies = [
-            self._sampling | {"prompt": row, "seed": seed} for row, seed in zip(asked.rows, asked.seeds, strict=True)
-        ]
+        sampling = dict(self._sampling)
+        if drawing.temperature is not None:
+            sampling["temperature"] = drawing.temperature
+        bodies = [sampling | {"prompt": row, "seed": seed} for row, seed in zip(asked.rows, asked.seeds, strict=True)]
         made = self._server.post_each("/v1/completions", f"generate for step {step}", bodies, self._batch_size)
         responses = joined([self._made(one, version[1]) for one in made])
         self._control.check()  # it held the version all the while: nobody gives it the same one twice

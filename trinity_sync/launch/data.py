@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from trinity_sync.config import build_task
+from trinity_sync.config import build_task, validation_prompts
 from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import RolloutData
+    from trinity_sync.explorer.validation import Validation
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.sft import PairsData
 
@@ -57,6 +58,43 @@ def lockstep_data(
         samples_per_prompt=cfg.algorithm.samples_per_prompt,
         normalise=cfg.algorithm.normalise_advantages,
     )
+
+
+def validation_of(
+    cfg: DictConfig, start: Start, pool: ExplorerPool | None, publisher: Publisher, last_step: int
+) -> Validation | None:
+    """Make what validates versions; None where the run does not.
+
+    Args:
+        cfg: the run's configuration.
+        start: a run that goes on has validated what it begins with.
+        pool: the explorers.
+        publisher: the driver's half of the sync mode.
+        last_step: of the run.
+    """
+    prompts = validation_prompts(cfg)
+    if not prompts or pool is None:
+        return None
+    from trinity_sync.explorer.validation import Validation, ValidationSettings
+    from trinity_sync.samples.validation import shared_prompts
+
+    task = build_task(cfg.task, cfg.seed)
+    if "path" in cfg.task and (shared := shared_prompts(task.validation_prompts(None), prompts)):
+        print(
+            f"note: {shared} of the {len(prompts)} prompts of task.validation.path={cfg.task.validation.path} are in "
+            f"task.path={cfg.task.path}, too, so the validation is not of new prompts alone",
+            file=sys.stderr,
+        )
+    asked, algorithm = cfg.task.validation, cfg.algorithm
+    settings = ValidationSettings(
+        interval=asked.interval,
+        last=last_step,
+        at_start=asked.at_start and not start.continued,
+        samples_per_prompt=asked.samples_per_prompt,
+        temperature=asked.temperature,
+        at_a_time=algorithm.prompts_per_step * algorithm.samples_per_prompt,
+    )
+    return Validation(prompts, pool, publisher, settings)
 
 
 def free_data(cfg: DictConfig, start: Start, pool: ExplorerPool, recorder: Recorder) -> FreeRollout:

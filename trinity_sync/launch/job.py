@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trinity_sync.config import build, config_digest, plain
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
-from trinity_sync.launch.data import free_data, lockstep_data
+from trinity_sync.launch.data import free_data, lockstep_data, validation_of
 from trinity_sync.launch.start import run_mirror
 
 if TYPE_CHECKING:
@@ -161,7 +161,8 @@ class Job:
         if actors.free and actors.pool is not None:
             return FreeLoop(settings, source=free_data(cfg, self._start, actors.pool, self._recorder), **common)
         data = lockstep_data(cfg, actors.model_path, actors.pool, mode)
-        return TrainingLoop(settings, data=data, restored=self._restored(published), **common)
+        validation = validation_of(cfg, self._start, actors.pool, mode, self._last_step)
+        return TrainingLoop(settings, data=data, restored=self._restored(published), validation=validation, **common)
 
     def _restored(self, published: PublishedState) -> tuple[int, Callable[[Version, int], None]] | None:
         """Return what explorers held when the checkpoint was saved from which this run goes on: the step of that

@@ -183,7 +183,8 @@ def smooth(
 
 def steps_to(run: Run) -> int | None:
     """Find the first step at which the mean reward of ten steps reaches `TARGET_REWARD`; None if it never does."""
-    for index, (step, value) in enumerate(smooth(run.series("reward/mean"))):
+    trained = [(step, value) for step, value in run.series("reward/mean") if value is not None]
+    for index, (step, value) in enumerate(smooth(trained)):
         if index + 1 >= _SMOOTH_STEPS and value is not None and value >= TARGET_REWARD:
             return int(step)
     return None

@@ -97,6 +97,18 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
             if summary["reward_last"] is not None
             else None,
         ),
+        *(
+            [
+                (
+                    "Validation",
+                    units.number(validated["reward_last"]),
+                    f"from {units.number(validated['reward_first'])}, {units.number(validated['reward_best'])} at step "
+                    f"{validated['best_step']}",
+                )
+            ]
+            if (validated := summary["validation"]) is not None
+            else []
+        ),
         (
             "Versions",
             str(sync["versions"]),

@@ -32,6 +32,8 @@ class Purpose(enum.IntEnum):
     SAMPLING = 0
     PROMPTS = 1
     ORDER = 2
+    VALIDATION = 3
+    VALIDATION_PROMPTS = 4
 
 
 def child(key: ArrayLike, number: ArrayLike) -> NDArray[np.uint64]:

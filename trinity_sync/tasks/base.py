@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.errors import RunError
 from trinity_sync.host.origin import Origin, give_origin, keep_origin, told
@@ -48,6 +48,23 @@ class Task(Protocol):
             prompt: what was asked.
             text: the response, decoded without the end-of-sequence token.
             finished: whether the model ended the response itself, rather than running into the length limit.
+        """
+        ...
+
+
+@runtime_checkable
+class ValidatingTask(Task, Protocol):
+    """A task that has prompts to validate on, without which `task.validation` is refused.
+
+    Where it reads a file, it is built once more with `task.validation.path` as its `path`, and asked for that one's.
+    Its constructor does not get the node `validation`.
+    """
+
+    def validation_prompts(self, count: int | None) -> list[Prompt]:
+        """Return prompts that are the same at every validation, numbered from 0.
+
+        Args:
+            count: how many, at most; None: all that there are.
         """
         ...
 

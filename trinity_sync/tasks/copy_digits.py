@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.keys import Purpose, child, path
@@ -37,7 +38,14 @@ class CopyDigits:
         self.seed = seed
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        keys = path(self.seed, Purpose.PROMPTS, step, np.arange(count))
+        return self._prompts(path(self.seed, Purpose.PROMPTS, step, np.arange(count)))
+
+    def validation_prompts(self, count: int | None) -> list[Prompt]:
+        """Return prompts from random numbers of their own; where there are few numbers, training has the same ones."""
+        assert count is not None, "there is no end of them"
+        return self._prompts(path(self.seed, Purpose.VALIDATION_PROMPTS, np.arange(count)))
+
+    def _prompts(self, keys: NDArray[np.uint64]) -> list[Prompt]:
         digits = child(keys[:, None], np.arange(self.digits)) % np.uint64(10)
         numbers = ["".join(map(str, row)) for row in digits.tolist()]
         return [Prompt(index=index, text=f"{number}=", answer=number) for index, number in enumerate(numbers)]

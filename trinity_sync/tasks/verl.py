@@ -125,6 +125,10 @@ class VerlTask:
     def prompts(self, step: int, count: int) -> list[Prompt]:
         return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
 
+    def validation_prompts(self, count: int | None) -> list[Prompt]:
+        """Return the first rows of the file, all for None."""
+        return [self._prompt(index, row) for index, row in enumerate(self._file.rows[:count])]
+
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
         """Return what the function gives for the response, called in this process."""
         return self._reward(prompt, text, finished)

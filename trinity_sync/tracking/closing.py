@@ -79,6 +79,10 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
         lines.append(("reward", f"{first} {arrow} {last} (means of the first and last {REWARD_STEPS} steps)"))
     if failed := summary["failed_rewards"]:
         lines.append(("rewards", f"{units.plural(failed, 'response')} could not be judged: see events.jsonl"))
+    if (validated := summary["validation"]) is not None:
+        first, last = units.number(validated["reward_first"]), units.number(validated["reward_last"])
+        best = f"best {units.number(validated['reward_best'])} at step {validated['best_step']}"
+        lines.append(("validation", f"reward {first} {arrow} {last}, {best}"))
     lines.append(("versions", _versions_text(sync)))
     if summary["shapes"] is not None:
         lines.append(("bytes", _shapes_text(summary["shapes"], sync)))

@@ -15,6 +15,7 @@ from trinity_sync.tracking.files import write_json
 from trinity_sync.tracking.jsonl import Record
 from trinity_sync.tracking.mismatch import MismatchFigures, mismatch_figures
 from trinity_sync.tracking.record import AttemptJson, RunJson
+from trinity_sync.tracking.validation import ValidationFigures, validation_figures
 
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
@@ -113,6 +114,7 @@ class Summary(TypedDict):
         peak_memory: bytes by role.
         faults: how many.
         shapes: of a run that only moves bytes.
+        validation: of a run that validates.
     """
 
     status: str
@@ -130,6 +132,7 @@ class Summary(TypedDict):
     peak_memory: dict[str, int]
     faults: int
     shapes: ShapesFigures | None
+    validation: ValidationFigures | None
 
 
 def summarise(
@@ -168,6 +171,7 @@ def summarise(
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
         "shapes": _shapes(metrics, events, sync),
+        "validation": validation_figures(metrics),
     }
 
 

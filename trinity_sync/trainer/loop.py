@@ -2,7 +2,8 @@
 Runs in the driver.
 
 One step, in this order: the explorers generate; advantages are computed; all ranks train; if the step is due, the
-ranks stage the weights into a slot, the sync mode publishes them and the explorers load them; if a checkpoint is due,
+ranks stage the weights into a slot, the sync mode publishes them and the explorers load them; if a validation is due,
+the explorers answer its prompts; if a checkpoint is due,
 the ranks copy their state and write it in the background while the next step runs. Everything that depends on chance
 is a function of the seed and the step, so a resumed or repeated run sees the same data.
 """
@@ -49,6 +50,23 @@ class Data(Protocol):
         ...
 
 
+class Validation(Protocol):
+    """What looks how good a version is that the explorers hold; `explorer.validation.Validation` is one."""
+
+    @property
+    def at_start(self) -> bool:
+        """Whether what the run begins with is validated."""
+        ...
+
+    def due(self, step: int) -> bool:
+        """Tell whether the version of a step is validated."""
+        ...
+
+    def run(self, step: int) -> dict[str, float]:
+        """Validate the version of a step; return the metrics."""
+        ...
+
+
 class TrainingLoop:
     """Drives a run from its first step to its last.
 
@@ -64,6 +82,7 @@ class TrainingLoop:
         restored: the step of the version that explorers begin with, where it is not the trainer's, and what fills a
             slot with it.
         stop: once set, the step under way is finished and saved, and is the last.
+        validation: asked after each publish, while the explorers have nothing else to do; None: nobody is.
     """
 
     def __init__(
@@ -79,6 +98,7 @@ class TrainingLoop:
         log: Log,
         restored: tuple[int, Callable[[Version, int], None]] | None = None,
         stop: threading.Event | None = None,
+        validation: Validation | None = None,
     ) -> None:
         self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log)
         self._stop = stop
@@ -88,11 +108,16 @@ class TrainingLoop:
         self._mode = mode
         self._saves = saves
         self._log = log
+        self._validation = validation
 
     def run(self) -> bool:
         """Do all steps; return whether they were done, and not stopped before."""
         settings = self._settings
-        self._publish(self._first_version(), Timing())
+        first = self._first_version()
+        self._publish(first, Timing())
+        if self._validation is not None and self._validation.at_start:
+            began_with = first.sealed.version.step
+            self._log.metrics(began_with, self._validated(began_with, Timing()))
         with interrupts.finishing_steps(self._stop):
             for step in range(settings.first, settings.steps + 1):
                 if self._step(step):
@@ -110,6 +135,7 @@ class TrainingLoop:
         with timing.of("train"):
             advantages = self._data.advantages(batch)
             metrics = self._steps.train(step, batch, advantages)
+        validated: dict[str, float] = {}
         publish = settings.publishes(step)
         stops = self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
@@ -119,18 +145,26 @@ class TrainingLoop:
                 staged = self._steps.stage(version)
             if publish:
                 self._publish(staged, timing)
+                if self._validation is not None and self._validation.due(step):
+                    validated = self._validated(step, timing)
             else:
                 self._steps.discard(version)
             if save:
                 with timing.of("save"):
-                    numbers = {**metrics, **batch_metrics(batch)}
+                    numbers = {**metrics, **batch_metrics(batch), **validated}
                     self._saves.begin(step, staged.sealed.digest, numbers, published=publish)
         timing.step(time.perf_counter() - started, batch.token_count)
-        self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **timing.seconds})
+        self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **validated, **timing.seconds})
         if settings.records(step):
             self._log.samples(step, self._data.excerpt(batch, advantages, settings.record_groups))
         self._saves.poll()
         return stops
+
+    def _validated(self, step: int, timing: Timing) -> dict[str, float]:
+        assert self._validation is not None, "who calls it has looked"
+        with timing.of("validate"):
+            metrics = self._validation.run(step)
+        return {**metrics, **timing.seconds}
 
     def _first_version(self) -> Staged:
         """Stage the trainer's weights; after a resume, what the explorers held where that was something else."""
