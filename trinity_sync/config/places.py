@@ -14,8 +14,16 @@ from trinity_sync.config.composition import parse, quote
 
 _RESUME_FROM = "checkpoint.resume_from"
 """Counts in the digest as it is given, so that it is put together where it is read."""
-_PATHS = ("checkpoint.dir", "checkpoint.mirror", "model.path", "model.shapes", "model.lora.path", "task.path")
-_OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file}
+_PATHS = (
+    "checkpoint.dir",
+    "checkpoint.mirror",
+    "model.path",
+    "model.shapes",
+    "model.lora.path",
+    "algorithm.kl.reference",
+    "task.path",
+)
+_OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file, "algorithm.kl.reference": Path.exists}
 """Of these, what may be a name as well, and which paths are none: a model on the hub, or one whose sizes are known."""
 
 
