@@ -24,7 +24,7 @@ def recomputing(engine: Any) -> dict[str, Any]:
     from trinity_sync.config.training_schema import RolloutCorrectionConfig
     from trinity_sync.trainer.algorithms.policy_loss import policy_loss
     from trinity_sync.trainer.batch import grpo_batch
-    from trinity_sync.trainer.old_log_probs import recomputed
+    from trinity_sync.trainer.log_probs import recomputed
 
     drawn = drawn_pairs(7, engine.get_data_parallel_rank())
     prompts = [prompt[: 2 + index] for index, (prompt, _) in enumerate(drawn)]
@@ -36,7 +36,10 @@ def recomputing(engine: Any) -> dict[str, Any]:
         grpo_batch(prompts, answers, sampled, np.ones(4), temperature=0.7, micro_batch=2, global_mini_batch=size),
     )
     config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1)
-    loss = policy_loss(config, RolloutCorrectionConfig(rollout_is="token", rollout_is_threshold=2.0))
+    correction = RolloutCorrectionConfig(
+        rollout_is="token", rollout_is_threshold=2.0, rollout_rs=None, rollout_rs_threshold=None
+    )
+    loss = policy_loss(config, correction, recomputed=True)
     with engine.train_mode():
         engine.optimizer_zero_grad()
         metrics = engine.forward_backward_batch(data, loss).get("metrics", {})

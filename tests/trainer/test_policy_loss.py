@@ -50,7 +50,10 @@ def loss(
     from trinity_sync.trainer.algorithms.policy_loss import policy_loss
 
     config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio_c=3.0)
-    function: Any = policy_loss(config, RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold=threshold))
+    correction = RolloutCorrectionConfig(
+        rollout_is=level, rollout_is_threshold=threshold, rollout_rs=None, rollout_rs_threshold=None
+    )
+    function: Any = policy_loss(config, correction, recomputed=level is not None)
     total, gradients, metrics = 0.0, [], {}
     for of in micro_batches:
         prompts = [np.arange(1, prompt + 1) for prompt, _ in LENGTHS[of]]

@@ -51,6 +51,8 @@ class RankInfo:
         pid: its process id, shown where the process dies.
         base: rank 0 of a run that trains an adapter: what the model's folder has of the adapter's base.
         adapter: rank 0 of such a run: what the adapter's ``adapter_config.json`` says.
+        reference: rank 0: digest of the stored weights of the reference that the policy is compared with, hex; None:
+            there is none, or it is the adapter's base.
         left_out: rank 0: tensors of the model's folder that the engine has no use for; None: there are none.
     """
 
@@ -62,6 +64,7 @@ class RankInfo:
     saved: dict[str, tuple[str, tuple[int, ...]]] | None = None
     base: Digested | None = None
     adapter: Mapping[str, object] | None = None
+    reference: str | None = None
     left_out: Untrained | None = None
 
 

@@ -84,6 +84,14 @@ class FsdpOption(FsdpConfig, BackendOption):
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
 
+    def reference_fields(self, engine: Mapping[str, Any]) -> dict[str, Any]:
+        import torch
+
+        # What only infers verl keeps in pinned memory of the CPU, which there is beside an accelerator only. Without
+        # one it gets an optimizer, which holds nothing before its first step. The dtype stays that of the master
+        # weights: verl casts buffers to it as well, and in bf16 the frequencies of rotary embeddings are others.
+        return {**engine, "forward_only": torch.cuda.is_available()}
+
     def divide_in_fp32(self, engine: Any) -> None:
         from trinity_sync.backends.fsdp import logits_in_fp32
 

@@ -136,6 +136,14 @@ class BackendOption(ABC):
     def engine_configs(self, engine: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Any, Any]:
         """verl's configs of the engine and of its optimizer."""
 
+    def reference_fields(self, engine: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of verl's engine config for a model that infers only, beside the one that is trained.
+
+        Args:
+            engine: what `engine_fields` gave.
+        """
+        return {**engine, "forward_only": True}
+
     def divide_in_fp32(self, engine: Any) -> None:  # noqa: B027 - most engines do
         """Where the sampler's temperature is not 1: have the engine divide logits by it in fp32, as explorers do.
         Called once, when the engine is initialised.

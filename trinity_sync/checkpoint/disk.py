@@ -105,6 +105,7 @@ class CheckpointDisk:
             metrics=dict(meta.get("metrics") or {}),
             files=tuple(FileEntry(*file) for file in commit.files),
             left_out=meta.get("left_out"),
+            reference=meta.get("reference"),
             base=Base.from_json(base) if (base := meta.get("base")) is not None else None,
         )
         if self.root is None:

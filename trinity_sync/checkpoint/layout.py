@@ -29,11 +29,11 @@ from typing import Any, Literal
 
 import xxhash
 
-from trinity_sync.checkpoint.manifest_fields import Base, left_out_of
+from trinity_sync.checkpoint.manifest_fields import Base, left_out_of, reference_of
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.file_digest import digest_file
-from trinity_sync.protocol.decisions import LeftOut
+from trinity_sync.protocol.decisions import Compared, LeftOut
 from trinity_sync.protocol.files import MANIFEST, FileEntry
 from trinity_sync.protocol.parts import KINDS, Kind, covers
 from trinity_sync.weights.wire import Wire
@@ -116,6 +116,7 @@ class Manifest:
         base: of an adapter, to which `digest` then belongs; None: the weights are whole.
         wire: the dtypes of which `digest` is; None where it is not known.
         left_out: tensors of the model's folder that an export takes from there; None: there are none.
+        reference: what the policy was held near to; None: nothing, or the base of the adapter.
     """
 
     step: int
@@ -131,6 +132,7 @@ class Manifest:
     base: Base | None = None
     wire: Wire | None = None
     left_out: LeftOut | None = None
+    reference: Compared | None = None
 
     @property
     def bytes(self) -> int:
@@ -177,6 +179,8 @@ class Manifest:
             body["wire"] = self.wire.to_json()
         if self.left_out is not None:
             body["left_out"] = dict(self.left_out)
+        if self.reference is not None:
+            body["reference"] = dict(self.reference)
         return body | {"self": canonical_digest(body)}
 
     def to_text(self) -> str:
@@ -216,6 +220,7 @@ class Manifest:
             base=Base.from_json(body["base"]) if "base" in body else None,
             wire=Wire.from_json(body["wire"]) if "wire" in body else None,
             left_out=left_out_of(body["left_out"]) if "left_out" in body else None,
+            reference=reference_of(body["reference"]) if "reference" in body else None,
         )
 
 

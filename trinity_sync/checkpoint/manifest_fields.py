@@ -1,4 +1,4 @@
-"""What a manifest says of the model's folder: the base of an adapter, and tensors there that are not trained."""
+"""What a manifest says of model folders: the base of an adapter, tensors that are not trained, and the reference."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trinity_sync.protocol.decisions import LeftOut
+from trinity_sync.protocol.decisions import Compared, LeftOut
 from trinity_sync.weights.wire import Wire
 
 BASE_NOTE = "trinity_base"
@@ -67,6 +67,12 @@ def left_out_of(body: Mapping[str, Any]) -> LeftOut:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"the names of what its export takes from elsewhere are {names!r}")
     return {"path": body["path"], "names": names, "digest": body["digest"]}
+
+
+def reference_of(body: Mapping[str, Any]) -> Compared:
+    """Read what a manifest says of the reference that the policy was held near to; errors as of `left_out_of`."""
+    _check_texts(body, "its reference", ("path", "digest"))
+    return {"path": body["path"], "digest": body["digest"]}
 
 
 def _check_texts(body: Mapping[str, Any], what: str, keys: Iterable[str]) -> None:

@@ -32,7 +32,14 @@ LOCATIONS = (
     "tracker",
 )
 """Keys that say where a run lives or how it is shown. They do not count in `config_digest`."""
-NAMED_BY_PATH = ("model.path", "model.shapes", "model.lora.path", "task.path", "task.validation.path")
+NAMED_BY_PATH = (
+    "model.path",
+    "model.shapes",
+    "model.lora.path",
+    "algorithm.kl.reference",
+    "task.path",
+    "task.validation.path",
+)
 """Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
 
 

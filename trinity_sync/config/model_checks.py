@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -39,21 +41,42 @@ def check_model(get: Get) -> Iterator[Problem]:
     if path is None:
         yield from _architecture_problems(architecture)
         return
+    if text := hub_or_folder_problem(path):
+        yield Problem("model.path", text)
+    elif Path(path).is_dir():
+        yield from folder_problems(Path(path), trust_remote_code=bool(get("model.trust_remote_code")))
+
+
+def hub_or_folder_problem(path: str) -> str | None:
+    """Say why this is neither the folder of a model nor may be an id of the hub; None: it may be."""
     folder = Path(path)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            yield Problem("model.path", f"is {path}, a folder without config.json; name one in Hugging Face format")
-        else:
-            yield from folder_problems(folder, trust_remote_code=bool(get("model.trust_remote_code")))
-    elif folder.exists():
-        yield Problem(
-            "model.path", f"is {path}, a file; name a folder in Hugging Face format, or a hub id such as org/name"
-        )
-    elif not re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", path):
-        yield Problem(
-            "model.path",
-            f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name",
-        )
+        if (folder / "config.json").is_file():
+            return None
+        return f"is {path}, a folder without config.json; name one in Hugging Face format"
+    if folder.exists():
+        return f"is {path}, a file; name a folder in Hugging Face format, or a hub id such as org/name"
+    if re.fullmatch(r"[A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)?", path):
+        return None
+    return f"is {path}, which does not exist; name a folder in Hugging Face format, or a hub id such as org/name"
+
+
+def model_fields(get: Get) -> dict[str, Any]:
+    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
+    path = get("model.path")
+    if path is not None:
+        return read_fields(Path(path))
+    architecture = get("model.architecture")
+    return {} if architecture is None else {str(name): value for name, value in architecture.items()}
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """The fields of a model folder's config.json; none where it cannot be read, of which other checks tell."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]:

@@ -20,10 +20,11 @@ _PATHS = (
     "model.path",
     "model.shapes",
     "model.lora.path",
+    "algorithm.kl.reference",
     "task.path",
     "task.validation.path",
 )
-_OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file}
+_OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file, "algorithm.kl.reference": Path.exists}
 """Of these, what may be a name as well, and which paths are none: a model on the hub, or one whose sizes are known."""
 
 

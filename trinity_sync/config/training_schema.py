@@ -42,10 +42,44 @@ class AlgorithmConfig:
 
 @dataclass(kw_only=True)
 class RolloutCorrectionConfig:
-    """Importance weights of samples whose log-probs are not the trainer's; the keys are verl's."""
+    """Importance weights of samples whose log-probs are not the trainer's, and which are left out; keys as verl's."""
 
     rollout_is: str | None = choice("token", "sequence")
     rollout_is_threshold: float = number(more_than=0)
+    rollout_rs: str | None = MISSING
+    rollout_rs_threshold: str | None = MISSING
+
+
+@dataclass(kw_only=True)
+class PolicyLossConfig:
+    """What single ones of verl's policy losses go by; the keys are verl's."""
+
+    clip_cov_ratio: float = number(more_than=0, at_most=1)
+    clip_cov_lb: float = MISSING
+    clip_cov_ub: float = MISSING
+    kl_cov_ratio: float = number(more_than=0, at_most=1)
+    ppo_kl_coef: float = number(at_least=0)
+    dro_beta: float = number(more_than=0)
+    tau_pos: float = number(more_than=0)
+    tau_neg: float = number(more_than=0)
+
+
+@dataclass(kw_only=True)
+class KlConfig:
+    """How far the policy may go from a reference."""
+
+    coeff: float = number(at_least=0)
+    estimator: str = choice("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "low_var_kl+", "k3", "k3+")
+    reference: str | None = MISSING
+    measure: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class OverlongConfig:
+    """A penalty on responses that come near to the longest that there may be."""
+
+    buffer: int = number(at_least=0)
+    penalty: float = number(more_than=0)
 
 
 @dataclass(kw_only=True)
@@ -57,8 +91,18 @@ class GrpoConfig(AlgorithmConfig):
     clip_ratio: float = number(more_than=0, at_most=1)
     clip_ratio_high: float | None = number(more_than=0)
     clip_ratio_c: float = number(more_than=1)
-    loss_agg_mode: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    loss_mode: str = choice(
+        "vanilla", "gspo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl", "dro"
+    )
+    policy_loss: PolicyLossConfig = MISSING
+    loss_agg_mode: str = choice(
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "token-sum"
+    )
+    loss_scale_factor: int | None = number(at_least=1)
     normalise_advantages: bool = MISSING
+    overlong: OverlongConfig = MISSING
+    kl: KlConfig = MISSING
+    old_log_probs: str = choice("auto", "sampler", "recomputed")
     entropy_coeff: float = number(at_least=0)
     calculate_entropy: bool = MISSING
     rollout_correction: RolloutCorrectionConfig = MISSING

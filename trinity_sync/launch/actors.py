@@ -25,6 +25,7 @@ from trinity_sync.checkpoint.lora_resume import check_base, noted_base
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
+from trinity_sync.checkpoint.reference_resume import check_same
 from trinity_sync.config import retention_policies, typed
 from trinity_sync.config.lora import travels
 from trinity_sync.errors import ConfigError
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
     from trinity_sync.actors.synchronizer import SynchronizerClient
     from trinity_sync.checkpoint.relay import EventRelay
     from trinity_sync.explorer.pool import ExplorerPool
-    from trinity_sync.protocol.decisions import LeftOut
+    from trinity_sync.protocol.decisions import Compared, LeftOut
     from trinity_sync.trainer.group import TrainerGroup
+    from trinity_sync.trainer.spec import WorkerSpec
 
 # How long the actors may take to say how much memory they used, when the run is over.
 _PEAK_MEMORY_S = 5.0
@@ -104,6 +106,7 @@ class Actors:
     """
 
     trainer: TrainerGroup
+    _spec: WorkerSpec
     synchronizer: SynchronizerClient
     monitor: MonitorClient
     infos: list[RankInfo]
@@ -127,10 +130,10 @@ class Actors:
         self.pool: ExplorerPool | None = None
         self.agents: Mapping[str, AgentClient] = {}
         self.model_path = str(cfg.model.path or folder.model)
+        self._given = _absolute(self.model_path)
         if start.weights_only:
             self.model_path = str(start.taken_weights(folder.model))
-        if Path(self.model_path).is_dir():  # manifests name it, which are read from other folders
-            self.model_path = str(Path(self.model_path).absolute())
+        self.model_path = _absolute(self.model_path)
 
     def start(self, mirror: RunMirror | None) -> None:
         """Build and connect them, and restore what the run begins with.
@@ -173,6 +176,7 @@ class Actors:
         interrupts.check()
         check_whole(self.infos, cfg.backend.strategy)
         self._check_base()
+        self._check_reference()
         if left_out := self.left_out:
             print(
                 f"note: {len(left_out['names'])} tensors of {self.model_path} are no part of the model, such as draft "
@@ -214,6 +218,12 @@ class Actors:
         return {"path": found.folder, "names": found.names, "digest": found.digest}
 
     @property
+    def reference(self) -> Compared | None:
+        """What the policy is held near to; None: nothing, or the base of its adapter."""
+        digest, path = self.infos[0].reference, self._spec.reference
+        return None if digest is None or path is None else {"path": _absolute(path), "digest": digest}
+
+    @property
     def published_base(self) -> str | None:
         """Digest of the base of the adapters that are published; None: versions are whole."""
         return self.base.digest if self.base is not None and travels(self._typed) == "adapter" else None
@@ -253,8 +263,9 @@ class Actors:
         from trinity_sync.trainer.spec import worker_spec
 
         cfg = self._cfg
+        self._spec = worker_spec(self._typed, self.model_path, self._logs, self._given)
         return TrainerGroup(
-            worker_spec(self._typed, self.model_path, self._logs),
+            self._spec,
             worker=self._worker,
             process_on_nodes=_placement(cfg.backend.ranks, self._cluster.gpus_per_node if self._use_gpu else 0),
             use_gpu=self._use_gpu,
@@ -343,6 +354,12 @@ class Actors:
         if given is not None:
             check_base(Path(given), noted_base(Path(given)), self.base)
 
+    def _check_reference(self) -> None:
+        """See whether a run goes on with the reference that it had."""
+        folder = self._start.folder
+        if self._start.continued and folder is not None and (folder / MANIFEST).exists():
+            check_same(folder, read_manifest(folder).reference, self.reference)
+
     def _check_shared_folder(self) -> None:
         """See whether who writes checkpoints sees that this run has locked their folder."""
         folder, limit = self._start.checkpoints, self._cfg.cluster.start_timeout_s
@@ -365,6 +382,11 @@ class Actors:
             self._phase(f"restoring step {step}")
             folder = str(self._start.folder)
             self.trainer.all(lambda rank: rank.load(folder), cfg.checkpoint.timeout_s)
+
+
+def _absolute(model: str) -> str:
+    """A model's folder, as manifests name it, which are read from other folders; a hub id as it is."""
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
 
 
 def _placement(ranks: int, gpus_per_node: int) -> list[int]:

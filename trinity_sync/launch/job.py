@@ -99,6 +99,7 @@ class Job:
                 "wire": published_wire(self.actors.infos, cfg.sync.wire_dtype).to_json(),
                 **({} if base is None else {"base": base.to_json()}),
                 "left_out": self.actors.left_out,
+                "reference": self.actors.reference,
             },
             ranks=[info.part for info in self.actors.infos],
             timeout_s=cfg.checkpoint.timeout_s,

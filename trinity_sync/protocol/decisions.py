@@ -23,6 +23,18 @@ class LeftOut(TypedDict):
     digest: str
 
 
+class Compared(TypedDict):
+    """The reference that a policy is held near to.
+
+    Args:
+        path: its folder, absolute, or its hub id.
+        digest: of its weights as they are stored, hex.
+    """
+
+    path: str
+    digest: str
+
+
 class CommitMeta(TypedDict, total=False):
     """What a checkpoint's manifest says beside what the book knows.
 
@@ -34,6 +46,7 @@ class CommitMeta(TypedDict, total=False):
         base: of an adapter: the model it belongs to, as `layout.Base.to_json` gives it; None: the weights are whole.
         wire: the dtypes of the version digest, as `Wire.to_json` gives them.
         left_out: what an export takes from the model's folder; None: nothing.
+        reference: what the policy is held near to; None: nothing, or the base of the adapter.
     """
 
     backend: str
@@ -43,6 +56,7 @@ class CommitMeta(TypedDict, total=False):
     base: Mapping[str, object] | None
     wire: Mapping[str, object] | None
     left_out: LeftOut | None
+    reference: Compared | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,11 @@ class VersionSpans:
         rows = self.rows[self.offsets[index] : self.offsets[index + 1]].tolist()
         return tuple((start, end, step) for start, end, step in rows)
 
+    def staleness(self, index: int, step: int) -> NDArray[np.int64]:
+        """Return how stale each token of one sample is where the trainer updates at `step`, in steps."""
+        rows = self.rows[self.offsets[index] : self.offsets[index + 1]]
+        return np.repeat(step - 1 - rows[:, 2], rows[:, 1] - rows[:, 0])
+
     def take(self, samples: NDArray[np.integer]) -> VersionSpans:
         """Return the spans of these samples, in this order."""
         return VersionSpans(self.rows[positions(self.offsets, samples)], offsets_of(np.diff(self.offsets)[samples]))

@@ -48,6 +48,7 @@ def grpo_batch(
     micro_batch: int,
     global_mini_batch: int,
     entropy: bool = False,
+    staleness: Sequence[np.ndarray] | None = None,
 ) -> TensorDict:
     """Make a rank's share of a GRPO step for `trainer.algorithms.policy_loss`. The sampler's log-probs are in it twice:
     as `rollout_log_probs`, and as `old_log_probs`, which `recomputed` replaces.
@@ -61,6 +62,7 @@ def grpo_batch(
         micro_batch: sequences per forward and backward.
         global_mini_batch: sequences per optimizer step over all ranks.
         entropy: have the engine compute the entropy of each token's distribution beside its log-prob.
+        staleness: int64, of each response token, in steps; None: it is not known.
     """
     lengths = [len(response) for response in responses]
     sampled = _jagged([torch.from_numpy(item) for item in log_probs])
@@ -78,6 +80,8 @@ def grpo_batch(
             ]
         ),
     }
+    if staleness is not None:
+        tensors["staleness"] = _jagged([torch.from_numpy(item) for item in staleness])
     return _with_settings(
         tensors,
         temperature=temperature,

@@ -38,6 +38,8 @@ class WorkerSpec:
         algorithm: what is trained for.
         mini_batches, epochs: optimizer steps per training step, passes over the samples.
         micro_batch_size: sequences per forward and backward and rank, at most.
+        reference: folder or hub id of the model that the algorithm's reference is; None: it has none, or it is the base
+            of the adapter.
         temperature: of the sampler; log-probs are recomputed with it.
         seed: of the run.
         deterministic: compute with kernels that give the same bits each time, where there are others.
@@ -64,6 +66,7 @@ class WorkerSpec:
     mini_batches: int
     epochs: int
     micro_batch_size: int
+    reference: str | None = None
     temperature: float
     seed: int
     deterministic: bool
@@ -110,15 +113,17 @@ def published_wire(infos: Sequence[RankInfo], wire_dtype: str) -> Wire:
     return Wire.seen(dtype_name(wire_dtype), {name: dtype for name, (dtype, _) in saved.items()})
 
 
-def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
+def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = None) -> WorkerSpec:
     """The spec of a rank from a checked config.
 
     Args:
         cfg: the whole config.
         model_path: folder or hub id of the model to train.
         log_dir: where the ranks log.
+        given: folder or hub id of the model that the run was given, where it trains other weights of it.
     """
-    backend, trainer = backend_option(cfg.backend), cfg.trainer
+    backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
+    lora = _lora_fields(cfg.model.lora)
     return WorkerSpec(
         backend=backend,
         engine=backend.engine_fields(cfg),
@@ -126,13 +131,14 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
         model_path=model_path,
         attn_implementation=cfg.model.attn_implementation,
         trust_remote_code=cfg.model.trust_remote_code,
-        lora=_lora_fields(cfg.model.lora),
+        lora=lora,
         what=travels(cfg),
         gradient_checkpointing=trainer.gradient_checkpointing,
-        algorithm=algorithm_of(cfg.algorithm),
+        algorithm=algorithm,
         mini_batches=trainer.mini_batches,
         epochs=trainer.epochs,
         micro_batch_size=trainer.micro_batch_size,
+        reference=_reference(algorithm, None if lora else given or model_path),
         temperature=cfg.explorer.temperature,
         seed=cfg.seed,
         deterministic=trainer.deterministic and trainer.schedule == "lockstep",
@@ -145,6 +151,12 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str) -> WorkerSpec:
         timeout_s=cfg.backend.timeout_s,
         log_dir=log_dir,
     )
+
+
+def _reference(algorithm: Algorithm, begun_with: str | None) -> str | None:
+    if not algorithm.needs_reference:
+        return None
+    return algorithm.reference_path or begun_with
 
 
 def _lora_fields(lora: LoraConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.algorithms.base import MISMATCH
+from trinity_sync.trainer.algorithms.stale_ratios import as_means
 
 
 def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, float]:
@@ -27,7 +28,9 @@ def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, f
     """
     if not recomputed:
         metrics = {name: values[:1] if name.startswith(MISMATCH) else values for name, values in metrics.items()}
-    found = {name: _number(value, max if name.endswith("_max") else np.mean) for name, value in metrics.items()}
+    found = as_means(
+        {name: _number(value, max if name.endswith("_max") else np.mean) for name, value in metrics.items()}
+    )
     norms = np.atleast_1d(metrics["grad_norm"])
     taken = norms[np.isfinite(norms)]
     found["grad_norm"] = float(taken.mean()) if len(taken) else math.nan

@@ -23,6 +23,7 @@ from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
 from trinity_sync.actors.rank import RankInfo, Untrained
+from trinity_sync.backends.engines import Engine
 from trinity_sync.backends.lora import check_adapter
 from trinity_sync.backends.saved import check_causal, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
@@ -35,8 +36,9 @@ from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
 from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.trainer.log_probs import recomputed
 from trinity_sync.trainer.member import Member
-from trinity_sync.trainer.old_log_probs import recomputed
+from trinity_sync.trainer.reference import BaseOfAdapter, ReferenceModel, reference_digest, reference_spec
 from trinity_sync.trainer.rendezvous import join_group
 from trinity_sync.trainer.spec import WorkerSpec
 from trinity_sync.trainer.step_metrics import step_metrics
@@ -75,8 +77,10 @@ class TrinityWorker(Member, TrainingWorker):
             check_adapter(self.model_config, self._spec.lora)
         torch.manual_seed(self._spec.seed)  # of a new adapter, the same on all ranks
         self.reset()
+        self._reference = self._make_reference()
         if self._spec.temperature != 1 or self._spec.algorithm.needs_entropy:
-            self._spec.backend.divide_in_fp32(self.engine)
+            for engine in self._engines():
+                self._spec.backend.divide_in_fp32(engine)
         self.set_loss_fn(self._spec.algorithm.loss(self._spec.backend.strategy))
         seed = self._spec.seed + self.engine.get_data_parallel_rank()  # ranks that share a layer draw the same
         random.seed(seed)
@@ -88,10 +92,23 @@ class TrinityWorker(Member, TrainingWorker):
         if self._spec.lora:
             base = check_held(folder, view.base(), self._spec.wire_dtype, told=told)
             info = replace(info, base=base, adapter=view.adapter_config() if told else None)
+        if told and self._spec.reference is not None:
+            info = replace(info, reference=reference_digest(self._spec.reference))
         if told and left_out:
             digest = digest_left_out(open_hugging_face(folder), left_out)
             info = replace(info, left_out=Untrained(str(folder), left_out, digest))
         return info
+
+    def _make_reference(self) -> ReferenceModel | BaseOfAdapter | None:
+        """What the policy is compared with; None: nothing. Collective."""
+        spec = self._spec
+        if spec.reference is not None:
+            config = _worker_config(reference_spec(spec, spec.reference))
+            return ReferenceModel(config, spec.reference, self.engine.model_config.hf_config.vocab_size)
+        return BaseOfAdapter(self.engine) if spec.algorithm.needs_reference else None
+
+    def _engines(self) -> list[Engine]:
+        return [self.engine, *([self._reference.engine] if isinstance(self._reference, ReferenceModel) else [])]
 
     # -- training
 
@@ -125,10 +142,13 @@ class TrinityWorker(Member, TrainingWorker):
                 advantages[mine],
                 temperature=spec.temperature,
                 entropy=spec.algorithm.needs_entropy,
+                staleness=[batch.spans.staleness(i, step) for i in mine],
                 **settings,
             )
             if spec.algorithm.recomputes:
                 data = recomputed(self.engine, data)
+            if self._reference is not None:
+                data = self._reference.compared(data)
         tu.assign_non_tensor(
             data,
             mini_batch_size=len(batch) // spec.mini_batches,

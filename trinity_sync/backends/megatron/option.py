@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dens
 from trinity_sync.backends.megatron.resume import check_layout
 from trinity_sync.backends.option import PADDED, BackendOption, adam_fields, shared_fields
 from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
 
 _TRANSFORMER_KEYS = {name: "backend.dtype" for name in ("bf16", "fp16", "params_dtype", "pipeline_dtype")}
@@ -31,7 +31,7 @@ def _check_ranks(get: Get) -> Iterator[Problem]:
 
 
 def _check_model(get: Get) -> Iterator[Problem]:
-    model = _model_fields(get)
+    model = model_fields(get)
     family = model.get("model_type")
     if family is not None and family not in FAMILIES:
         yield Problem(
@@ -54,7 +54,7 @@ def _check_model(get: Get) -> Iterator[Problem]:
 
 
 def _check_experts(get: Get) -> Iterator[Problem]:
-    model = _model_fields(get)
+    model = model_fields(get)
     ranks, shared, ep = get("backend.ranks"), get("backend.tp") * get("backend.pp"), get("backend.ep")
     if ranks % shared == 0 and (ranks // shared) % ep:
         yield Problem(
@@ -86,19 +86,6 @@ def _check_experts(get: Get) -> Iterator[Problem]:
             f"is megatron, which trains models with experts in every layer and several for a token; this one has "
             f"{', '.join(mixed)}; use backend=fsdp2",
         )
-
-
-def _model_fields(get: Get) -> dict[str, Any]:
-    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
-    path = get("model.path")
-    if path is None:
-        architecture = get("model.architecture")
-        return {} if architecture is None else {str(name): value for name, value in architecture.items()}
-    try:
-        found = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}  # a bad folder is told of by the check on `model.path`
-    return found if isinstance(found, dict) else {}
 
 
 def _check_settings(get: Get) -> Iterator[Problem]:

@@ -63,6 +63,18 @@ class Algorithm(ABC):
         """Whether the trainer computes the entropy of the distribution of each token, which its loss then finds."""
         return False
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the log-probs of a reference are computed of a step's samples, which its loss finds as
+        `ref_log_prob`.
+        """
+        return False
+
+    @property
+    def reference_path(self) -> str | None:
+        """Folder or hub id of that reference; None: the model that the run was given."""
+        return None
+
     @abstractmethod
     def loss(self, strategy: str) -> Callable[..., object]:
         """The loss, as verl's `TrainingWorker.set_loss_fn` takes it; called in a rank of the trainer.

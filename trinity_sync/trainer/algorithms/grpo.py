@@ -1,51 +1,35 @@
-"""`algorithm=grpo`: group relative policy optimization, by verl's loss."""
+"""`algorithm=grpo`: group relative policy optimization, by verl's losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import ClassVar
 
-from trinity_sync.config import Check, Get, Problem
+from trinity_sync.config import Check, Get
 from trinity_sync.config.training_schema import GrpoConfig
+from trinity_sync.trainer.algorithms import grpo_checks
 from trinity_sync.trainer.algorithms.base import Algorithm
-
-
-def _check_replicas(get: Get) -> Iterator[Problem]:
-    replicas, prompts = get("explorer.replicas"), get("algorithm.prompts_per_step")
-    if replicas > prompts:
-        yield Problem(
-            "explorer.replicas",
-            f"is {replicas}, more than algorithm.prompts_per_step ({prompts}), so some would have nothing to do; "
-            f"set it to {prompts} or less",
-        )
-
-
-def _check_temperature(get: Get) -> Iterator[Problem]:
-    if get("explorer.temperature") == 0:
-        yield Problem(
-            "explorer.temperature",
-            "is 0: all samples of a prompt would be the same, and algorithm=grpo would have nothing to compare; "
-            "set it above 0, such as 1.0",
-        )
-
-
-def _advise_truncation(get: Get) -> Iterator[Problem]:
-    for key, all_tokens in (("explorer.top_k", 0), ("explorer.top_p", 1)):
-        if get(key) != all_tokens:
-            yield Problem(
-                key,
-                f"is {get(key)}: samples are drawn from some of the tokens, and trained on with log-probs over all of "
-                f"them, so the update is not on-policy; {key}={all_tokens} draws them from all",
-            )
 
 
 @dataclass(kw_only=True)
 class Grpo(GrpoConfig, Algorithm):
     """Each sample is judged against the others of its prompt."""
 
-    checks: ClassVar[tuple[Check, ...]] = (_check_replicas, _check_temperature)
-    advice: ClassVar[tuple[Check, ...]] = (_advise_truncation,)
+    checks: ClassVar[tuple[Check, ...]] = (
+        grpo_checks.check_replicas,
+        grpo_checks.check_temperature,
+        grpo_checks.check_aggregation,
+        grpo_checks.check_covariances,
+        grpo_checks.check_correction,
+        grpo_checks.check_overlong,
+        grpo_checks.check_reference,
+    )
+    advice: ClassVar[tuple[Check, ...]] = (
+        grpo_checks.advise_truncation,
+        grpo_checks.advise_correction,
+        grpo_checks.advise_estimator,
+    )
 
     @classmethod
     def sequences(cls, get: Get) -> tuple[int, str, str]:
@@ -56,28 +40,47 @@ class Grpo(GrpoConfig, Algorithm):
 
     @property
     def recomputes(self) -> bool:
-        return self.rollout_correction.rollout_is is not None
+        if self.old_log_probs == "auto":
+            return self.rollout_correction.rollout_is is not None or self.rollout_correction.rollout_rs is not None
+        return self.old_log_probs == "recomputed"
 
     @property
     def needs_entropy(self) -> bool:
         return self.calculate_entropy or self.entropy_coeff > 0
 
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coeff > 0 or self.kl.measure
+
+    @property
+    def reference_path(self) -> str | None:
+        return self.kl.reference
+
     def loss(self, strategy: str) -> Callable[..., object]:
-        from verl.workers.config import ActorConfig
+        from verl.workers.config import ActorConfig, PolicyLossConfig
 
-        from trinity_sync.trainer.algorithms.policy_loss import policy_loss
+        from trinity_sync.trainer.algorithms.policy_loss import GEO_MEAN, policy_loss
 
+        of_losses = asdict(self.policy_loss)
+        tau = {name: of_losses.pop(name) for name in ("tau_pos", "tau_neg")}
+        mode = GEO_MEAN if self.loss_mode == "geo_mean" else self.loss_mode
         config = ActorConfig(
             clip_ratio=self.clip_ratio,
             clip_ratio_low=self.clip_ratio,
             clip_ratio_high=self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high,
             clip_ratio_c=self.clip_ratio_c,
+            policy_loss=PolicyLossConfig(loss_mode=mode, **of_losses),
+            **tau,
             loss_agg_mode=self.loss_agg_mode,
+            loss_scale_factor=self.loss_scale_factor,
             entropy_coeff=self.entropy_coeff,
+            use_kl_loss=self.kl.coeff > 0,
+            kl_loss_coef=self.kl.coeff,
+            kl_loss_type=self.kl.estimator,
             # What its loss does not read still has to pass verl's own checks.
             strategy=strategy,
             ppo_micro_batch_size_per_gpu=1,
             rollout_n=1,
             use_torch_compile=False,
         )
-        return policy_loss(config, self.rollout_correction)
+        return policy_loss(config, self.rollout_correction, recomputed=self.recomputes)

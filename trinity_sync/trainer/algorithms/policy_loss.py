@@ -1,5 +1,5 @@
-"""verl's policy loss on samples that another program made: how far its log-probs are from the trainer's, as metrics,
-and the importance weights that correct for it. Called by every trainer rank that has log-probs.
+"""verl's policy losses on samples that another program made: how far its log-probs are from the trainer's, as metrics,
+and what corrects for it. Called by every trainer rank that has log-probs.
 
 The mismatch is that of the weights before the step: of the samplers' log-probs (`rollout_log_probs`) and those that the
 trainer recomputed before it (`old_log_probs`), where it did. Otherwise the log-probs at hand stand for them, which they
@@ -9,11 +9,12 @@ are in the first optimizer step only.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict
-from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+from verl.trainer.ppo.core_algos import agg_loss, compute_policy_loss_geo_mean, kl_penalty, register_policy_loss
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import ActorConfig
 from verl.workers.utils.losses import ppo_loss
@@ -21,49 +22,119 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from trinity_sync.config.training_schema import RolloutCorrectionConfig
 from trinity_sync.trainer.algorithms.base import MISMATCH
+from trinity_sync.trainer.algorithms.stale_ratios import stale_ratios
 
-_MEANS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high")
+GEO_MEAN = "trinity_geo_mean"
+"""verl's `geo_mean`, whatever the micro-batches; a name for `policy_loss.loss_mode`."""
+_WEIGHTS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_fraction_high")
 _OF_UPDATE = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
-def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig) -> Callable[..., object]:
+class _Corrected(NamedTuple):
+    """The data of a micro-batch as they are trained on, and what was found.
+
+    Attributes:
+        of_tokens: means over the micro-batch's tokens.
+        of_sequences: means over its sequences.
+        largest: the largest of the micro-batch.
+    """
+
+    data: TensorDict
+    of_tokens: dict[str, float]
+    of_sequences: dict[str, float]
+    largest: dict[str, float]
+
+
+def policy_loss(config: ActorConfig, correction: RolloutCorrectionConfig, *, recomputed: bool) -> Callable[..., object]:
     """Make the loss, as verl's `TrainingWorker.set_loss_fn` takes it.
 
-    It takes what verl's `ppo_loss` takes; its data have `rollout_log_probs` beside `old_log_probs`.
+    It takes what verl's `ppo_loss` takes; its data have `rollout_log_probs` beside `old_log_probs`, `staleness` (of
+    each token of a response, in steps) where ratios are told apart by it, and `ref_log_prob` where there is a
+    reference.
 
     Args:
         config: of verl's `ppo_loss`.
         correction: with a level (`rollout_is`), losses of tokens are multiplied by the truncated weights
-            exp(`old_log_probs` - `rollout_log_probs`), through which no gradient goes.
+            exp(`old_log_probs` - `rollout_log_probs`), through which no gradient goes. With rules (`rollout_rs`), what
+            breaks one of them has no loss, and counts in the means as nothing.
+        recomputed: `old_log_probs` are the trainer's own.
     """
 
     def loss(
         model_output: Mapping[str, torch.Tensor], data: TensorDict, dp_group: object = None
     ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        padded = data.select("response_mask", "old_log_probs", "rollout_log_probs").to_padded_tensor()
+        fields = ["response_mask", "old_log_probs", "rollout_log_probs"]
+        fields += [name for name in ("staleness", "ref_log_prob") if name in data]
+        padded = data.select(*fields).to_padded_tensor()
         mask, sampled = padded["response_mask"], padded["rollout_log_probs"]
-        means: dict[str, float] = {}
-        largest: dict[str, Metric] = {}
-        if correction.rollout_is is None:
-            before = no_padding_2_padding(model_output["log_probs"], data).detach()
-        else:
-            before = padded["old_log_probs"]
-            weights, found = compute_rollout_correction_weights(
-                before - sampled, mask, correction.rollout_is, correction.rollout_is_threshold
-            )
-            data = data.copy()
-            data["rollout_is_weights"] = response_to_nested(weights, data["response_mask"])
-            means = {MISMATCH + name: found[name] for name in _MEANS}
-            largest = {f"{MISMATCH}rollout_is_max": Metric(AggregationType.MAX, found["rollout_is_max"])}
-        result, metrics = ppo_loss(config, model_output, data, dp_group)
+        now = no_padding_2_padding(model_output["log_probs"], data).detach()
+        before = padded["old_log_probs"] if recomputed else now
+        done = _corrected(data, before - sampled, mask, correction)
+        result, metrics = ppo_loss(config, model_output, done.data, dp_group)
         # only now the configuration knows the tokens of the whole mini-batch
         batch = config.global_batch_info
-        means |= {name: metrics[name].aggregate() for name in _OF_UPDATE}
+        means = done.of_tokens | {name: metrics[name].aggregate() for name in _OF_UPDATE if name in metrics}
         share = agg_loss(torch.ones_like(mask), mask, "token-mean", **batch).item()
-        shares = {name: Metric(AggregationType.SUM, mean * share) for name, mean in means.items()}
-        return result, {**metrics, **largest, **shares, **_mismatch(sampled, before, mask, batch)}
+        shares = {name: mean * share for name, mean in means.items()}
+        part = len(mask) * batch["dp_size"] / batch["global_batch_size"]
+        shares |= {name: mean * part for name, mean in done.of_sequences.items()}
+        found = {
+            **{name: Metric(AggregationType.SUM, value) for name, value in shares.items()},
+            **{name: Metric(AggregationType.MAX, value) for name, value in done.largest.items()},
+            **_mismatch(sampled, before, mask, batch),
+        }
+        if "staleness" in padded:
+            found |= stale_ratios(before - sampled, padded["staleness"], mask, batch)
+        if "ref_log_prob" in padded:
+            found |= _from_reference(now, padded["ref_log_prob"], mask, batch)
+        if config.use_kl_loss:
+            del metrics["kl_coef"]
+            found["actor/kl_loss"] = metrics.pop("kl_loss")
+        return result, {**metrics, **found}
 
     return loss
+
+
+@register_policy_loss(GEO_MEAN)
+def geo_mean(
+    *, response_mask: torch.Tensor, config: ActorConfig, **given: Any
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """verl's `compute_policy_loss_geo_mean` as a share of the mean over the sequences of the whole mini-batch, as its
+    other losses are; verl's own is the mean over those of a micro-batch. Arguments and results as of verl's.
+    """
+    result, metrics = compute_policy_loss_geo_mean(response_mask=response_mask, config=config, **given)
+    batch = config.global_batch_info
+    return result * len(response_mask) * batch["dp_size"] / batch["global_batch_size"], metrics
+
+
+def _corrected(
+    data: TensorDict, log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
+) -> _Corrected:
+    """Weigh tokens by the trainer's probability over the sampler's, and leave out those where they are too far apart.
+
+    Args:
+        log_ratio: logs of that ratio, of shape (sequences, tokens).
+        mask: of the same shape, 1 where there is a token.
+    """
+    of_tokens: dict[str, float] = {}
+    of_sequences: dict[str, float] = {}
+    largest: dict[str, float] = {}
+    corrected = data.copy()
+    if correction.rollout_is is not None:
+        weights, found = compute_rollout_correction_weights(
+            log_ratio, mask, correction.rollout_is, correction.rollout_is_threshold
+        )
+        corrected["rollout_is_weights"] = response_to_nested(weights, data["response_mask"])
+        of_tokens |= {MISMATCH + name: found[name] for name in _WEIGHTS}
+        largest[f"{MISMATCH}rollout_is_max"] = found["rollout_is_max"]
+    if correction.rollout_rs is not None:
+        kept, found = compute_rollout_rejection_mask(
+            log_ratio, mask, correction.rollout_rs, correction.rollout_rs_threshold
+        )
+        corrected["response_mask"] = response_to_nested(kept, data["response_mask"])
+        of_tokens[f"{MISMATCH}rollout_rs_masked_fraction"] = found["rollout_rs_masked_fraction"]
+        of_sequences[f"{MISMATCH}rollout_rs_seq_masked_fraction"] = found["rollout_rs_seq_masked_fraction"]
+    return _Corrected(corrected, of_tokens, of_sequences, largest)
 
 
 def _mismatch(
@@ -91,3 +162,13 @@ def _mismatch(
     }
     most = (terms["log_prob_abs_diff"] * mask).max()
     return {**found, f"{MISMATCH}log_prob_abs_diff_max": Metric(AggregationType.MAX, most)}
+
+
+def _from_reference(
+    trained: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, batch: Mapping[str, int]
+) -> dict[str, Metric]:
+    """Estimators k1 and k3 of the divergence of the policy at hand from the reference; arguments as of `_mismatch`."""
+    return {
+        name: Metric(AggregationType.SUM, agg_loss(kl_penalty(trained, reference, kind), mask, "token-mean", **batch))
+        for name, kind in (("reference/kl", "k1"), ("reference/k3_kl", "k3"))
+    }

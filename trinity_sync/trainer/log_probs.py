@@ -1,0 +1,44 @@
+"""The log-probs of a step's samples before it is trained on them: under the trainer's own weights, and under those of
+a reference.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from tensordict import TensorDict
+from verl.utils import tensordict_utils as tu
+from verl.workers.utils.padding import response_from_nested
+
+from trinity_sync.backends.engines import Engine
+
+
+def recomputed(engine: Engine, data: TensorDict) -> TensorDict:
+    """Return a rank's share of a step with the log-probs that the engine computes as `old_log_probs`. Collective; see
+    `with_log_probs`.
+    """
+    return with_log_probs(engine, data, "old_log_probs")
+
+
+def with_log_probs(
+    engine: Engine, data: TensorDict, name: str, inside: AbstractContextManager[None] | None = None
+) -> TensorDict:
+    """Return a rank's share of a step with the log-probs that an engine computes of the responses' tokens: with the
+    dtypes, the temperature and the micro-batches of training, without dropout. Collective.
+
+    Args:
+        engine: at work on nothing else.
+        data: from `grpo_batch`. On pipeline stages before the last, which compute no loss, it stays as it is.
+        name: under which they are put in.
+        inside: entered once the engine infers; left when it has.
+    """
+    data = data.copy()
+    asked = data.copy()  # the engine notes in it what it has found
+    tu.assign_non_tensor(asked, calculate_entropy=False)
+    with engine.eval_mode(), inside or nullcontext(), torch.no_grad():
+        output = engine.infer_batch(asked)
+    if output:
+        log_probs = output["model_output"]["log_probs"].float().cpu()
+        data[name] = response_from_nested(log_probs, data["response_mask"])
+    return data
