@@ -1,0 +1,70 @@
+"""`experiment=gsm8k` with data in verl's form and a tiny model, on CPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from tests.chat_models import make_chat_model
+from tests.e2e.runs import launch
+
+ASKED = 'Let\'s think step by step and output the final answer after "####".'
+
+# What a machine without GPUs needs otherwise: fewer processes, and fewer and shorter answers.
+HERE = [
+    "explorer.replicas=1",
+    "backend.ranks=2",
+    "algorithm.samples_per_prompt=2",
+    "trainer.mini_batches=2",
+    "trainer.max_tokens=1024",
+    "trainer.gradient_checkpointing=false",
+    "task.response_length=12",
+    "task.validation.interval=2",
+    "task.validation.prompts=3",
+    "cluster.start_timeout_s=300",
+]
+
+
+def write_problems(path: Path, count: int, split: str) -> Path:
+    """Sums, in the columns in which verl's data preparation writes GSM8K."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"Ann has {n} pens and buys {n + 2}. How many are there? {ASKED}"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(2 * n + 2)},
+            "extra_info": {
+                "split": split,
+                "index": n,
+                "answer": f"{n} + {n + 2} = {2 * n + 2}\n#### {2 * n + 2}",
+                "question": f"Ann has {n} pens and buys {n + 2}. How many are there?",
+            },
+        }
+        for n in (range(count) if split == "train" else range(1000, 1000 + count))
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "explorer", [["explorer=hf"], pytest.param(["explorer.engine={max_model_len: 640}"], marks=pytest.mark.all)]
+)
+def test_the_recipe_runs_on_a_tiny_model_with_data_in_verls_form(tmp_path: Path, explorer: list[str]) -> None:
+    data = [
+        f"task.path={write_problems(tmp_path / 'train.parquet', 9, 'train')}",
+        f"task.validation.path={write_problems(tmp_path / 'test.parquet', 4, 'test')}",
+        f"model.path={make_chat_model(tmp_path / 'model')}",
+    ]
+    run = launch(tmp_path / "run", "experiment=gsm8k", *data, *HERE, *explorer)
+    assert run.code == 0, run.output
+    steps = run.lines("metrics.jsonl")
+    assert [line["step"] for line in steps if "val/reward/mean" in line] == [0, 2, 3]
+    assert all(line["batch/samples"] == 8 for line in steps if line["step"])
+    samples = run.lines("samples.jsonl")
+    assert {sample["reward"] for sample in samples} <= {0.0, 1.0}
+    assert all(ASKED in str(sample["prompt"]) for sample in samples)
+    assert run.summary["sync"]["mismatched"] == 0
+    assert "val/reward/mean" in (run.folder / "report.html").read_text() or run.summary["validation"]
