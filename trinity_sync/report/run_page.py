@@ -97,6 +97,11 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
             if summary["reward_last"] is not None
             else None,
         ),
+        *(
+            [("Failed rewards", str(failed), "responses that could not be judged")]
+            if (failed := summary["failed_rewards"])
+            else []
+        ),
         (
             "Versions",
             str(sync["versions"]),
