@@ -125,6 +125,16 @@ def test_the_page_says_what_was_run_and_how_it_went(finished: Path) -> None:
         assert words in text
 
 
+def test_responses_that_could_not_be_judged_are_a_figure_of_the_page(tmp_path: Path) -> None:
+    synthetic.whole_run(tmp_path, total=3)
+    assert "Failed rewards" not in Page(write_report(tmp_path)).text
+    metrics = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) | {"reward/failed": 2.0} for line in metrics.read_text().splitlines()]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "summary.json").unlink()
+    assert "Failed rewards 6 responses that could not be judged" in Page(write_report(tmp_path)).text
+
+
 def test_every_chart_is_drawn(finished: Path) -> None:
     labels = re.findall(r'role="img" aria-label="([^"]*)"', write_report(finished).read_text())
     assert labels == [

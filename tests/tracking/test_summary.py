@@ -135,6 +135,14 @@ def test_skipped_updates_are_counted() -> None:
     assert summarise([*lines, *metrics([0.3])], [], "completed", 1.0)["skipped_updates"] == 3
 
 
+def test_responses_that_could_not_be_judged_are_counted_and_told(tmp_path: Path) -> None:
+    lines = [{**line, "reward/failed": count} for line, count in zip(metrics([0.1, 0.2]), (5.0, 4.0), strict=True)]
+    summary = summarise([*lines, *metrics([0.3])], [], "completed", 1.0)
+    assert summary["failed_rewards"] == 9
+    assert "9 responses could not be judged: see events.jsonl" in shown(summary, tmp_path)
+    assert "judged" not in shown(summarise(metrics([0.3]), [], "completed", 1.0), tmp_path)
+
+
 def test_a_run_says_how_far_its_samplers_were_from_the_trainer() -> None:
     names = ("kl", "k3_kl", "log_prob_abs_diff", "log_prob_abs_diff_max")
     lines = [

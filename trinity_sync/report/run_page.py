@@ -109,6 +109,11 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
             if (validated := summary["validation"]) is not None
             else []
         ),
+        *(
+            [("Failed rewards", str(failed), "responses that could not be judged")]
+            if (failed := summary["failed_rewards"])
+            else []
+        ),
         (
             "Versions",
             str(sync["versions"]),
