@@ -17,6 +17,8 @@ from trinity_sync.explorer.hf import HFEngine
 from trinity_sync.models.factory import CHARACTERS, SPECIAL, make_model
 from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import Drawing
+from trinity_sync.samples.keys import Purpose
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
 from trinity_sync.tasks.copy_digits import CopyDigits
@@ -350,3 +352,19 @@ def test_prompt_and_response_must_fit_the_positions_of_the_model(path: Path) -> 
     assert len(generate(engine, [Prompt(index=0, text="1" * 124, answer="1")])) == 4
     wrong = refused(engine, Prompt(index=1, text="1" * 125, answer="1"))
     assert "has 126 tokens; with a response of 3 that is more than the 128 positions" in wrong
+
+
+# validation
+
+
+def test_a_validation_has_random_numbers_and_a_temperature_of_its_own_and_changes_nothing_of_training(
+    path: Path,
+) -> None:
+    engine = loaded(path)
+    trained = generate(engine)
+    validated = generate(engine, drawing=Drawing(purpose=Purpose.VALIDATION))
+    assert validated.texts != trained.texts
+    assert list(validated) == list(generate(engine, drawing=Drawing(purpose=Purpose.VALIDATION, temperature=1.0)))
+    greedy = generate(engine, drawing=Drawing(purpose=Purpose.VALIDATION, temperature=0.0))
+    assert greedy.texts == generate(loaded(path, temperature=0.0)).texts
+    assert list(generate(engine)) == list(trained)

@@ -26,6 +26,7 @@ from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.spec import ExplorerSpec
+from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.record import Prompt
@@ -297,6 +298,25 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
     assert len(pools.faults) == 2
     with pytest.raises(MemberDied):  # nothing is left of it
         pool.produce("explorer-1", work, 1)
+
+
+def test_an_explorer_that_dies_in_a_validation_is_started_again_and_asked_again(pools: Pools) -> None:
+    pool = pools.make(replicas=2, max_restarts=1)
+    pool.load(FIRST, deliver)
+    settings = ValidationSettings(
+        interval=1, last=1, at_start=True, samples_per_prompt=2, temperature=0.0, at_a_time=100
+    )
+    validation = Validation(PROMPTS, pool, Mode(), settings)  # type: ignore[arg-type]
+    before = validation.run(FIRST.step)
+    pools.tell_to_die("explorer-1", "generate")
+    assert validation.run(FIRST.step) == before
+    assert [where for where, _ in pools.faults] == ["explorer-1"]
+
+
+class Mode:
+    """A sync mode of which only the delivery is asked."""
+
+    deliver = staticmethod(deliver)
 
 
 def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools) -> None:

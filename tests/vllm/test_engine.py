@@ -37,6 +37,8 @@ from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.staged import shard_file
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.drawing import Drawing
+from trinity_sync.samples.keys import Purpose
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import ExplorerSide, LeaseFolder, SyncMode
 from trinity_sync.sync.checkpoint import CheckpointMode
@@ -136,6 +138,19 @@ def test_samples_depend_on_seed_step_prompt_and_sample_only(engine: VLLMEngine, 
         len(text) == length - done
         for text, length, done in zip(batch.texts, batch.responses.lengths, batch.finished, strict=True)
     )
+
+
+def test_a_validation_has_a_temperature_and_random_numbers_of_its_own(engine: VLLMEngine, loader: WeightLoader) -> None:
+    def validated(temperature: float | None, step: int = 1) -> SampleBatch:
+        drawing = Drawing(purpose=Purpose.VALIDATION, temperature=temperature)
+        return engine.generate(PROMPTS, TASK, step=step, samples_per_prompt=3, version=(0, 0), drawing=drawing)
+
+    trained = generated(engine)
+    assert validated(1.0).texts == validated(None).texts != trained.texts
+    greedy = validated(0.0)
+    assert greedy.texts == validated(0.0, step=2).texts
+    assert all(len({*greedy.texts[first : first + 3]}) == 1 for first in range(0, len(greedy), 3))
+    assert generated(engine).texts == trained.texts
 
 
 def test_what_becomes_of_a_slot_after_the_load_does_not_change_the_model(

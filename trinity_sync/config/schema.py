@@ -208,14 +208,21 @@ class ClusterConfig:
 
 
 @dataclass(kw_only=True)
-class TensorboardConfig:
+class TrackerConfig:
+    """What every tracker has."""
+
+    names: str = choice("ours", "verl")
+
+
+@dataclass(kw_only=True)
+class TensorboardConfig(TrackerConfig):
     """The TensorBoard tracker."""
 
     flush_s: float = seconds(more_than=0)
 
 
 @dataclass(kw_only=True)
-class WandbConfig:
+class WandbConfig(TrackerConfig):
     """The Weights & Biases tracker."""
 
     project: str = MISSING
@@ -226,7 +233,7 @@ class WandbConfig:
 
 
 @dataclass(kw_only=True)
-class MlflowConfig:
+class MlflowConfig(TrackerConfig):
     """The MLflow tracker."""
 
     experiment: str = MISSING
@@ -235,7 +242,7 @@ class MlflowConfig:
 
 
 @dataclass(kw_only=True)
-class TrackioConfig:
+class TrackioConfig(TrackerConfig):
     """The Trackio tracker."""
 
     project: str = MISSING
@@ -245,7 +252,7 @@ class TrackioConfig:
 
 
 @dataclass(kw_only=True)
-class SwanlabConfig:
+class SwanlabConfig(TrackerConfig):
     """The SwanLab tracker."""
 
     project: str = MISSING

@@ -19,6 +19,7 @@ from typing import Literal
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.threads import in_background
 from trinity_sync.tracking.apart import Apart
+from trinity_sync.tracking.names import Names, named
 from trinity_sync.tracking.record import Status
 from trinity_sync.tracking.trackers import TrackedRun, Tracker, tell_end
 
@@ -68,7 +69,7 @@ class Trackers:
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         }
         for feed in self._feeds:
-            feed.give(partial(feed.tracker.log, step, numbers))
+            feed.give(partial(feed.tracker.log, step, named(feed.names, step, numbers)))
 
     def event(self, event: Mapping[str, object]) -> None:
         """Hand one line of events.jsonl to the trackers that take events. Any thread."""
@@ -108,6 +109,7 @@ class _Feed:
 
     def __init__(self, tracker: Tracker, run: TrackedRun, tell: Callable[[str, str], object]) -> None:
         self.name = _name(tracker)
+        self.names: Names = getattr(tracker, "names", "ours")
         self.tracker: Tracker = Apart(tracker, self.name) if getattr(tracker, "apart", False) else tracker
         self._limit_s = float(getattr(tracker, "timeout_s", LIMIT_S))
         self._tell_fault = tell

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.durable import replace_file
+from trinity_sync.tracking.names import CHOICES
 from trinity_sync.tracking.record import Status
 
 _KNOWN = {
@@ -57,6 +58,8 @@ class Tracker(Protocol):
     And it may say, as attributes of its class or its own:
 
     - ``timeout_s``: how long its start, and what is left at the end of the run, may take, in seconds.
+    - ``names``: what it calls metrics (`names`), ``ours`` where it does not say; `build_trackers` sets it where the
+      configuration asks for others.
     - ``apart``: true where it is to run in a process of its own (`apart.Apart`); it is pickled before it starts.
     """
 
@@ -75,7 +78,8 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
 
     Args:
         settings: options by name. Any other name than those that are known needs ``_target_``, the dotted name of a
-            class with the methods of `Tracker`, which is called with the other options.
+            class with the methods of `Tracker`, which is called with the other options; but ``names``, which every
+            tracker may have, is for who feeds it.
 
     Raises:
         ConfigError: a tracker's class cannot be found, or does not take its options.
@@ -84,17 +88,23 @@ def build_trackers(settings: Mapping[str, Mapping[str, object] | None]) -> list[
     for name, given in settings.items():
         options = {str(key): value for key, value in (given or {}).items()}
         target = options.pop("_target_", None) or _KNOWN.get(name)
+        names = options.pop("names", "ours")
+        if names not in CHOICES:
+            raise ConfigError(f"tracker.{name}.names is {names}; must be one of {', '.join(CHOICES)}")
         if target is None:
             raise ConfigError(
                 f"tracker.{name} is none of {', '.join(_KNOWN)} and names no class; give tracker.{name}._target_"
             )
         module, _, attribute = str(target).rpartition(".")
         try:
-            built.append(getattr(importlib.import_module(module), attribute)(**options))
+            tracker = getattr(importlib.import_module(module), attribute)(**options)
         except (ImportError, AttributeError, ValueError) as error:
             raise ConfigError(f"tracker.{name}._target_={target} cannot be imported: {error}") from error
         except TypeError as error:
             raise ConfigError(f"tracker.{name}: {target} does not take these options: {error}") from error
+        if names != "ours":
+            tracker.names = names
+        built.append(tracker)
     return built
 
 

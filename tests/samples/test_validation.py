@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from tests.samples.helpers import sample
+from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.validation import pass_at, shared_prompts, validation_metrics
+
+
+@pytest.mark.parametrize("made", [1, 2, 5, 7])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_with_a_right_one(made: int) -> None:
+    for right in range(made + 1):
+        for k in range(1, made + 1):
+            choices = list(combinations([True] * right + [False] * (made - right), k))
+            assert pass_at(k, np.array([right]), made) == pytest.approx(np.mean([any(choice) for choice in choices]))
+
+
+def test_pass_at_k_of_many_samples_is_a_number() -> None:
+    assert 0.5 < pass_at(512, np.array([1, 1000]), 1024) <= 1.0
+
+
+def batch_of(right: list[list[float | None]]) -> SampleBatch:
+    return SampleBatch.of(
+        sample(prompt=prompt, number=number, reward=2.0 * (exact or 0.0), exact=exact)
+        for prompt, group in enumerate(right)
+        for number, exact in enumerate(group)
+    )
+
+
+def test_a_validation_is_measured_by_reward_by_what_is_right_and_by_length() -> None:
+    metrics = validation_metrics(batch_of([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]))
+    assert (metrics["val/prompts"], metrics["val/samples"]) == (2.0, 6.0)
+    assert metrics["val/reward/mean"] == pytest.approx(1 / 3)
+    assert (metrics["val/reward/min"], metrics["val/reward/max"]) == (0.0, 2.0)
+    assert metrics["val/exact"] == pytest.approx(1 / 6)
+    assert metrics["val/pass@2"] == pytest.approx((2 / 3 + 0) / 2)
+    assert metrics["val/pass@3"] == pytest.approx(1 / 2)
+    assert (metrics["val/response_length/mean"], metrics["val/truncated"]) == (2.0, 0.0)
+
+
+def test_k_are_powers_of_two_and_all_samples_and_none_where_the_task_does_not_say_what_is_right() -> None:
+    many = validation_metrics(batch_of([[1.0] + [0.0] * 9]))
+    assert [name for name in many if "@" in name] == ["val/pass@2", "val/pass@4", "val/pass@8", "val/pass@10"]
+    assert not any("@" in name for name in validation_metrics(batch_of([[1.0], [0.0]])))
+    silent = validation_metrics(batch_of([[None, None]]))
+    assert "val/exact" not in silent
+    assert not any("@" in name for name in silent)
+
+
+def test_prompts_that_are_trained_on_are_counted_by_all_that_they_say() -> None:
+    def chat(*contents: str) -> Prompt:
+        messages = tuple({"role": "user", "content": content} for content in contents)
+        return Prompt(index=0, text=contents[-1], messages=messages)
+
+    trained = [Prompt(index=0, text="a"), Prompt(index=1, text="b"), chat("first", "c")]
+    asked = [Prompt(index=5, text="b"), Prompt(index=6, text="c"), chat("first", "c"), chat("other", "c")]
+    assert shared_prompts(trained, asked) == 2
