@@ -108,8 +108,8 @@ def _judge(cfg: DictConfig) -> Judge:
     """How samples are judged against the others of their prompt."""
     from trinity_sync.samples.advantages import Overlong, group_advantages
 
-    algorithm = cfg.algorithm
     overlong = None
-    if buffer := algorithm.overlong.buffer:
-        overlong = Overlong(longest=cfg.task.response_length, buffer=buffer, penalty=algorithm.overlong.penalty)
-    return partial(group_advantages, normalise=algorithm.normalise_advantages, overlong=overlong)
+    node = cfg.algorithm.get("overlong")  # an algorithm of the user's own may have none
+    if node is not None and node.buffer:
+        overlong = Overlong(longest=cfg.task.response_length, buffer=node.buffer, penalty=node.penalty)
+    return partial(group_advantages, normalise=cfg.algorithm.normalise_advantages, overlong=overlong)
