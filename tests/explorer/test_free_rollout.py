@@ -17,6 +17,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer import free_rollout
 from trinity_sync.explorer.free_rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.queue import QueueRules
 from trinity_sync.samples.record import Prompt, Sample
@@ -121,7 +122,7 @@ class Runs:
             members,
             QueueRules(**(given | rules), overdue_s=overdue_s),
             samples_per_prompt=SAMPLES,
-            normalise=True,
+            judge=group_advantages,
             first=1,
             position=None,
             timeout_s=timeout_s,

@@ -2,77 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_sync.config.training_schema import RolloutCorrectionConfig
-from trinity_sync.trainer.batch import grpo_batch
-
-LENGTHS = ((3, 2), (2, 3), (4, 1), (1, 5))
-ADVANTAGES = np.array([1.5, 0.7, -0.9, -2.0])
-TOKENS = sum(response for _, response in LENGTHS)
-
-
-def drawn(seed: int, scale: float) -> list[np.ndarray]:
-    """One row of float32 log-probs per response."""
-    draw = np.random.default_rng(seed)
-    return [(-scale * draw.random(response)).astype(np.float32) for _, response in LENGTHS]
-
-
-def model_output(log_probs: list[np.ndarray], of: slice) -> dict[str, torch.Tensor]:
-    """As an engine gives them: the log-prob of the next token at each position, jagged; to be differentiated."""
-    rows = []
-    for (prompt, response), row in list(zip(LENGTHS, log_probs, strict=True))[of]:
-        whole = torch.full((prompt + response,), -9.0)
-        whole[prompt - 1 : -1] = torch.from_numpy(row)
-        rows.append(whole)
-    return {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged).requires_grad_()}
-
-
-def loss(
-    now: list[np.ndarray],
-    sampled: list[np.ndarray],
-    old: list[np.ndarray] | None = None,
-    *,
-    level: str | None = None,
-    threshold: float = 2.0,
-    micro_batches: tuple[slice, ...] = (slice(None),),
-) -> tuple[float, np.ndarray, dict[str, Any]]:
-    """The loss of a step in micro-batches, its gradient by the log-probs of `now`, and the metrics."""
-    from verl.utils import tensordict_utils as tu
-    from verl.workers.config import ActorConfig
-
-    from trinity_sync.trainer.algorithms.policy_loss import policy_loss
-
-    config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1, clip_ratio_c=3.0)
-    correction = RolloutCorrectionConfig(
-        rollout_is=level, rollout_is_threshold=threshold, rollout_rs=None, rollout_rs_threshold=None
-    )
-    function: Any = policy_loss(config, correction, recomputed=level is not None)
-    total, gradients, metrics = 0.0, [], {}
-    for of in micro_batches:
-        prompts = [np.arange(1, prompt + 1) for prompt, _ in LENGTHS[of]]
-        responses = [np.arange(1, response + 1) for _, response in LENGTHS[of]]
-        data = grpo_batch(
-            prompts, responses, sampled[of], ADVANTAGES[of], temperature=1.0, micro_batch=4, global_mini_batch=4
-        )
-        if old is not None:
-            rows = [torch.from_numpy(row) for row in old[of]]
-            data["old_log_probs"] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=TOKENS)
-        output = model_output(now, of)
-        result, found = function(model_output=output, data=data, dp_group=None)
-        (gradient,) = torch.autograd.grad(result, output["log_probs"])
-        total += result.item()
-        gradients.append(gradient.values().numpy())
-        for name, metric in found.items():
-            metrics.setdefault(name, metric.init_list()).append(metric)
-    return total, np.concatenate(gradients), {name: metric.aggregate() for name, metric in metrics.items()}
+from tests.trainer.losses import ADVANTAGES, HALVES, LENGTHS, TOKENS, drawn, loss, of_responses
 
 
 def clipped(now: np.ndarray, old: np.ndarray, advantage: float) -> np.ndarray:
@@ -138,8 +73,7 @@ def test_without_them_it_is_that_of_the_log_probs_at_hand() -> None:
 
 def test_means_of_the_gap_are_over_all_tokens_however_they_are_divided() -> None:
     now, sampled = drawn(1, 2.0), drawn(7, 2.0)
-    parts = (slice(0, 1), slice(1, 4))
-    _, _, metrics = loss(now, sampled, micro_batches=parts)
+    _, _, metrics = loss(now, sampled, micro_batches=HALVES)
     assert {name: metrics[name] for name in gap(now, sampled)} == pytest.approx(gap(now, sampled), rel=1e-5)
 
 
@@ -160,16 +94,14 @@ def test_where_the_log_probs_agree_all_weights_are_1_and_nothing_changes(
 def test_no_gradient_goes_through_the_weights() -> None:
     old, sampled = drawn(2, 0.3), drawn(3, 0.3)
     _, gradient, _ = loss(old, sampled, old, level="token", threshold=9.0)
-    found = [row for row in np.split(gradient, np.cumsum([sum(both) for both in LENGTHS]))[:-1]]
-    for (prompt, _), row, before, other, advantage in zip(LENGTHS, found, old, sampled, ADVANTAGES, strict=True):
+    for row, before, other, advantage in zip(of_responses(gradient), old, sampled, ADVANTAGES, strict=True):
         wanted = -advantage * np.exp(before.astype(np.float64) - other) / TOKENS  # the ratio is 1 at the old weights
-        assert row[prompt - 1 : -1] == pytest.approx(wanted, rel=1e-5)
+        assert row == pytest.approx(wanted, rel=1e-5)
 
 
 def test_means_of_the_update_are_over_all_tokens_however_they_are_divided() -> None:
     now, sampled = drawn(1, 2.0), drawn(7, 2.0)
-    parts = (slice(0, 1), slice(1, 4))
-    _, _, metrics = loss(now, sampled, micro_batches=parts)
+    _, _, metrics = loss(now, sampled, micro_batches=HALVES)
     logs = np.concatenate(now).astype(np.float64) - np.concatenate(sampled)
     advantages = np.repeat(ADVANTAGES, [response for _, response in LENGTHS])
     ratio = np.exp(logs)
@@ -179,7 +111,7 @@ def test_means_of_the_update_are_over_all_tokens_however_they_are_divided() -> N
     whole = loss(now, sampled)[2]
     assert metrics["actor/pg_clipfrac_lower"] == pytest.approx(whole["actor/pg_clipfrac_lower"], rel=1e-5)
     of_weights = [
-        loss(now, sampled, now, level="token", threshold=1.5, micro_batches=cut)[2] for cut in (parts, (slice(None),))
+        loss(now, sampled, now, level="token", threshold=1.5, micro_batches=cut)[2] for cut in (HALVES, (slice(None),))
     ]
     name = "rollout_corr/rollout_is_ratio_fraction_high"
     assert of_weights[0][name] == pytest.approx(of_weights[1][name], rel=1e-5)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer import Beside, ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.samples.advantages import group_advantages
+from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
 from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
@@ -80,7 +80,7 @@ class FreeRollout:
         members: the explorers.
         rules: the rules of the queue.
         samples_per_prompt: size of a group.
-        normalise: divide advantages by their group's standard deviation.
+        judge: makes the advantages of a batch.
         first: the first step.
         position: where an earlier attempt was in the task's prompts (`position`), None to begin with those of `first`.
         timeout_s: limit of the trainer's wait while nobody brings anything, seconds.
@@ -95,7 +95,7 @@ class FreeRollout:
         rules: QueueRules,
         *,
         samples_per_prompt: int,
-        normalise: bool,
+        judge: Judge,
         first: int,
         position: Mapping[str, object] | None,
         timeout_s: float,
@@ -106,7 +106,7 @@ class FreeRollout:
         self._members = members
         self._rules = rules
         self._samples_per_prompt = samples_per_prompt
-        self._normalise = normalise
+        self._judge = judge
         self._timeout_s = timeout_s
         self._on_load = on_load
         self._on_fault = on_fault
@@ -187,7 +187,7 @@ class FreeRollout:
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         """Compute one advantage per sample, within each prompt's group."""
-        return np.asarray(group_advantages(batch, normalise=self._normalise))
+        return np.asarray(self._judge(batch))
 
     def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
         """Write out a batch's samples for so many prompts."""

@@ -10,7 +10,7 @@ import numpy as np
 from trinity_sync.actors.explorer import LoadReport
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import group_advantages
+from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
 from trinity_sync.samples.record import Prompt
@@ -28,7 +28,7 @@ class RolloutData:
         pool: the explorers.
         mode: the sync mode, by which they load.
         prompts_per_step, samples_per_prompt: size of a batch and of a group.
-        normalise: divide advantages by their group's standard deviation.
+        judge: makes the advantages of a batch.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class RolloutData:
         *,
         prompts_per_step: int,
         samples_per_prompt: int,
-        normalise: bool,
+        judge: Judge,
     ) -> None:
         self._task = task
         self._pool = pool
         self._mode = mode
         self._prompts_per_step = prompts_per_step
         self._samples_per_prompt = samples_per_prompt
-        self._normalise = normalise
+        self._judge = judge
         self._prompts: tuple[int, Sequence[Prompt]] = (0, ())
 
     def batch(self, step: int) -> SampleBatch:
@@ -54,7 +54,7 @@ class RolloutData:
         return self._pool.generate(step, self._prompts[1], self._samples_per_prompt, self._mode.deliver)
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
-        return np.asarray(group_advantages(batch, normalise=self._normalise))
+        return np.asarray(self._judge(batch))
 
     def load(self, version: Version) -> list[LoadReport]:
         return self._pool.load(version, self._mode.deliver)

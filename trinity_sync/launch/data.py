@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import RolloutData
     from trinity_sync.explorer.validation import Validation
+    from trinity_sync.samples.advantages import Judge
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.sft import PairsData
 
@@ -56,7 +57,7 @@ def lockstep_data(
         publisher,
         prompts_per_step=cfg.algorithm.prompts_per_step,
         samples_per_prompt=cfg.algorithm.samples_per_prompt,
-        normalise=cfg.algorithm.normalise_advantages,
+        judge=_judge(cfg),
     )
 
 
@@ -132,10 +133,21 @@ def free_data(cfg: DictConfig, start: Start, pool: ExplorerPool, recorder: Recor
             overdue_s=cfg.explorer.timeout_s,
         ),
         samples_per_prompt=cfg.algorithm.samples_per_prompt,
-        normalise=cfg.algorithm.normalise_advantages,
+        judge=_judge(cfg),
         first=start.step + 1,
         position=position,
         timeout_s=cfg.explorer.timeout_s + cfg.cluster.start_timeout_s,
         on_load=partial(record_load, recorder),
         on_fault=recorder.fault,
     )
+
+
+def _judge(cfg: DictConfig) -> Judge:
+    """How samples are judged against the others of their prompt."""
+    from trinity_sync.samples.advantages import Overlong, group_advantages
+
+    overlong = None
+    node = cfg.algorithm.get("overlong")  # an algorithm of the user's own may have none
+    if node is not None and node.buffer:
+        overlong = Overlong(longest=cfg.task.response_length, buffer=node.buffer, penalty=node.penalty)
+    return partial(group_advantages, normalise=cfg.algorithm.normalise_advantages, overlong=overlong)
