@@ -16,6 +16,7 @@ from trinity_sync.config.fields import choice, number, seconds
 from trinity_sync.config.retention import policy_schema
 from trinity_sync.config.training_schema import (
     AlgorithmConfig,
+    ConversationsConfig,
     CopyDigitsConfig,
     GrpoConfig,
     JsonlConfig,
@@ -292,6 +293,7 @@ SCHEMA: dict[str, type] = {
     "copy_digits": CopyDigitsConfig,
     "jsonl": JsonlConfig,
     "pairs": PairsConfig,
+    "conversations": ConversationsConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,
     "vllm_server": VllmServerConfig,
