@@ -76,7 +76,7 @@ def make_models(folder: Path) -> None:
         Qwen3MoeForCausalLM,
     )
 
-    from trinity_sync.models.factory import character_tokenizer
+    from trinity_sync.models.architecture import character_tokenizer
     from trinity_sync.weights.wire_cast import cast_model
 
     for name, tied in (("tied", True), ("untied", False)):

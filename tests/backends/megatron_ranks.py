@@ -41,7 +41,7 @@ def make_models(folder: Path) -> None:
         Qwen3MoeForCausalLM,
     )
 
-    from trinity_sync.models.factory import character_tokenizer
+    from trinity_sync.models.architecture import character_tokenizer
 
     sizes: dict[str, Any] = {
         "vocab_size": VOCABULARY,

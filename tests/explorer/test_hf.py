@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.explorer.helpers import ARCHITECTURE, engine_of, load, loaded
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.hf import HFEngine
-from trinity_sync.models.factory import CHARACTERS, SPECIAL, make_model
+from trinity_sync.models.architecture import CHARACTERS, SPECIAL
+from trinity_sync.models.factory import make_model
 from trinity_sync.samples.assignment import assign
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.drawing import Drawing

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
+from trinity_sync.samples.position import GroupId
+from trinity_sync.samples.queue import GroupQueue, QueueRules
 
 GROUPS = 3
 
@@ -156,10 +157,15 @@ def test_a_run_goes_on_with_the_groups_that_were_not_trained_on() -> None:
     again.publish(1)
     assert left[0] not in again.hand_out("a", 0)
     assert again.hand_out("a", GROUPS) == [out[0], (2, 1), (2, 2)]
-    # With other batches the task's prompts are others too.
-    changed: GroupQueue[str] = GroupQueue(rules(groups_per_step=2), 2, Clock(), position)
-    changed.publish(1)
-    assert changed.hand_out("a", 2) == [(2, 0), (2, 1)]
+    # In batches of another size the same prompts come, under other names.
+    for size in (2, 5):
+        changed: GroupQueue[str] = GroupQueue(rules(groups_per_step=size, max_open=6), 2, Clock(), position)
+        changed.publish(1)
+        names = changed.hand_out("a", GROUPS)
+        assert [changed.numbering.number(name) for name in names] == [
+            again.numbering.number(name) for name in (out[0], GroupId(2, 1), GroupId(2, 2))
+        ]
+        assert min(names) == (2, 0), "the step that comes has the oldest first"
 
 
 class Runs(RuleBasedStateMachine):

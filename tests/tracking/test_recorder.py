@@ -29,6 +29,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "publish": synthetic.publish(1),
     "load": synthetic.load(1),
     "phase": {"what": "starting Ray"},
+    "rows": {"rows": 5000, "too_long": 12, "longest": 2048, "policy": "filter"},
     "save": {"step": 1},
     "commit": synthetic.commit(1),
     "generate": {"step": 1, "explorer": "explorer-0", "version": 0, "began": START, "total_s": 0.5},

@@ -19,6 +19,11 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
     ("phase", {"what": "starting Ray"}, "starting Ray"),
     ("save", {"step": 3}, "checkpoint of step 3 begun"),
     (
+        "rows",
+        {"rows": 5000, "too_long": 12, "longest": 2048, "policy": "filter"},
+        "5000 rows looked through, the longest of 2048 tokens: 12 too long (task.too_long=filter)",
+    ),
+    (
         "publish",
         {"version": 12, "mode": "memory", "bytes_moved": 1_200_000_000, "total_s": 0.19, "blocked_s": 0.0013}
         | {"encoding": "full", "bytes_full": 1, "digest": "ab12"},

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync.config.options import LABELS
 from trinity_sync.config.schema import SCHEMA, BackendConfig, CheckpointConfig, VllmConfig
+from trinity_sync.config.training_schema import ConversationsConfig, JsonlConfig, PairsConfig
 
 _PASSED_ON: tuple[tuple[type, str], ...] = (
     (BackendConfig, "overrides"),
@@ -14,8 +15,11 @@ _PASSED_ON: tuple[tuple[type, str], ...] = (
     (CheckpointConfig, "mirror_options"),
     (CheckpointConfig, "monitor"),
     (CheckpointConfig, "coordinator"),
+    (JsonlConfig, "chat_template"),
+    (PairsConfig, "chat_template"),
+    (ConversationsConfig, "chat_template"),
 )
-"""Keys that hold what is handed as it is to verl, to fsspec, or to the class that stands there."""
+"""Keys that hold what is handed as it is to verl, to fsspec, to a chat template, or to the class that stands there."""
 
 
 def register() -> None:

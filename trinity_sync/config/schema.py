@@ -16,6 +16,7 @@ from trinity_sync.config.fields import choice, number, seconds
 from trinity_sync.config.retention import policy_schema
 from trinity_sync.config.training_schema import (
     AlgorithmConfig,
+    ConversationsConfig,
     CopyDigitsConfig,
     FileValidationConfig,
     GrpoConfig,
@@ -305,6 +306,7 @@ SCHEMA: dict[str, type] = {
     "pairs": PairsConfig,
     "validation": ValidationConfig,
     "file_validation": FileValidationConfig,
+    "conversations": ConversationsConfig,
     "explorer": ExplorerConfig,
     "vllm": VllmConfig,
     "vllm_server": VllmServerConfig,

@@ -12,6 +12,9 @@ from omegaconf import MISSING
 
 from trinity_sync.config.fields import choice, number
 
+TOO_LONG = ("refuse", "filter", "truncate")
+"""What becomes of rows of a file that have too many tokens."""
+
 
 @dataclass(kw_only=True)
 class TrainerConfig:
@@ -155,6 +158,8 @@ class JsonlConfig:
     reward: dict[str, Any] = MISSING
     prompt_length: int = number(at_least=1)
     response_length: int = number(at_least=1)
+    too_long: str = choice(*TOO_LONG)
+    chat_template: dict[str, Any] = MISSING
     validation: FileValidationConfig = MISSING
 
 
@@ -170,6 +175,8 @@ class VerlConfig:
     reward: dict[str, Any] = MISSING
     prompt_length: int = number(at_least=1)
     response_length: int = number(at_least=1)
+    too_long: str = choice(*TOO_LONG)
+    chat_template: dict[str, Any] = MISSING
     validation: FileValidationConfig = MISSING
 
 
@@ -182,6 +189,23 @@ class PairsConfig:
     prompt_key: str = MISSING
     response_key: str = MISSING
     max_length: int = number(at_least=2)
+    too_long: str = choice(*TOO_LONG)
+    chat_template: dict[str, Any] = MISSING
+
+
+@dataclass(kw_only=True)
+class ConversationsConfig:
+    """Conversations from a file."""
+
+    _target_: str = MISSING
+    path: str = MISSING
+    messages_key: str = MISSING
+    tools_key: str = MISSING
+    enable_thinking_key: str = MISSING
+    max_length: int = number(at_least=2)
+    too_long: str = choice(*TOO_LONG)
+    chat_template: dict[str, Any] = MISSING
+    ignore_input_ids_mismatch: bool = MISSING
 
 
 @dataclass(kw_only=True)

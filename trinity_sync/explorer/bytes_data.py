@@ -28,6 +28,9 @@ class NoData:
     def advantages(self, batch: PairBatch) -> None:
         return None
 
+    def position(self, step: int) -> None:
+        """Return nothing: there are no data."""
+
     def load(self, version: Version) -> list[LoadReport]:
         return self._pool.load(version, self._mode.deliver)
 

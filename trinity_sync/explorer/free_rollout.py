@@ -24,8 +24,10 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
-from trinity_sync.samples.queue import GroupId, GroupQueue, QueueRules
+from trinity_sync.samples.position import GroupId
+from trinity_sync.samples.queue import GroupQueue, QueueRules
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import prompts_of
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.base import Task
@@ -283,7 +285,7 @@ class FreeRollout:
             if step not in self._prompts:
                 while len(self._prompts) > 16:  # of a late group they are made again
                     del self._prompts[next(iter(self._prompts))]
-                self._prompts[step] = self._task.prompts(step, self._rules.groups_per_step)
+                self._prompts[step] = prompts_of(self._task, self._queue.numbering, step)
             return self._prompts[step]
 
     def _bring(self, produced: Produced) -> None:

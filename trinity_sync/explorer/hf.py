@@ -8,7 +8,7 @@ a load leaves nothing stale behind.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -67,6 +67,8 @@ class HFEngine(RolloutEngine):
         batch_size: sequences that are generated at a time, at most.
         response_length: longest response in tokens.
         prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
+        truncate_prompts: cut longer ones on their left, rather than refuse them.
+        chat_template: arguments of the tokenizer's chat template.
         seed: the run's seed.
         attn_implementation: the attention, as transformers names it.
         trust_remote_code: whether code that comes with the model may run.
@@ -92,6 +94,8 @@ class HFEngine(RolloutEngine):
         batch_size: int,
         response_length: int,
         prompt_length: int | None = None,
+        truncate_prompts: bool = False,
+        chat_template: Mapping[str, object] | None = None,
         seed: int,
         attn_implementation: str = "sdpa",
         trust_remote_code: bool = False,
@@ -113,6 +117,8 @@ class HFEngine(RolloutEngine):
                 response_length=response_length,
                 prompt_length=prompt_length,
                 trust_remote_code=trust_remote_code,
+                truncate_prompts=truncate_prompts,
+                chat_template=chat_template,
             )
             config = self._texts.config
             check_attention(config, attn_implementation)

@@ -4,7 +4,7 @@ samples. vLLM itself is not imported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from trinity_sync.integrations.vllm.arrivals import Shapes
 
 
-def open_texts(model_path: str, *, response_length: int, prompt_length: int | None, trust_remote_code: bool) -> Texts:
+def open_texts(
+    model_path: str,
+    *,
+    response_length: int,
+    prompt_length: int | None,
+    trust_remote_code: bool,
+    truncate_prompts: bool,
+    chat_template: Mapping[str, object] | None,
+) -> Texts:
     """The `Texts` of a model.
 
     Raises:
@@ -37,6 +45,8 @@ def open_texts(model_path: str, *, response_length: int, prompt_length: int | No
             response_length=response_length,
             prompt_length=prompt_length,
             trust_remote_code=trust_remote_code,
+            truncate_prompts=truncate_prompts,
+            chat_template=chat_template,
         )
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())

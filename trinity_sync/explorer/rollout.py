@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,8 +13,10 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
+from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
+from trinity_sync.tasks.base import prompts_of
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.base import Task
@@ -27,7 +29,8 @@ class RolloutData:
         task: gives the prompts.
         pool: the explorers.
         mode: the sync mode, by which they load.
-        prompts_per_step, samples_per_prompt: size of a batch and of a group.
+        numbering: which prompts a step has.
+        samples_per_prompt: size of a group.
         judge: makes the advantages of a batch.
     """
 
@@ -37,24 +40,27 @@ class RolloutData:
         pool: ExplorerPool,
         mode: Publisher,
         *,
-        prompts_per_step: int,
+        numbering: Numbering,
         samples_per_prompt: int,
         judge: Judge,
     ) -> None:
         self._task = task
         self._pool = pool
         self._mode = mode
-        self._prompts_per_step = prompts_per_step
+        self._numbering = numbering
         self._samples_per_prompt = samples_per_prompt
         self._judge = judge
         self._prompts: tuple[int, Sequence[Prompt]] = (0, ())
 
     def batch(self, step: int) -> SampleBatch:
-        self._prompts = step, self._task.prompts(step, self._prompts_per_step)
+        self._prompts = step, prompts_of(self._task, self._numbering, step)
         return self._pool.generate(step, self._prompts[1], self._samples_per_prompt, self._mode.deliver)
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         return np.asarray(self._judge(batch))
+
+    def position(self, step: int) -> Mapping[str, object]:
+        return Position(self._numbering, GroupId(step + 1, 0)).to_json()
 
     def load(self, version: Version) -> list[LoadReport]:
         return self._pool.load(version, self._mode.deliver)

@@ -63,7 +63,12 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         "attn_implementation": cfg.model.attn_implementation,
         "trust_remote_code": cfg.model.trust_remote_code,
     }
-    if cfg.sync.keep_fp32 is not None:  # engines of users need not know it
+    # engines of users need not know what is not asked for
+    if cfg.task.get("too_long") == "truncate":
+        engine["truncate_prompts"] = True
+    if cfg.task.get("chat_template"):
+        engine["chat_template"] = cfg.task["chat_template"]
+    if cfg.sync.keep_fp32 is not None:
         engine["keep_fp32"] = list(cfg.sync.keep_fp32)
     if isinstance(cfg.explorer, VllmServerConfig):
         engine |= {"timeout_s": cfg.explorer.timeout_s, "start_timeout_s": cfg.cluster.start_timeout_s}

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError
 from trinity_sync.samples.batch import SampleBatch, TokenRows
 from trinity_sync.samples.record import Prompt
 from trinity_sync.samples.spans import VersionSpans
 from trinity_sync.tasks.base import Response, Task
+from trinity_sync.tasks.encoding import PromptEncoder, positions_of
 from trinity_sync.tasks.judging import judge
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Texts:
         response_length: longest response in tokens.
         prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
         trust_remote_code: whether code that comes with the model may run.
+        truncate_prompts: cut longer ones on their left, rather than refuse them.
+        chat_template: arguments of the tokenizer's chat template.
 
     Attributes:
         config: of the model.
@@ -37,83 +40,45 @@ class Texts:
 
     Raises:
         OSError, ValueError: transformers cannot read the config or the tokenizer.
-        ConfigError: there is no end-of-sequence token.
+        ConfigError: there is no end-of-sequence token; or as `PromptEncoder`.
     """
 
     def __init__(
-        self, model_path: str, *, response_length: int, prompt_length: int | None, trust_remote_code: bool
+        self,
+        model_path: str,
+        *,
+        response_length: int,
+        prompt_length: int | None,
+        trust_remote_code: bool,
+        truncate_prompts: bool = False,
+        chat_template: Mapping[str, object] | None = None,
     ) -> None:
         self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
         self.config: PreTrainedConfig = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        self._response_length = response_length
-        self._prompt_length = prompt_length
-        self.positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        self.positions = positions_of(self.config)
+        self._encoder = PromptEncoder(
+            self._tokenizer,
+            response_length=response_length,
+            prompt_length=prompt_length,
+            positions=self.positions,
+            truncate=truncate_prompts,
+            chat_template=chat_template,
+        )
         self.ends = _end_tokens(model_path, self._tokenizer)
         pad = self._tokenizer.pad_token_id
         self.pad: int = self.ends[0] if pad is None else pad
 
     def encode(self, prompt: Prompt, step: int) -> list[int]:
-        """The tokens of a prompt.
+        """The tokens of a prompt, cut on their left where that is asked for.
 
         Args:
             prompt: a text, or a chat.
             step: for errors.
 
         Raises:
-            RunError: it has characters without a token, no token, too many, or needs a chat template that the tokenizer
-                lacks.
+            RunError: as `PromptEncoder.encode`.
         """
-        where = f"prompt {prompt.index} of step {step}"
-        if prompt.messages is not None and not self._tokenizer.chat_template:
-            raise RunError(f"{where} is a chat, but the tokenizer has no chat template; give prompts as texts")
-        try:
-            ids = self._encode_unchecked(prompt)
-        except Exception as error:
-            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or error}") from error
-        if self._tokenizer.unk_token_id in ids and self._has_unknown(prompt):
-            raise RunError(f"{where} cannot be tokenised: {self._unknown(prompt.text) or 'a part is unknown'}")
-        if not ids:
-            raise RunError(f"{where} has no token")
-        if self._prompt_length is not None and len(ids) > self._prompt_length:
-            raise RunError(f"{where} has {len(ids)} tokens; task.prompt_length allows {self._prompt_length}")
-        if self.positions is not None and len(ids) + self._response_length > self.positions:
-            raise RunError(
-                f"{where} has {len(ids)} tokens; with a response of {self._response_length} that is more than the "
-                f"{self.positions} positions of the model"
-            )
-        return ids
-
-    def _encode_unchecked(self, prompt: Prompt) -> list[int]:
-        if prompt.messages is None:
-            return list(self._tokenizer(prompt.text)["input_ids"])
-        messages = [dict(message) for message in prompt.messages]
-        return list(
-            self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-        )
-
-    def _has_unknown(self, prompt: Prompt) -> bool:
-        """Whether the unknown token in a prompt stands for what the tokenizer does not know. Some tokenizers begin each
-        text with that same token, and their chat templates write it.
-        """
-        unknown = self._tokenizer.unk_token_id
-        if unknown not in (self._tokenizer.bos_token_id, self._tokenizer.eos_token_id, self._tokenizer.pad_token_id):
-            return True
-        texts = [prompt.text] if prompt.messages is None else [message["content"] for message in prompt.messages]
-        encoded = [self._tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-        written = [text.count(self._tokenizer.unk_token) for text in texts]
-        return any(ids.count(unknown) > said for ids, said in zip(encoded, written, strict=True))
-
-    def _unknown(self, text: str) -> str:
-        """Say which characters the tokenizer does not have, as a sentence; empty where it has each of them."""
-        unknown = [repr(character) for character in dict.fromkeys(text) if not self._has(character)]
-        return f"the tokenizer has no token for {', '.join(unknown)}" if unknown else ""
-
-    def _has(self, character: str) -> bool:
-        try:
-            ids = self._tokenizer(character, add_special_tokens=False)["input_ids"]
-        except Exception:
-            return False
-        return bool(ids) and self._tokenizer.unk_token_id not in ids
+        return self._encoder.encode(prompt, f"prompt {prompt.index} of step {step}")
 
     def decode(self, responses: TokenRows, finished: NDArray[np.bool_]) -> list[str]:
         """Texts without the final end-of-sequence token. Other special tokens stay: rewards see all that was said."""

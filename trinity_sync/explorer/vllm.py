@@ -65,6 +65,8 @@ class VLLMEngine(RolloutEngine):
         batch_size: sequences that are generated at a time, at most.
         response_length: longest response in tokens.
         prompt_length: longest prompt in tokens; None: as long as the model's positions allow.
+        truncate_prompts: cut longer ones on their left, rather than refuse them.
+        chat_template: arguments of the tokenizer's chat template.
         seed: the run's seed.
         trust_remote_code: whether code that comes with the model may run.
         keep_fp32: as for `HFEngine`.
@@ -91,6 +93,8 @@ class VLLMEngine(RolloutEngine):
         batch_size: int,
         response_length: int,
         prompt_length: int | None = None,
+        truncate_prompts: bool = False,
+        chat_template: Mapping[str, object] | None = None,
         seed: int,
         trust_remote_code: bool = False,
         keep_fp32: Sequence[str] | None = None,
@@ -108,6 +112,8 @@ class VLLMEngine(RolloutEngine):
             response_length=response_length,
             prompt_length=prompt_length,
             trust_remote_code=trust_remote_code,
+            truncate_prompts=truncate_prompts,
+            chat_template=chat_template,
         )
         _check_heads(self._texts.config)
         kind = to_torch(dtype_name(dtype))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from omegaconf import DictConfig
 
@@ -67,6 +67,7 @@ class Setup:
 
     Attributes:
         cfg: the run's configuration.
+        task: what it trains on, see `scanned_task`; None: nothing.
         folder: the run's folder.
         start: what the run begins with.
         recorder: takes what happens.
@@ -78,6 +79,7 @@ class Setup:
     """
 
     cfg: DictConfig
+    task: Any
     folder: RunFolder
     start: Start
     recorder: Recorder

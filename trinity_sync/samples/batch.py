@@ -247,29 +247,44 @@ class PairBatch:
 
     Attributes:
         prompt_rows, responses: tokens, one row per pair.
+        learnt: bool, one entry per token of `responses`, in the same order.
     """
 
     prompt_rows: TokenRows
     responses: TokenRows
+    learnt: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> PairBatch:
+    def of(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        responses: Sequence[Sequence[int]],
+        learnt: Sequence[Sequence[bool]] | None = None,
+    ) -> PairBatch:
         """Build from one sequence of token ids per prompt and per response.
 
+        Args:
+            prompts, responses: tokens.
+            learnt: which of each response are learnt; None: all.
+
         Raises:
-            ValueError: there are more prompts than responses, or fewer.
+            ValueError: there are more prompts than responses, or fewer; or not as many marks as tokens.
         """
         if len(prompts) != len(responses):
             raise ValueError(f"{len(prompts)} prompts do not pair with {len(responses)} responses")
-        return cls(TokenRows.of(prompts), TokenRows.of(responses))
+        marks = [[True] * len(response) for response in responses] if learnt is None else learnt
+        if [len(row) for row in marks] != [len(row) for row in responses]:
+            raise ValueError("there is not one mark for each token of a response")
+        whole = np.array([mark for row in marks for mark in row], np.bool_)
+        return cls(TokenRows.of(prompts), TokenRows.of(responses), whole)
 
     def __len__(self) -> int:
         return len(self.responses)
 
     @property
     def token_count(self) -> int:
-        """Tokens of all responses: those that are learnt."""
-        return len(self.responses.ids)
+        """Tokens that are learnt."""
+        return int(self.learnt.sum())
 
     def prompt_ids(self, index: int) -> NDArray[np.int64]:
         """Return a copy of the prompt's tokens."""
@@ -278,3 +293,7 @@ class PairBatch:
     def response_ids(self, index: int) -> NDArray[np.int64]:
         """Return a copy of the response's tokens."""
         return self.responses.row(index)
+
+    def learnt_of(self, index: int) -> NDArray[np.bool_]:
+        """Return a copy of which tokens of the response are learnt."""
+        return self.learnt[self.responses.offsets[index] : self.responses.offsets[index + 1]].copy()

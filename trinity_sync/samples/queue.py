@@ -17,16 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from trinity_sync.samples.position import GroupId, Position
 from trinity_sync.samples.staleness import staleness
 
 T = TypeVar("T")
-
-
-class GroupId(NamedTuple):
-    """One prompt of the task: the step for which it was given out, and its number within that step."""
-
-    step: int
-    prompt: int
 
 
 class Ready(NamedTuple, Generic[T]):
@@ -74,13 +68,14 @@ class GroupQueue(Generic[T]):
         rules: see `QueueRules`.
         step: the first update that takes groups; the task's groups from this step on are made.
         clock: seconds, monotonic.
-        position: what `position` gave when that step was to come, to go on from there; None: nothing of the steps from
-            `step` on was taken, and everything before.
+        position: what `position` gave when that step was to come, to go on from there, also with other rules; None:
+            nothing of the steps from `step` on was taken, and everything before.
 
     Attributes:
         step: the next update that takes groups.
         newest: the newest version that explorers can load, None before the first.
         dropped: groups that were thrown away as over-stale.
+        numbering: which prompts of the data the groups of a step are.
     """
 
     def __init__(
@@ -88,17 +83,17 @@ class GroupQueue(Generic[T]):
     ) -> None:
         self._rules = rules
         self._clock = clock
-        self._next = GroupId(step, 0)
-        self._waiting: list[GroupId] = []  # a heap: the oldest is made first
+        count = rules.groups_per_step
+        begin = Position.at(step, count) if position is None else Position.of_json(position).with_count(step, count)
+        self.numbering = begin.numbering
+        self._next = begin.next
+        self._waiting = list(begin.waiting)  # a heap: the oldest is made first
         self._out: dict[GroupId, _Out] = {}
         self._ready: dict[GroupId, Ready[T]] = {}
         self._starved_since: float | None = None
         self.step = step
         self.newest: int | None = None
         self.dropped = 0
-        if position is not None and position["groups_per_step"] == rules.groups_per_step:
-            self._next = GroupId(*position["next"])
-            self._waiting = sorted(GroupId(*group) for group in position["waiting"])
 
     @property
     def ready(self) -> int:
@@ -170,11 +165,7 @@ class GroupQueue(Generic[T]):
 
     def position(self) -> dict[str, object]:
         """Tell where the run is in the task's groups, as JSON: what was given out and not taken, what comes next."""
-        return {
-            "groups_per_step": self._rules.groups_per_step,
-            "next": list(self._next),
-            "waiting": [list(group) for group in sorted([*self._waiting, *self._out, *self._ready])],
-        }
+        return Position(self.numbering, self._next, sorted([*self._waiting, *self._out, *self._ready])).to_json()
 
     def _admits(self) -> bool:
         ahead = len(self._ready) + len(self._out)

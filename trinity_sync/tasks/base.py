@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.errors import RunError
 from trinity_sync.host.origin import Origin, give_origin, keep_origin, told
+from trinity_sync.samples.position import Numbering
 from trinity_sync.samples.record import Prompt
 
 _SHOWN = 200
@@ -35,6 +36,12 @@ class Task(Protocol):
     `task` node of the configuration, and `seed`. A task that judges by a function given to it may say so in an
     attribute `reward_name`, which errors then quote. One with an attribute `reward_judge`, a `Judge`, is judged by
     that, and `reward` is not called: a `tasks.reward_processes.RewardProcesses` judges in processes of its own.
+
+    One whose prompts have an order may have more methods. With ``prompts_from(first, count)``, which returns so many
+    from number `first` on (from 0, without end), a run that goes on with another number of prompts per step neither
+    misses any nor repeats them; ``prompts(step, count)`` are those from ``(step - 1) * count`` on. With ``all_rows()``,
+    each place and prompt of the file, and ``leave_out(rows)``, which has it go on without the rows of these numbers,
+    prompts are looked through before a run starts.
     """
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
@@ -50,6 +57,14 @@ class Task(Protocol):
             finished: whether the model ended the response itself, rather than running into the length limit.
         """
         ...
+
+
+def prompts_of(task: Task, numbering: Numbering, step: int) -> list[Prompt]:
+    """The prompts of a step, of a run that may have had other numbers of them per step before."""
+    prompts_from: Callable[[int, int], list[Prompt]] | None = getattr(task, "prompts_from", None)
+    if prompts_from is None:
+        return task.prompts(step, numbering.per_step)
+    return prompts_from(numbering.first_of(step), numbering.per_step)
 
 
 @runtime_checkable

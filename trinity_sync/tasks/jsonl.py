@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from trinity_sync.samples.record import Prompt
@@ -25,6 +26,8 @@ class JsonlTask:
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
         judging: how responses are judged; None: as `Judging` has it.
+        too_long: what becomes of longer prompts; see `trinity_sync.launch.row_scan`.
+        chat_template: arguments of the tokenizer's chat template; the explorers go by them.
 
     Raises:
         ConfigError: the file is not as described; names file and line. Or the function is not.
@@ -42,6 +45,8 @@ class JsonlTask:
         prompt_length: int | None = None,
         response_length: int | None = None,
         judging: Judging | None = None,
+        too_long: str = "refuse",
+        chat_template: Mapping[str, object] | None = None,
     ) -> None:
         self.prompt_length = prompt_length
         self.response_length = response_length
@@ -54,7 +59,21 @@ class JsonlTask:
             self._prompt(0, row)
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
+        return self.prompts_from((step - 1) * count, count)
+
+    def prompts_from(self, first: int, count: int) -> list[Prompt]:
+        """Return prompts by their number in the order of the data, from 0; of the step that they are for, they are
+        those from 0.
+        """
+        return [self._prompt(index, row) for index, row in enumerate(self._file.following(first, count))]
+
+    def all_rows(self) -> list[tuple[str, Prompt]]:
+        """Return each row of the file, with its place."""
+        return [(self._file.where(row), self._prompt(0, row)) for row in self._file.rows]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Give these out no more, numbered from 0 as `all_rows` has them."""
+        self._file.leave_out(rows)
 
     def validation_prompts(self, count: int | None) -> list[Prompt]:
         """Return the first rows of the file, all for None."""

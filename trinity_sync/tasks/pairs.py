@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,13 +33,23 @@ class PairsTask:
         response_key: field of the response, a text.
         seed: the run's seed; the pairs are a pure function of the file, the seed and the step.
         max_length: longest prompt and response together in tokens; the trainer goes by it.
+        too_long: what becomes of longer ones; see `trinity_sync.launch.row_scan`.
+        chat_template: arguments of the tokenizer's chat template.
 
     Raises:
         ConfigError: the file is not as described; names file and line.
     """
 
     def __init__(
-        self, path: str | Path, prompt_key: str, response_key: str, seed: int, *, max_length: int | None = None
+        self,
+        path: str | Path,
+        prompt_key: str,
+        response_key: str,
+        seed: int,
+        *,
+        max_length: int | None = None,
+        too_long: str = "refuse",
+        chat_template: Mapping[str, object] | None = None,
     ) -> None:
         self.max_length = max_length
         self._file = RowFile(path, seed=seed, shuffle=True)
@@ -51,4 +62,16 @@ class PairsTask:
 
     def pairs(self, step: int, count: int) -> list[Pair]:
         """Return the pairs of a trainer step (from 1)."""
-        return [self._pairs[row.number] for row in self._file.of_step(step, count)]
+        return self.pairs_from((step - 1) * count, count)
+
+    def pairs_from(self, first: int, count: int) -> list[Pair]:
+        """Return pairs by their number in the order of the data, from 0."""
+        return [self._pairs[row.number] for row in self._file.following(first, count)]
+
+    def all_rows(self) -> list[tuple[str, Pair]]:
+        """Return each row of the file, with its place."""
+        return [(self._file.where(row), self._pairs[row.number]) for row in self._file.rows]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Give these out no more, numbered from 0 as `all_rows` has them."""
+        self._file.leave_out(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,9 +64,18 @@ class RowFile:
             step: the trainer step, from 1.
             count: rows per step; may exceed the file.
         """
-        first = (step - 1) * count
+        return self.following((step - 1) * count, count)
+
+    def following(self, first: int, count: int) -> list[Row]:
+        """Return rows by their number in the order of the data: one epoch after the other, from 0."""
         places = (divmod(position, len(self.rows)) for position in range(first, first + count))
         return [self.rows[self._order(epoch)[place]] for epoch, place in places]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Go on without these rows, numbered from 0 as they stand in `rows`."""
+        left_out = frozenset(rows)
+        self.rows = [row for number, row in enumerate(self.rows) if number not in left_out]
+        self._last_order = (-1, np.arange(0))
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         if self._last_order[0] != epoch:

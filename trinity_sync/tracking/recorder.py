@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "phase": ("what",),
+    "rows": ("rows", "too_long", "longest", "policy"),
     "publish": ("version", "mode", "encoding", "digest", "bytes_full", "bytes_moved", "blocked_s", "total_s"),
     "load": ("version", "explorer", "digest", "total_s", "paused_s"),
     "generate": ("step", "explorer", "version", "began", "total_s"),

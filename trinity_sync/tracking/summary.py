@@ -86,6 +86,22 @@ class SampleFigures(TypedDict):
     staleness_max: float | None
 
 
+class RowFigures(TypedDict):
+    """The rows of the task's file, as they were when the run, or its newest attempt, began.
+
+    Attributes:
+        rows: how many there are.
+        too_long: how many have too many tokens; with `policy` ``filter`` they are left out, with ``truncate`` cut.
+        longest: tokens of the longest.
+        policy: `task.too_long`.
+    """
+
+    rows: int
+    too_long: int
+    longest: int
+    policy: str
+
+
 class ShapesFigures(TypedDict):
     """What a version costs where only bytes are moved (`workload=bytes`).
 
@@ -109,6 +125,7 @@ class Summary(TypedDict):
         wall_s: seconds of all attempts.
         reward_first, reward_last: means of ``reward/mean`` over up to ten steps.
         digests: step as text -> digest.
+        rows: of a task with a file, where its rows were looked through.
         skipped_updates: optimizer steps whose gradient was not finite.
         failed_rewards: responses that the task could not judge.
         peak_memory: bytes by role.
@@ -127,6 +144,7 @@ class Summary(TypedDict):
     checkpoint: CheckpointFigures
     samples: SampleFigures
     mismatch: MismatchFigures
+    rows: RowFigures | None
     skipped_updates: int
     failed_rewards: int
     peak_memory: dict[str, int]
@@ -166,6 +184,7 @@ def summarise(
         "checkpoint": checkpoint_figures(events, checkpoints),
         "samples": _samples(metrics),
         "mismatch": mismatch_figures(metrics),
+        "rows": _rows(events),
         "skipped_updates": int(sum(_measured(line.get(SKIPPED) for line in metrics))),
         "failed_rewards": int(sum(_measured(line.get(_FAILED) for line in metrics))),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
@@ -313,6 +332,16 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
         RunError: the disk refuses.
     """
     write_json(path, summary)
+
+
+def _rows(events: Sequence[Record]) -> RowFigures | None:
+    found = [event for event in events if event.get("event") == "rows"]
+    if not found:
+        return None
+    rows, too_long, longest, policy = (found[-1][name] for name in ("rows", "too_long", "longest", "policy"))
+    if not (isinstance(rows, int) and isinstance(too_long, int) and isinstance(longest, int)):
+        return None
+    return {"rows": rows, "too_long": too_long, "longest": longest, "policy": str(policy)}
 
 
 def _sync(events: Sequence[Record]) -> SyncFigures:

@@ -87,6 +87,11 @@ def told_event(event: Mapping[str, object]) -> str:
                 f"checkpoint of step {event['step']} {'copied' if copied else 'not copied'} to {event['url']}: "
                 f"{how if copied else event.get('reason', event['state'])}"
             )
+        case "rows":
+            text = (
+                f"{event['rows']} rows looked through, the longest of {event['longest']} tokens: {event['too_long']} "
+                f"too long (task.too_long={event['policy']})"
+            )
         case "phase":
             text = str(event["what"])
         case "save":

@@ -92,19 +92,32 @@ def grpo_batch(
 
 
 def sft_batch(
-    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], *, micro_batch: int, global_mini_batch: int
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    *,
+    micro_batch: int,
+    global_mini_batch: int,
+    learnt: Sequence[np.ndarray] | None = None,
 ) -> TensorDict:
-    """Make a rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`."""
+    """Make a rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`, and `learnt`: bool
+    per sequence, which tokens of the response are learnt; None: all.
+    """
     return _with_settings(
-        _sequences(prompts, responses), temperature=1.0, micro_batch=micro_batch, global_mini_batch=global_mini_batch
+        _sequences(prompts, responses, learnt),
+        temperature=1.0,
+        micro_batch=micro_batch,
+        global_mini_batch=global_mini_batch,
     )
 
 
-def _sequences(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+def _sequences(
+    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], learnt: Sequence[np.ndarray] | None = None
+) -> dict[str, torch.Tensor]:
     ids = [torch.from_numpy(np.concatenate(pair)) for pair in zip(prompts, responses, strict=True)]
+    marks = [np.ones(len(response), np.bool_) for response in responses] if learnt is None else learnt
     masks = [
-        torch.from_numpy(np.concatenate([np.zeros(len(prompt), np.float32), np.ones(len(response), np.float32)]))
-        for prompt, response in zip(prompts, responses, strict=True)
+        torch.from_numpy(np.concatenate([np.zeros(len(prompt), np.float32), mark.astype(np.float32)]))
+        for prompt, mark in zip(prompts, marks, strict=True)
     ]
     return {
         "input_ids": _jagged(ids),

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,6 +39,10 @@ class Data(Protocol):
 
     def advantages(self, batch: Any) -> np.ndarray | None:
         """Return one advantage per sequence of a batch of its own, None where the loss needs none."""
+        ...
+
+    def position(self, step: int) -> Mapping[str, object] | None:
+        """Return where the run is in its data after a step, as JSON values; None: nowhere."""
         ...
 
     def load(self, version: Version) -> list[LoadReport]:
@@ -152,7 +156,8 @@ class TrainingLoop:
             if save:
                 with timing.of("save"):
                     numbers = {**metrics, **batch_metrics(batch), **validated}
-                    self._saves.begin(step, staged.sealed.digest, numbers, published=publish)
+                    data = self._data.position(step)
+                    self._saves.begin(step, staged.sealed.digest, numbers, published=publish, data=data)
         timing.step(time.perf_counter() - started, batch.token_count)
         self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **validated, **timing.seconds})
         if settings.records(step):

@@ -126,7 +126,7 @@ class FullSaves:
             digest: version digest of the weights, None where versions are not digested.
             metrics: the step's metrics, for the manifest and the retention policies.
             published: the explorers hold the version of this step; else what they hold is saved, too.
-            data: where the run is in its data, where that is more than the step; see `data_position`.
+            data: where the run is in its data (`samples.position.Position`), where it has some.
 
         Raises:
             TrinityError: a rank is gone, or the monitor.
@@ -268,7 +268,9 @@ class FullSaves:
 
 
 def data_position(folder: Path) -> Mapping[str, object] | None:
-    """Read what `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing but the step."""
+    """Read what `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing, as of
+    earlier releases and other programs.
+    """
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file

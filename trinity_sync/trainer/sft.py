@@ -1,70 +1,66 @@
-"""The data of a supervised run: pairs of a file, tokenised with the model's own tokenizer."""
+"""The data of a supervised run: pairs or conversations of a file, tokenised with the model's own tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from trinity_sync.actors.explorer import LoadReport
-from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch
 from trinity_sync.samples.excerpt import Line
+from trinity_sync.samples.position import GroupId, Numbering, Position
+from trinity_sync.tasks.conversations import Conversation
+from trinity_sync.tasks.pair_encoding import PairEncoder
+from trinity_sync.tasks.pairs import Pair
 
-if TYPE_CHECKING:
-    from trinity_sync.tasks.pairs import PairsTask
+Examples = Sequence[Pair | Conversation]
+
+
+class SupervisedTask(Protocol):
+    """What a task for `algorithm=sft` has. One with ``pairs_from(first, count)``, which returns so many from number
+    `first` on (from 0, without end), goes on exactly where a run with another batch size was.
+    """
+
+    def pairs(self, step: int, count: int) -> Examples:
+        """Return what is learnt in a trainer step, from 1."""
+        ...
 
 
 class PairsData:
-    """A step's batch is the file's pairs of that step.
+    """A step's batch is what the task gives for it.
 
     Args:
-        task: gives the pairs.
-        model_path: whose tokenizer is used.
-        batch_size: pairs per step.
-        max_length: longest prompt and response together, tokens.
-        trust_remote_code: run code that comes with the tokenizer.
+        task: gives pairs or conversations.
+        encoder: makes tokens of them.
+        numbering: which of them a step has.
     """
 
-    def __init__(
-        self, task: PairsTask, model_path: str, *, batch_size: int, max_length: int, trust_remote_code: bool
-    ) -> None:
-        from transformers import AutoTokenizer
-
+    def __init__(self, task: SupervisedTask, encoder: PairEncoder, numbering: Numbering) -> None:
         self._task = task
-        self._tokenizer = AutoTokenizer.from_pretrained(model_path, trust_remote_code=trust_remote_code)
-        self._batch_size = batch_size
-        self._max_length = max_length
+        self._encoder = encoder
+        self._numbering = numbering
 
     def batch(self, step: int) -> PairBatch:
         """Return the pairs of a step, with an end-of-sequence token after each response.
 
         Raises:
-            RunError: a pair is empty or longer than `max_length`; names its place in the file.
+            RunError: a pair cannot be learnt; names its place in the file.
         """
-        prompts, responses = [], []
-        for pair in self._task.pairs(step, self._batch_size):
-            prompt = self._prompt_ids(pair.prompt)
-            response = self._tokenizer(pair.response, add_special_tokens=False)["input_ids"] + [
-                self._tokenizer.eos_token_id
-            ]
-            if not prompt:
-                raise RunError(f"{pair.where}: the prompt has no token")
-            if len(prompt) + len(response) > self._max_length:
-                raise RunError(
-                    f"{pair.where}: {len(prompt) + len(response)} tokens, task.max_length={self._max_length}; "
-                    f"raise it or shorten the pair"
-                )
-            prompts.append(prompt)
-            responses.append(response)
-        return PairBatch.of(prompts, responses)
-
-    def _prompt_ids(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self._tokenizer(prompt)["input_ids"])
-        return list(
-            self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+        encoded = self._encoder.encode(self._of_step(step))
+        return PairBatch.of(
+            [one.prompt for one in encoded], [one.response for one in encoded], [one.learnt for one in encoded]
         )
+
+    def _of_step(self, step: int) -> Examples:
+        pairs_from: Callable[[int, int], Examples] | None = getattr(self._task, "pairs_from", None)
+        if pairs_from is None:
+            return self._task.pairs(step, self._numbering.per_step)
+        return pairs_from(self._numbering.first_of(step), self._numbering.per_step)
+
+    def position(self, step: int) -> Mapping[str, object]:
+        """Return where the run is in its data after a step."""
+        return Position(self._numbering, GroupId(step + 1, 0)).to_json()
 
     def advantages(self, batch: PairBatch) -> None:
         """Return nothing: the supervised loss has no advantages."""

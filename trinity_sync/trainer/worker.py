@@ -131,7 +131,7 @@ class TrinityWorker(Member, TrainingWorker):
         }
         prompts, responses = [batch.prompt_ids(i) for i in mine], [batch.response_ids(i) for i in mine]
         if isinstance(batch, PairBatch):
-            data = sft_batch(prompts, responses, **settings)
+            data = sft_batch(prompts, responses, learnt=[batch.learnt_of(i) for i in mine], **settings)
         else:
             assert advantages is not None, "samples come with advantages"
             sampled = [batch.log_probs_of(i) for i in mine]

@@ -18,7 +18,7 @@ class Sft(SftConfig, Algorithm):
 
     explores: ClassVar[bool] = False
     task_methods: ClassVar[tuple[str, ...]] = ("pairs",)
-    tasks: ClassVar[str] = "task=pairs"
+    tasks: ClassVar[str] = "task=pairs or task=conversations"
 
     @classmethod
     def sequences(cls, get: Get) -> tuple[int, str, str]:

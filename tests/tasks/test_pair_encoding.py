@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from transformers import PreTrainedTokenizerFast
+
+from tests.tasks.chat import TEMPLATE, chat_tokenizer, said
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.tasks.conversations import Conversation, ConversationsTask
+from trinity_sync.tasks.pair_encoding import Encoded, PairEncoder
+from trinity_sync.tasks.pairs import Pair
+
+HERE = "train.jsonl:3"
+
+PICKY = "{% if messages[0].role != 'user' %}{{ raise_exception('ask first') }}{% endif %}" + TEMPLATE[
+    TEMPLATE.index("{%- if tools") :
+].replace("message.content", "message.content if message.content is string else message.content[0].text")
+THINKING = TEMPLATE.replace(
+    "{{ message.content }}",
+    "{% if loop.last and loop.index0 and message.role == 'assistant' %}{{ '??' }}{% endif %}{{ message.content }}",
+)
+"""One that does not render a turn without a question before it, and one that renders the last turn otherwise."""
+
+
+def encoder(tokenizer: PreTrainedTokenizerFast | None = None, **changes: Any) -> PairEncoder:
+    return PairEncoder(tokenizer or chat_tokenizer(), **({"max_length": 100} | changes))
+
+
+def conversation(messages: list[dict[str, object]], **more: Any) -> Conversation:
+    return Conversation(messages, more.get("tools"), more.get("thinking"), HERE)  # type: ignore[arg-type]
+
+
+def spoken(ids: list[int]) -> str:
+    return str(chat_tokenizer().decode(ids))
+
+
+def learnt(found: Encoded) -> str:
+    return spoken([token for token, mark in zip(found.response, found.learnt, strict=True) if mark])
+
+
+# pairs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"), [("61=", "␂61="), ([{"role": "user", "content": "61="}], "%*;<0:61=><1:")]
+)
+def test_of_a_pair_the_response_and_its_end_are_learnt(prompt: Any, before: str) -> None:
+    (found,) = encoder().encode([Pair(prompt, "61", HERE)])
+    assert (spoken(found.prompt), spoken(found.response), found.learnt) == (before, "61␃", [True] * 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"), [({}, "task.max_length allows 6"), ({"positions": 6}, "the model has 6")]
+)
+def test_a_pair_that_is_too_long_is_refused_or_loses_its_right_end(settings: dict[str, int], told: str) -> None:
+    long = Pair("61=", "12345", HERE)
+    limits = {"max_length": 100 if settings else 6} | settings
+    assert encoder(**limits).lengths([long]) == [10]
+    with pytest.raises(RunError, match=rf"^{HERE}: 10 tokens; {told}"):
+        encoder(**limits).encode([long])
+    (cut,) = encoder(**limits, truncate=True).encode([long])
+    assert (spoken(cut.prompt), spoken(cut.response)) == ("␂61=", "12")
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_though_it_may_be_cut() -> None:
+    with pytest.raises(RunError, match=rf"^{HERE}: nothing to learn is left of 6 tokens"):
+        encoder(max_length=4, truncate=True).lengths([Pair("61=", "1", HERE)])
+
+
+def test_of_many_the_one_is_named_that_cannot_be_tokenised() -> None:
+    with pytest.raises(RunError, match=r"^b cannot be tokenised"):
+        encoder().lengths([Pair("1", "1", "a"), Pair("1", "x", "b"), Pair("x", "1", "c")])
+
+
+def test_a_chat_needs_a_template() -> None:
+    pairs = [Pair("1", "1", "a"), Pair(said("1"), "1", "b")]  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"^b is a chat, but the tokenizer has no chat template"):
+        encoder(chat_tokenizer(None)).lengths(pairs)
+
+
+# conversations
+
+CHATS: dict[str, dict[str, Any]] = {
+    "one turn": {"messages": said("61=", "61")},
+    "several": {"messages": said("1+1=", "2", "2+2=", "4", "5-1=", "4")},
+    "a system message": {"messages": said("61=", "61", "7", "8", system="%")},
+    "the user has the last word": {"messages": said("61=", "61", "7")},
+    "tools": {"messages": said("61=", "61"), "tools": [{"name": "7"}, {"name": "88"}]},
+    "thinking": {"messages": said("61=", "61"), "enable_thinking": True},
+    "no thinking": {"messages": said("61=", "61"), "enable_thinking": False},
+}
+
+
+def test_the_turns_of_the_assistant_are_learnt_without_what_asks_for_them() -> None:
+    (found,) = encoder().encode([conversation(said("1+1=", "2", "2+2=", "4"))])
+    assert spoken(found.prompt) == "%*;<0:1+1=><1:"
+    assert spoken(found.response) == "2><0:2+2=><1:4>"
+    assert learnt(found) == "2>4>"
+
+
+def of_file(folder: Path, rows: list[dict[str, Any]], kind: str) -> tuple[ConversationsTask, Path]:
+    table = folder / "chats.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    lines = folder / "chats.jsonl"
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return ConversationsTask(table if kind == "parquet" else lines, "messages", 0), table
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("chat", "template"),
+    [
+        (chat, name)
+        for chat in CHATS
+        for name in ("plain", "picky", "thinking")
+        if (chat, name) != ("a system message", "picky")
+    ],
+)
+def test_tokens_and_mask_are_those_of_verls_dataset(tmp_path: Path, chat: str, template: str, kind: str) -> None:
+    from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+
+    tokenizer = chat_tokenizer({"plain": TEMPLATE, "picky": PICKY, "thinking": THINKING}[template])
+    ignore = template == "thinking"
+    task, table = of_file(tmp_path, [CHATS[chat]], kind)
+    verls = MultiTurnSFTDataset(
+        str(table),
+        tokenizer,
+        {"pad_mode": "no_padding", "ignore_input_ids_mismatch": ignore},  # type: ignore[arg-type]
+    )[0]
+    (found,) = encoder(tokenizer, ignore_mismatch=ignore).encode(task.pairs(1, 1))
+    assert [*found.prompt, *found.response] == verls["input_ids"].tolist()
+    assert [False] * len(found.prompt) + found.learnt == verls["loss_mask"].bool().tolist()
+
+
+def test_arguments_of_the_template_are_those_of_verls_dataset(tmp_path: Path) -> None:
+    from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+
+    arguments = {"enable_thinking": False}
+    task, table = of_file(tmp_path, [{"messages": said("61=", "61616161", "7", "77777777")}], "jsonl")
+    verls = MultiTurnSFTDataset(
+        str(table),
+        chat_tokenizer(),
+        {"pad_mode": "no_padding", "apply_chat_template_kwargs": arguments},  # type: ignore[arg-type]
+    )[0]
+    (found,) = encoder(chat_template=arguments).encode(task.pairs(1, 1))
+    assert [False] * len(found.prompt) + found.learnt == verls["loss_mask"].bool().tolist()
+    assert [*found.prompt, *found.response] == verls["input_ids"].tolist()
+
+
+def test_turns_that_are_not_the_whole_are_refused_unless_that_is_allowed() -> None:
+    chat = conversation(said("61=", "61", "7", "8"))
+    with pytest.raises(RunError, match=rf"^{HERE}: the turns, .* task\.ignore_input_ids_mismatch=true"):
+        encoder(chat_tokenizer(THINKING)).lengths([chat])
+    (found,) = encoder(chat_tokenizer(THINKING), ignore_mismatch=True).encode([chat])
+    assert learnt(found) == "61>8>"
+
+
+def test_a_conversation_that_is_too_long_loses_its_right_end() -> None:
+    long = conversation(said("1+1=", "2", "2+2=", "4"))
+    (cut,) = encoder(max_length=20, truncate=True).encode([long])
+    assert spoken([*cut.prompt, *cut.response]) == "%*;<0:1+1=><1:2><0:2+2="[:20]
+    assert learnt(cut) == "2>"
+    with pytest.raises(RunError, match="nothing to learn is left of 29 tokens"):
+        encoder(max_length=14, truncate=True).lengths([long])
+
+
+def test_a_conversation_that_begins_with_what_is_learnt_is_refused() -> None:
+    bare = chat_tokenizer("{% for message in messages %}{{ message.content }}{% endfor %}")
+    with pytest.raises(RunError, match=rf"^{HERE}: the prompt has no token"):
+        encoder(bare).lengths([conversation([{"role": "assistant", "content": "61"}])])
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({}, "there is no field 'messages'; there is: 'text'"),
+        ({"messages": []}, "must be a list of chat messages"),
+        ({"messages": "61="}, "must be a list of chat messages"),
+        ({"messages": [{"role": "user"}]}, "message 1 of the field 'messages' must be an object with the texts"),
+        ({"messages": [*said("1"), {"content": "2"}]}, "message 2 of the field 'messages' must be an object"),
+        ({"messages": said("61=")}, "no message is the assistant's"),
+        ({"messages": said("1", "2"), "tools": "7"}, "the field 'tools' must be a list"),
+        ({"messages": said("1", "2"), "enable_thinking": "no"}, "the field 'enable_thinking' must be true or false"),
+    ],
+)
+def test_a_row_that_is_no_conversation_is_refused_at_once(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (CHATS["one turn"], {"text": "x", **row})))
+    with pytest.raises(ConfigError, match=rf"chats\.jsonl:2: .*{told}"):
+        ConversationsTask(path, "messages", 0)

@@ -1,0 +1,274 @@
+"""A look at all rows of a task's file before a run starts: whether each has tokens, all of its characters do, and how
+many. What becomes of rows that are too long is `task.too_long`:
+
+- ``refuse``: the run does not start, and is told where the first is, how many there are, and how long the longest is;
+- ``filter``: they are left out;
+- ``truncate``: prompts lose their left end, pairs and conversations their right one.
+
+Rows that cannot be learnt from at all are always refused. A process of its own tokenises, so that the driver's need not
+load transformers; torch is not loaded there either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from omegaconf import DictConfig
+
+from trinity_sync.config import build_task, typed
+from trinity_sync.errors import ConfigError, RunError, TrinityError
+from trinity_sync.host.child_process import start_child
+from trinity_sync.samples.record import Prompt
+from trinity_sync.trainer.algorithms.base import algorithm_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from trinity_sync.tasks.conversations import Conversation
+    from trinity_sync.tasks.pairs import Pair
+
+    Item = Prompt | Pair | Conversation
+
+_CHUNK = 1000
+_TELL_S = 3.0
+_MESSAGE_S = 60
+_LIMIT_S = 600.0
+"""For the first rows, since the tokenizer may have to be fetched, and for each thousand of them."""
+
+
+class RowCounts(NamedTuple):
+    """What was found in the rows of a task.
+
+    Attributes:
+        rows: how many there are.
+        too_long: how many have more tokens than the settings or the model allow.
+        longest: tokens of the longest.
+        policy: `task.too_long`.
+    """
+
+    rows: int
+    too_long: int
+    longest: int
+    policy: str
+
+
+class Scanned(NamedTuple):
+    """A task whose rows were looked through. `counts` is None where they were not: it has no file, or the model's
+    tokenizer is not to be had here.
+    """
+
+    task: Any
+    counts: RowCounts | None
+
+
+class _Encoder(Protocol):
+    limit: int | None
+    cut: str
+
+    @property
+    def limit_text(self) -> str: ...
+
+    def remedy(self, longest: int) -> str: ...
+
+    def lengths(self, items: Sequence[Any], places: Sequence[str]) -> list[int]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What the child is to look at.
+
+    Attributes:
+        task: the keys of `task`.
+        prompts: the rows are prompts; else pairs or conversations.
+        model_path: of the model; None: it is made from `architecture`.
+        trust_remote_code: whether code that comes with the model may run.
+        rows: places and rows.
+    """
+
+    task: dict[str, Any]
+    prompts: bool
+    model_path: str | None
+    architecture: Mapping[str, object]
+    trust_remote_code: bool
+    rows: list[tuple[str, Item]]
+
+
+class _Found(NamedTuple):
+    """The child's answer: numbers of the rows that are too long, from 0."""
+
+    counts: RowCounts
+    too_long: list[int]
+
+
+class _UnreadableModel(NamedTuple):
+    """The child's answer where there is no tokenizer."""
+
+    reason: str
+
+
+def scanned_task(cfg: DictConfig) -> Scanned:
+    """Build a run's task and look through its rows. Called by the driver, before Ray is started.
+
+    Args:
+        cfg: a configuration that has passed `check`.
+
+    Raises:
+        ConfigError: a row cannot be used, or there are arguments of a chat template that it does not read; the message
+            names file and line, or the key.
+        RunError: the process that tokenises died, or said nothing for too long.
+    """
+    if cfg.workload.kind == "bytes":
+        return Scanned(None, None)
+    task = build_task(cfg.task, cfg.seed)
+    all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
+    if all_rows is None:
+        return Scanned(task, None)
+    settings = typed(cfg)
+    prompts = algorithm_of(settings.algorithm).explores
+    request = _Request(
+        task=settings.task,
+        prompts=prompts,
+        model_path=settings.model.path,
+        architecture=settings.model.architecture or {},
+        trust_remote_code=settings.model.trust_remote_code,
+        rows=[(place, _plain(item) if prompts else item) for place, item in all_rows()],
+    )
+    path = settings.task.get("path", "the task")
+    answer = _ask(request, path)
+    if isinstance(answer, _UnreadableModel):
+        if request.task.get("too_long", "refuse") == "filter":
+            raise ConfigError(
+                f"model.path={request.model_path} has no tokenizer that can be read here ({answer.reason}), by which "
+                "task.too_long=filter would find the rows that are too long"
+            )
+        _note(f"the rows of {path} are not looked through before the start: {answer.reason}")
+        return Scanned(task, None)
+    counts = answer.counts
+    if counts.policy == "filter" and answer.too_long:
+        task.leave_out(answer.too_long)
+    if counts.too_long:
+        done = "left out" if counts.policy == "filter" else "cut"
+        _note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
+    return Scanned(task, counts)
+
+
+def _plain(item: Item) -> Item:
+    """Without what only its reward wants."""
+    assert isinstance(item, Prompt)
+    return Prompt(index=item.index, text=item.text, messages=item.messages)
+
+
+def _note(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
+
+
+def _ask(request: _Request, path: str) -> _Found | _UnreadableModel:
+    child, connection = start_child(__name__, None, _MESSAGE_S)
+    try:
+        with connection:
+            connection.send(request)
+            return _answer(connection, path, len(request.rows))
+    except (EOFError, OSError) as error:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(1)
+        raise RunError(f"the process that looks through the rows of {path} has ended ({child.returncode})") from error
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _answer(connection: Connection, path: str, rows: int) -> _Found | _UnreadableModel:
+    told = time.monotonic()
+    while connection.poll(_LIMIT_S):
+        message = connection.recv()
+        if isinstance(message, TrinityError):
+            raise message
+        if not isinstance(message, int):
+            return cast("_Found | _UnreadableModel", message)
+        if time.monotonic() - told > _TELL_S:
+            told = time.monotonic()
+            _note(f"looking through {path}: {message} of {rows} rows")
+    raise RunError(f"the process that looks through the rows of {path} said nothing for {_LIMIT_S:.0f} s")
+
+
+# ---- the child
+
+
+def serve(descriptor: int) -> None:
+    """Run as the child: look at the rows of one request, telling after every thousand how many are done.
+
+    Args:
+        descriptor: file descriptor of the connection to the parent.
+    """
+    os.environ |= {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with Connection(descriptor) as connection:
+        request: _Request = connection.recv()
+        if not request.trust_remote_code:
+            # a tokenizer needs none, and it takes seconds to load
+            sys.modules["torch"] = None  # type: ignore[assignment]
+        answer: object
+        try:
+            answer = _look(request, connection.send)
+        except TrinityError as error:
+            answer = error
+        connection.send(answer)
+
+
+def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _UnreadableModel:
+    from trinity_sync.launch.encoders import pair_encoder, prompt_encoder
+
+    try:
+        tokenizer, config = _model(request)
+    except (OSError, ValueError) as error:
+        return _UnreadableModel(" ".join(str(error).split()))
+    make = prompt_encoder if request.prompts else pair_encoder
+    encoder = cast(_Encoder, make(request.task, tokenizer, config))
+    lengths: list[int] = []
+    for start in range(0, len(request.rows), _CHUNK):
+        places, items = zip(*request.rows[start : start + _CHUNK], strict=True)
+        try:
+            lengths += encoder.lengths(items, places)
+        except RunError as error:
+            raise ConfigError(str(error)) from error
+        tell(len(lengths))
+    return _judged(request, encoder, lengths)
+
+
+def _model(request: _Request) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    if request.model_path is None:
+        from trinity_sync.models.architecture import architecture_config, character_tokenizer
+
+        config = architecture_config(request.architecture)
+        return character_tokenizer(config.vocab_size), config
+    from transformers import AutoConfig, AutoTokenizer
+
+    trusted = request.trust_remote_code
+    return (
+        AutoTokenizer.from_pretrained(request.model_path, trust_remote_code=trusted),
+        AutoConfig.from_pretrained(request.model_path, trust_remote_code=trusted),
+    )
+
+
+def _judged(request: _Request, encoder: _Encoder, lengths: Sequence[int]) -> _Found:
+    """What the policy makes of rows of so many tokens."""
+    policy = request.task.get("too_long", "refuse")
+    limit = encoder.limit
+    too_long = [number for number, length in enumerate(lengths) if limit is not None and length > limit]
+    longest, found = max(lengths), f"{len(too_long)} of {len(lengths)} rows are too long"
+    if too_long and policy == "refuse":
+        raise ConfigError(
+            f"{request.rows[too_long[0]][0]} has {lengths[too_long[0]]} tokens; {encoder.limit_text}. {found}, the "
+            f"longest has {longest} tokens; set {encoder.remedy(longest)}, task.too_long=filter to leave them out, or "
+            f"task.too_long=truncate to cut {encoder.cut}"
+        )
+    if len(too_long) == len(lengths) and policy == "filter":
+        raise ConfigError(f"task.too_long is filter, but all {len(lengths)} rows are too long; {encoder.limit_text}")
+    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long)

@@ -1,0 +1,103 @@
+"""Conversations from a JSON Lines or Parquet file, for supervised fine-tuning on the turns of the assistant."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.tasks.rows import Row, RowFile
+
+
+class Conversation(NamedTuple):
+    """A chat of several turns.
+
+    Attributes:
+        messages: the turns, with ``role`` and ``content``.
+        tools: what the template is told of tools; None: nothing.
+        thinking: what the template is given as ``enable_thinking``; None: nothing.
+        where: place in the file, as in ``train.jsonl:17``.
+    """
+
+    messages: list[Mapping[str, object]]
+    tools: list[object] | None
+    thinking: bool | None
+    where: str
+
+
+class ConversationsTask:
+    """One conversation per line or row; shuffled anew in each pass over the file.
+
+    Args:
+        path: the file; see `RowFile`.
+        messages_key: field of the messages.
+        tools_key: field of the tools, a list; a row may lack it.
+        enable_thinking_key: field of ``enable_thinking``, true or false; a row may lack it.
+        seed: the run's seed; the conversations are a pure function of the file, the seed and the step.
+        max_length: longest conversation in tokens; the trainer goes by it.
+        too_long: what becomes of longer ones; see `trinity_sync.launch.row_scan`.
+        chat_template: arguments of the tokenizer's chat template.
+        ignore_input_ids_mismatch: whether turns may have other tokens one by one than in the whole conversation.
+
+    Raises:
+        ConfigError: the file is not as described; names file and line.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        messages_key: str,
+        seed: int,
+        *,
+        tools_key: str = "tools",
+        enable_thinking_key: str = "enable_thinking",
+        max_length: int | None = None,
+        too_long: str = "refuse",
+        chat_template: Mapping[str, object] | None = None,
+        ignore_input_ids_mismatch: bool = False,
+    ) -> None:
+        self._messages_key, self._tools_key, self._thinking_key = messages_key, tools_key, enable_thinking_key
+        self._file = RowFile(path, seed=seed, shuffle=True)
+        self._conversations = {row.number: self._conversation(row) for row in self._file.rows}
+
+    def pairs(self, step: int, count: int) -> list[Conversation]:
+        """Return the conversations of a trainer step (from 1)."""
+        return self.pairs_from((step - 1) * count, count)
+
+    def pairs_from(self, first: int, count: int) -> list[Conversation]:
+        """Return conversations by their number in the order of the data, from 0."""
+        return [self._conversations[row.number] for row in self._file.following(first, count)]
+
+    def all_rows(self) -> list[tuple[str, Conversation]]:
+        """Return each row of the file, with its place."""
+        return [(self._file.where(row), self._conversations[row.number]) for row in self._file.rows]
+
+    def leave_out(self, rows: Collection[int]) -> None:
+        """Give these out no more, numbered from 0 as `all_rows` has them."""
+        self._file.leave_out(rows)
+
+    def _conversation(self, row: Row) -> Conversation:
+        where = self._file.where(row)
+        messages = self._file.value(row, self._messages_key)
+        if not isinstance(messages, list) or not messages:
+            raise ConfigError(f"{where}: the field {self._messages_key!r} must be a list of chat messages")
+        for number, message in enumerate(messages, start=1):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not _says(message):
+                raise ConfigError(
+                    f"{where}: message {number} of the field {self._messages_key!r} must be an object with the texts "
+                    "'role' and 'content'"
+                )
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ConfigError(f"{where}: no message is the assistant's, so there is nothing to learn")
+        tools, thinking = row.values.get(self._tools_key), row.values.get(self._thinking_key)
+        if not isinstance(tools, list | None):
+            raise ConfigError(f"{where}: the field {self._tools_key!r} must be a list of objects")
+        if not isinstance(thinking, bool | None):
+            raise ConfigError(f"{where}: the field {self._thinking_key!r} must be true or false")
+        return Conversation(messages, tools, thinking, where)
+
+
+def _says(message: Mapping[str, object]) -> bool:
+    """Whether a message has a text, or calls tools instead."""
+    return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))

@@ -1,0 +1,250 @@
+"""Pairs and conversations as tokens, and which of them are learnt. Nothing heavy is imported; the tokenizer is handed
+in.
+
+Of a conversation the turns of the assistant are learnt, without the words of the template that ask for them. Tokens and
+mask are those of verl's `MultiTurnSFTDataset`: each turn is rendered by itself, and all of them must come to what the
+template makes of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, NamedTuple
+
+from trinity_sync.errors import RunError
+from trinity_sync.tasks.conversations import Conversation
+from trinity_sync.tasks.encoding import ChatTemplate
+from trinity_sync.tasks.pairs import Pair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_EMPTY = {"role": "user", "content": ""}
+
+
+class Encoded(NamedTuple):
+    """What is learnt, and after what.
+
+    Attributes:
+        prompt: tokens before the first that is learnt.
+        response: the tokens from there on.
+        learnt: whether each of these is learnt.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    learnt: list[bool]
+
+
+class _Turns(NamedTuple):
+    """Texts of a conversation's turns, each with the number of its first tokens that the template adds to a turn that
+    stands by itself; and of the whole.
+    """
+
+    texts: list[str]
+    surplus: list[int]
+    whole: str
+
+
+class PairEncoder:
+    """Pairs and conversations to tokens, checked.
+
+    Args:
+        tokenizer: of the model.
+        max_length: longest sequence, in tokens.
+        positions: of the model, in tokens; None: unknown.
+        truncate: cut what is too long on its right, rather than refuse it.
+        chat_template: arguments of the tokenizer's chat template.
+        ignore_mismatch: learn the turns as they are rendered one by one, also where the whole conversation has other
+            tokens.
+
+    Attributes:
+        limit: longest sequence, in tokens.
+        cut: words on what is cut off.
+
+    Raises:
+        ConfigError: see `ChatTemplate`.
+    """
+
+    cut = "their right end"
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        positions: int | None = None,
+        truncate: bool = False,
+        chat_template: Mapping[str, object] | None = None,
+        ignore_mismatch: bool = False,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._max_length = max_length
+        self._positions = positions
+        self._truncate = truncate
+        self._template = ChatTemplate(tokenizer, chat_template or {})
+        self._ignore_mismatch = ignore_mismatch
+        self.limit = max_length if positions is None else min(max_length, positions)
+
+    def encode(self, examples: Sequence[Pair | Conversation]) -> list[Encoded]:
+        """The tokens of examples.
+
+        Raises:
+            RunError: one has no token to learn, nothing before it, too many tokens, or cannot be encoded; names its
+                place in the file.
+        """
+        return [
+            self._fitted(example.where, *found) for example, found in zip(examples, self._all(examples), strict=True)
+        ]
+
+    def lengths(self, examples: Sequence[Pair | Conversation], places: Sequence[str] = ()) -> list[int]:
+        """How many tokens examples have, whatever the limit is.
+
+        Raises:
+            RunError: as `encode`, but for the length.
+        """
+        found = self._all(examples)
+        usable = self._fitted if self._truncate else self._parted
+        for example, (ids, learnt) in zip(examples, found, strict=True):
+            usable(example.where, ids, learnt)
+        return [len(ids) for ids, _ in found]
+
+    @property
+    def limit_text(self) -> str:
+        """Words on what the limit comes from."""
+        if self.limit == self._max_length:
+            return f"task.max_length allows {self.limit}"
+        return f"the model has {self.limit} positions"
+
+    def remedy(self, longest: int) -> str:
+        """Words on which setting would let sequences of so many tokens in."""
+        fits = self._positions is None or longest <= self._positions
+        return f"task.max_length={longest}" if fits else "a model with more positions"
+
+    def _fitted(self, where: str, ids: list[int], learnt: list[bool]) -> Encoded:
+        if len(ids) > self.limit:
+            if not self._truncate:
+                raise RunError(f"{where}: {len(ids)} tokens; {self.limit_text}")
+            if not any(learnt[: self.limit]):
+                raise RunError(f"{where}: nothing to learn is left of {len(ids)} tokens; {self.limit_text}")
+            ids, learnt = ids[: self.limit], learnt[: self.limit]
+        return self._parted(where, ids, learnt)
+
+    @staticmethod
+    def _parted(where: str, ids: list[int], learnt: list[bool]) -> Encoded:
+        if not any(learnt):
+            raise RunError(f"{where}: there is no token to learn")
+        first = learnt.index(True)
+        if first == 0:
+            raise RunError(f"{where}: the prompt has no token")
+        return Encoded(ids[:first], ids[first:], learnt[first:])
+
+    def _all(self, examples: Sequence[Pair | Conversation]) -> list[tuple[list[int], list[bool]]]:
+        """Tokens of each, and which are learnt."""
+        try:
+            return self._tokens(examples)
+        except RunError:
+            raise
+        except Exception as error:
+            if len(examples) == 1:
+                raise RunError(f"{examples[0].where} cannot be tokenised: {error}") from error
+            return [found for example in examples for found in self._all([example])]  # so as to say which it is
+
+    def _tokens(self, examples: Sequence[Pair | Conversation]) -> list[tuple[list[int], list[bool]]]:
+        of_pairs = iter(self._pairs([one for one in examples if isinstance(one, Pair)]))
+        of_conversations = iter(self._conversations([one for one in examples if isinstance(one, Conversation)]))
+        found = [next(of_pairs if isinstance(one, Pair) else of_conversations) for one in examples]
+        for example, (ids, _) in zip(examples, found, strict=True):
+            self._check_known(example.where, ids)
+        return found
+
+    # -- pairs
+
+    def _pairs(self, pairs: Sequence[Pair]) -> Iterator[tuple[list[int], list[bool]]]:
+        responses = self._ids([pair.response for pair in pairs], add_special_tokens=False)
+        of_texts = iter(self._ids([pair.prompt for pair in pairs if isinstance(pair.prompt, str)]))
+        chats = [(pair.where, pair.prompt) for pair in pairs if not isinstance(pair.prompt, str)]
+        for where, _ in chats:
+            self._check_template(where)
+        of_chats = iter(self._template.tokens([self._template.render(chat, ask=True) for _, chat in chats]))
+        end = self._tokenizer.eos_token_id
+        for pair, response in zip(pairs, responses, strict=True):
+            prompt = next(of_texts if isinstance(pair.prompt, str) else of_chats)
+            yield [*prompt, *response, end], [False] * len(prompt) + [True] * (len(response) + 1)
+
+    def _ids(self, texts: list[str], **how: bool) -> list[list[int]]:
+        return list(self._tokenizer(texts, **how)["input_ids"]) if texts else []
+
+    # -- conversations
+
+    def _conversations(self, conversations: Sequence[Conversation]) -> Iterator[tuple[list[int], list[bool]]]:
+        for conversation in conversations:
+            self._check_template(conversation.where)
+        turns = [self._turns(conversation) for conversation in conversations]
+        rows = iter(self._template.tokens([text for one in turns for text in (*one.texts, one.whole)]))
+        for conversation, one in zip(conversations, turns, strict=True):
+            yield self._joined(conversation, [next(rows)[surplus:] for surplus in one.surplus], next(rows))
+
+    def _joined(
+        self, conversation: Conversation, rows: Sequence[list[int]], whole: list[int]
+    ) -> tuple[list[int], list[bool]]:
+        ids = list(chain(*rows))
+        if ids != whole and not self._ignore_mismatch:
+            raise RunError(
+                f"{conversation.where}: the turns, rendered one by one, have other tokens than the whole conversation, "
+                "since the chat template renders a turn by what stands around it; set "
+                "task.ignore_input_ids_mismatch=true to learn them as they are rendered one by one"
+            )
+        asked = len(self._asks)
+        learnt = [
+            message["role"] == "assistant" and place >= asked
+            for message, row in zip(conversation.messages, rows, strict=True)
+            for place in range(len(row))
+        ]
+        return ids, learnt
+
+    def _turns(self, conversation: Conversation) -> _Turns:
+        thinking = {} if conversation.thinking is None else {"enable_thinking": conversation.thinking}
+        texts, surplus = [], []
+        for number, message in enumerate(conversation.messages):
+            more = {**thinking, "tools": conversation.tools if number == 0 else None}
+            try:
+                texts.append(self._template.render([message], ask=False, **more))
+            except Exception:  # some templates want a question before it
+                before = self._template.render([_EMPTY], ask=False, **more)
+                texts.append(self._template.render([_EMPTY, message], ask=False, **more).removeprefix(before))
+                surplus.append(0)
+            else:
+                surplus.append(len(self._system) if number and message["role"] != "system" else 0)
+        whole = self._template.render(conversation.messages, ask=False, tools=conversation.tools, **thinking)
+        return _Turns(texts, surplus, whole)
+
+    @cached_property
+    def _system(self) -> list[int]:
+        """The tokens that the template puts before a chat of its own accord."""
+        one, two = self._template.tokens([self._template.render([_EMPTY] * count, ask=False) for count in (1, 2)])
+        return one[: 2 * len(one) - len(two)]
+
+    @cached_property
+    def _asks(self) -> list[int]:
+        """The tokens with which the template makes the model answer."""
+        said, asked = self._template.tokens([self._template.render([_EMPTY], ask=ask) for ask in (False, True)])
+        return asked[len(said) :]
+
+    # -- both
+
+    def _check_template(self, where: str) -> None:
+        if not self._template.present:
+            raise RunError(f"{where} is a chat, but the tokenizer has no chat template")
+
+    def _check_known(self, where: str, ids: Sequence[int]) -> None:
+        unknown = self._tokenizer.unk_token_id
+        stands_for_more = unknown in (
+            self._tokenizer.bos_token_id,
+            self._tokenizer.eos_token_id,
+            self._tokenizer.pad_token_id,
+        )
+        if unknown is not None and not stands_for_more and unknown in ids:
+            raise RunError(f"{where} cannot be tokenised: the tokenizer does not know a part of it")
