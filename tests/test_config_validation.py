@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from trinity_sync import config
 from trinity_sync.errors import ConfigError
+from trinity_sync.samples.record import Prompt
 
 ASKED = "task.validation.prompts=4"
 BEST = ("retention=keep_best", "retention.policies.keep_best.metric=val/reward/mean")
@@ -32,30 +33,35 @@ def file(path: Path, *prompts: str) -> Path:
     return path
 
 
+def prompts(cfg: DictConfig) -> list[Prompt]:
+    task = config.validation_task(cfg)
+    return [] if task is None else task.validation_prompts(cfg.task.validation.prompts)
+
+
 def test_without_a_file_or_prompts_nothing_is_validated(tmp_path: Path) -> None:
     given = file(tmp_path / "train.jsonl", "a")
     for task in ([], ["task=jsonl", f"task.path={given}"]):
         cfg = config.compose(task)
         config.check(cfg)
-        assert config.validation_prompts(cfg) == []
+        assert prompts(cfg) == []
 
 
 def test_a_validation_of_a_file_is_of_its_first_rows_in_their_order(tmp_path: Path) -> None:
     trained, held_out = file(tmp_path / "train.jsonl", *"abc"), file(tmp_path / "val.jsonl", *"fedg")
     files = ["task=jsonl", f"task.path={trained}", f"task.validation.path={held_out}"]
-    assert [prompt.text for prompt in config.validation_prompts(config.compose(files))] == ["f", "e", "d", "g"]
-    few = config.validation_prompts(config.compose([*files, "task.validation.prompts=2", "seed=5"]))
+    assert [prompt.text for prompt in prompts(config.compose(files))] == ["f", "e", "d", "g"]
+    few = prompts(config.compose([*files, "task.validation.prompts=2", "seed=5"]))
     assert [(prompt.index, prompt.text) for prompt in few] == [(0, "f"), (1, "e")]
 
 
 def test_a_task_without_a_file_validates_on_prompts_from_random_numbers_of_their_own() -> None:
     cfg = config.compose([ASKED, "task.digits=9"])
     config.check(cfg)
-    prompts = config.validation_prompts(cfg)
-    assert prompts == config.validation_prompts(cfg)
-    assert len({prompt.text for prompt in prompts}) == 4
+    asked = prompts(cfg)
+    assert asked == prompts(cfg)
+    assert len({prompt.text for prompt in asked}) == 4
     trained = config.build_task(cfg.task, cfg.seed)
-    assert not {prompt.text for prompt in prompts} & {
+    assert not {prompt.text for prompt in asked} & {
         prompt.text for step in range(20) for prompt in trained.prompts(step, 4)
     }
 

@@ -155,9 +155,24 @@ def test_without_a_tokenizer_here_rows_are_left_to_those_who_have_one(
 
 
 def test_a_task_without_a_file_is_not_looked_through() -> None:
-    task, counts = scanned_task(compose([]))
-    assert (type(task).__name__, counts) == ("CopyDigits", None)
-    assert scanned_task(compose(["workload=bytes"])) == (None, None)
+    task, counts, validation = scanned_task(compose([]))
+    assert (type(task).__name__, counts, validation) == ("CopyDigits", None, [])
+    assert scanned_task(compose(["workload=bytes"])) == (None, None, [])
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("policy", ["refuse", "filter"])
+def test_what_a_run_validates_on_is_looked_through_as_well(tmp_path: Path, policy: str) -> None:
+    held_out = tmp_path / "val.jsonl"
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in asked(LONG, "1=")))
+    given = [f"task.validation.path={held_out}", f"task.too_long={policy}"]
+    if policy == "refuse":
+        with pytest.raises(ConfigError, match=r"val\.jsonl:1 has 11 tokens"):
+            scanned(tmp_path, asked(SHORT), *given)
+    else:
+        found = scanned(tmp_path, asked(SHORT), *given)
+        assert [prompt.text for prompt in found.validation] == ["1="]
+        assert found.counts == RowCounts(1, 0, 4, "filter")
 
 
 def test_a_process_that_dies_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

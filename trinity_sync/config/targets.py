@@ -18,7 +18,6 @@ from trinity_sync.config.options import TARGET
 from trinity_sync.config.retention import retention_policies
 from trinity_sync.config.validation_checks import KEY, validates
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import ValidatingTask
 from trinity_sync.tasks.judging import Judging
 
@@ -51,7 +50,7 @@ def check_inputs(cfg: DictConfig, task: object = None) -> object:
             f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {algorithm.tasks}"
         )
     _check_sync(cfg)
-    validation_prompts(cfg)
+    validation_task(cfg)
     return task
 
 
@@ -96,8 +95,8 @@ def _judging(values: dict[Any, Any]) -> dict[str, Judging]:
     return {"judging": judging}
 
 
-def validation_prompts(cfg: DictConfig) -> list[Prompt]:
-    """Read, or make, the prompts that a run validates on; none where it does not.
+def validation_task(cfg: DictConfig) -> ValidatingTask | None:
+    """Build what has the prompts that a run validates on; None where it does not.
 
     Args:
         cfg: a configuration that has passed `check`.
@@ -106,12 +105,12 @@ def validation_prompts(cfg: DictConfig) -> list[Prompt]:
         ConfigError: the file is not as the task wants it, or the task has no prompts for validation.
     """
     if not validates(cfg.task):
-        return []
+        return None
     file = {"path": cfg.task.validation.path} if "path" in cfg.task else {}
     task = build_task(plain(cfg.task) | file, cfg.seed)
     if not isinstance(task, ValidatingTask):
         raise ConfigError(f"{KEY} is given, but task._target_={cfg.task._target_} has no validation_prompts()")
-    return task.validation_prompts(cfg.task.validation.prompts)
+    return task
 
 
 def _check_text(value: object, key: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from omegaconf import DictConfig
 
@@ -33,6 +33,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.host.logs import story
 from trinity_sync.launch.agents import close_agents, start_agents
 from trinity_sync.launch.cluster import Cluster
+from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.files import MANIFEST
 from trinity_sync.tracking.recorder import Recorder
@@ -67,7 +68,7 @@ class Setup:
 
     Attributes:
         cfg: the run's configuration.
-        task: what it trains on, see `scanned_task`; None: nothing.
+        scanned: what it trains and validates on.
         folder: the run's folder.
         start: what the run begins with.
         recorder: takes what happens.
@@ -79,7 +80,7 @@ class Setup:
     """
 
     cfg: DictConfig
-    task: Any
+    scanned: Scanned
     folder: RunFolder
     start: Start
     recorder: Recorder

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
-from trinity_sync.config import validation_prompts
 from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import RolloutData
     from trinity_sync.explorer.validation import Validation
+    from trinity_sync.launch.row_scan import Scanned
     from trinity_sync.samples.advantages import Judge
     from trinity_sync.samples.position import Numbering
     from trinity_sync.sync.base import Publisher
@@ -69,25 +69,25 @@ def lockstep_data(
 
 
 def validation_of(
-    cfg: DictConfig, task: Any, start: Start, pool: ExplorerPool | None, publisher: Publisher, last_step: int
+    cfg: DictConfig, scanned: Scanned, start: Start, pool: ExplorerPool | None, publisher: Publisher, last_step: int
 ) -> Validation | None:
     """Make what validates versions; None where the run does not.
 
     Args:
         cfg: the run's configuration.
-        task: of the run.
+        scanned: the run's task, and the prompts to validate on.
         start: a run that goes on has validated what it begins with.
         pool: the explorers.
         publisher: the driver's half of the sync mode.
         last_step: of the run.
     """
-    prompts = validation_prompts(cfg)
+    prompts = scanned.validation
     if not prompts or pool is None:
         return None
     from trinity_sync.explorer.validation import Validation, ValidationSettings
     from trinity_sync.samples.validation import shared_prompts
 
-    if "path" in cfg.task and (shared := shared_prompts(task.validation_prompts(None), prompts)):
+    if "path" in cfg.task and (shared := shared_prompts(scanned.task.validation_prompts(None), prompts)):
         print(
             f"note: {shared} of the {len(prompts)} prompts of task.validation.path={cfg.task.validation.path} are in "
             f"task.path={cfg.task.path}, too, so the validation is not of new prompts alone",

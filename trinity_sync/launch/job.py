@@ -41,7 +41,7 @@ class Job:
 
     def __init__(self, setup: Setup) -> None:
         self._cfg = setup.cfg
-        self._task = setup.task
+        self._scanned = setup.scanned
         self._folder = setup.folder
         self._start = setup.start
         self._recorder = setup.recorder
@@ -161,10 +161,10 @@ class Job:
             "stop": self._stop,
         }
         if actors.free and actors.pool is not None:
-            source = free_data(cfg, self._task, self._start, actors.pool, self._recorder)
+            source = free_data(cfg, self._scanned.task, self._start, actors.pool, self._recorder)
             return FreeLoop(settings, source=source, **common)
-        data = lockstep_data(cfg, self._task, self._start, actors.model_path, actors.pool, mode)
-        validation = validation_of(cfg, self._task, self._start, actors.pool, mode, self._last_step)
+        data = lockstep_data(cfg, self._scanned.task, self._start, actors.model_path, actors.pool, mode)
+        validation = validation_of(cfg, self._scanned, self._start, actors.pool, mode, self._last_step)
         return TrainingLoop(settings, data=data, restored=self._restored(published), validation=validation, **common)
 
     def _restored(self, published: PublishedState) -> tuple[int, Callable[[Version, int], None]] | None:

@@ -14,7 +14,6 @@ import threading
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,7 +30,7 @@ from trinity_sync.launch.cluster import cluster, has_gpus
 from trinity_sync.launch.cluster_metrics import ClusterMetrics
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.resume import Resume, committed_steps
-from trinity_sync.launch.row_scan import scanned_task
+from trinity_sync.launch.row_scan import Scanned, scanned_task
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_folder import RunFolder
@@ -73,7 +72,7 @@ def run(
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
         stack.enter_context(interruptible(sigterm_saves=cfg.checkpoint.save_on_sigterm))
-        task, counts = scanned_task(cfg)
+        scanned = scanned_task(cfg)
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
         checkpoints = checkpoint_folder(cfg, folder.path)
         committed: list[int] = []
@@ -86,9 +85,9 @@ def run(
         recorder = _recorder(cfg, folder, start, threads, last_step)
         try:
             with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
-                if counts is not None:
-                    recorder.event("rows", **counts._asdict())
-                _run(job or Job, cfg, task, folder, start, recorder, threads, last_step, stop)
+                if scanned.counts is not None:
+                    recorder.event("rows", **scanned.counts._asdict())
+                _run(job or Job, cfg, scanned, folder, start, recorder, threads, last_step, stop)
         except KeyboardInterrupt:
             return 130
     return 0
@@ -137,7 +136,7 @@ def _threads() -> int:
 def _run(
     job_class: type[Job],
     cfg: DictConfig,
-    task: Any,
+    scanned: Scanned,
     folder: RunFolder,
     start: Start,
     recorder: Recorder,
@@ -167,7 +166,7 @@ def _run(
         with cluster(cfg.cluster, namespace=name, cpus=cpus, env=env, forked=forked, lost=lost) as ray_cluster:
             setup = Setup(
                 cfg=cfg,
-                task=task,
+                scanned=scanned,
                 folder=folder,
                 start=start,
                 recorder=recorder,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig
 
-from trinity_sync.config import build_task, typed
+from trinity_sync.config import build_task, typed, validation_task
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import start_child
 from trinity_sync.samples.record import Prompt
@@ -61,12 +61,18 @@ class RowCounts(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """A task whose rows were looked through. `counts` is None where they were not: it has no file, or the model's
-    tokenizer is not to be had here.
+    """A task whose rows were looked through.
+
+    Attributes:
+        task: of the run; None: it has none.
+        counts: what was found; None where its rows were not looked through: it has no file, or the model's tokenizer is
+            not to be had here.
+        validation: the prompts that the run validates on, looked through likewise.
     """
 
     task: Any
     counts: RowCounts | None
+    validation: list[Prompt]
 
 
 class _Encoder(Protocol):
@@ -126,11 +132,23 @@ def scanned_task(cfg: DictConfig) -> Scanned:
         RunError: the process that tokenises died, or said nothing for too long.
     """
     if cfg.workload.kind == "bytes":
-        return Scanned(None, None)
+        return Scanned(None, None, [])
     task = build_task(cfg.task, cfg.seed)
+    counts = _look_through(cfg, task, cfg.task.get("path"))
+    validating = validation_task(cfg)
+    if validating is None:
+        return Scanned(task, counts, [])
+    _look_through(cfg, validating, cfg.task.validation.get("path"))
+    return Scanned(task, counts, validating.validation_prompts(cfg.task.validation.prompts))
+
+
+def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | None:
+    """Look through the rows of a task that was built of the settings, with the file at a path, and have it leave out
+    what it is to.
+    """
     all_rows: Callable[[], list[tuple[str, Item]]] | None = getattr(task, "all_rows", None)
     if all_rows is None:
-        return Scanned(task, None)
+        return None
     settings = typed(cfg)
     prompts = algorithm_of(settings.algorithm).explores
     request = _Request(
@@ -141,8 +159,7 @@ def scanned_task(cfg: DictConfig) -> Scanned:
         trust_remote_code=settings.model.trust_remote_code,
         rows=[(place, _plain(item) if prompts else item) for place, item in all_rows()],
     )
-    path = settings.task.get("path", "the task")
-    answer = _ask(request, path)
+    answer = _ask(request, path or "the task")
     if isinstance(answer, _UnreadableModel):
         if request.task.get("too_long", "refuse") == "filter":
             raise ConfigError(
@@ -150,14 +167,14 @@ def scanned_task(cfg: DictConfig) -> Scanned:
                 "task.too_long=filter would find the rows that are too long"
             )
         _note(f"the rows of {path} are not looked through before the start: {answer.reason}")
-        return Scanned(task, None)
+        return None
     counts = answer.counts
     if counts.policy == "filter" and answer.too_long:
         task.leave_out(answer.too_long)
     if counts.too_long:
         done = "left out" if counts.policy == "filter" else "cut"
         _note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
-    return Scanned(task, counts)
+    return counts
 
 
 def _plain(item: Item) -> Item:

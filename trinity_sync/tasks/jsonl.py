@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks.file_prompts import FilePrompts
 from trinity_sync.tasks.functions import FunctionReward, RewardNumber
 from trinity_sync.tasks.judging import Judging
 from trinity_sync.tasks.reward_processes import RewardProcesses
 from trinity_sync.tasks.rows import Row, RowFile
 
 
-class JsonlTask:
+class JsonlTask(FilePrompts):
     """One prompt per line or row. Fields other than prompt and answer go to `Prompt.fields`.
 
     Args:
@@ -53,40 +54,13 @@ class JsonlTask:
         self._function = FunctionReward(reward)
         self.reward_name = self._function.name
         self.reward_judge = RewardProcesses(self._function, judging or Judging(), self.reward_name)
-        self._prompt_key, self._answer_key = prompt_key, answer_key
-        self._file = RowFile(path, seed=seed, shuffle=shuffle)
-        for row in self._file.rows:
-            self._prompt(0, row)
-
-    def prompts(self, step: int, count: int) -> list[Prompt]:
-        return self.prompts_from((step - 1) * count, count)
-
-    def prompts_from(self, first: int, count: int) -> list[Prompt]:
-        """Return prompts by their number in the order of the data, from 0; of the step that they are for, they are
-        those from 0.
-        """
-        return [self._prompt(index, row) for index, row in enumerate(self._file.following(first, count))]
-
-    def all_rows(self) -> list[tuple[str, Prompt]]:
-        """Return each row of the file, with its place."""
-        return [(self._file.where(row), self._prompt(0, row)) for row in self._file.rows]
-
-    def leave_out(self, rows: Collection[int]) -> None:
-        """Give these out no more, numbered from 0 as `all_rows` has them."""
-        self._file.leave_out(rows)
-
-    def validation_prompts(self, count: int | None) -> list[Prompt]:
-        """Return the first rows of the file, all for None."""
-        return [self._prompt(index, row) for index, row in enumerate(self._file.rows[:count])]
+        self._answer_key = answer_key
+        super().__init__(RowFile(path, seed=seed, shuffle=shuffle), prompt_key)
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
         """Return what the reward function gives for the response, called in this process."""
         return self._function(prompt, text, finished)
 
-    def _prompt(self, index: int, row: Row) -> Prompt:
-        prompt = self._file.text_or_messages(row, self._prompt_key)
-        answer = self._file.value(row, self._answer_key)
+    def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
         rest = {key: value for key, value in row.values.items() if key not in (self._prompt_key, self._answer_key)}
-        if isinstance(prompt, str):
-            return Prompt(index=index, text=prompt, answer=answer, fields=rest)
-        return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=answer, fields=rest)
+        return self._file.value(row, self._answer_key), rest

@@ -12,6 +12,7 @@ from typing import Any, cast
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
+from trinity_sync.tasks.file_prompts import FilePrompts
 from trinity_sync.tasks.function_files import check_function_file
 from trinity_sync.tasks.judging import Judging
 from trinity_sync.tasks.reward_processes import RewardProcesses
@@ -83,7 +84,7 @@ def _loaded(path: str | None, name: str) -> Callable[..., object]:
     return cast("Callable[..., object]", load(path if "://" in path else str(Path(path).expanduser()), name))
 
 
-class VerlTask:
+class VerlTask(FilePrompts):
     """One prompt per row, with verl's columns: ``prompt``, ``data_source``, ``reward_model`` with a ``ground_truth``
     in it and, where there is one, ``extra_info``. Further columns go to `Prompt.fields`.
 
@@ -95,6 +96,8 @@ class VerlTask:
         seed: the run's seed; the prompts are a pure function of the file, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens; the explorers go by them.
         judging: how responses are judged; None: as `Judging` has it.
+        too_long: what becomes of longer prompts; see `trinity_sync.launch.row_scan`.
+        chat_template: arguments of the tokenizer's chat template; the explorers go by them.
 
     Raises:
         ConfigError: the file is not as described; names file, row and column. Or the function is not.
@@ -111,40 +114,28 @@ class VerlTask:
         prompt_length: int | None = None,
         response_length: int | None = None,
         judging: Judging | None = None,
+        too_long: str = "refuse",
+        chat_template: Mapping[str, object] | None = None,
     ) -> None:
         self.prompt_length = prompt_length
         self.response_length = response_length
         self._reward = _reward(reward)
         self.reward_name = self._reward.name
         self.reward_judge = RewardProcesses(self._reward, judging or Judging(), self.reward_name)
-        self._prompt_key = prompt_key
-        self._file = RowFile(path, seed=seed, shuffle=shuffle)
-        for row in self._file.rows:
-            self._prompt(0, row)
-
-    def prompts(self, step: int, count: int) -> list[Prompt]:
-        return [self._prompt(index, row) for index, row in enumerate(self._file.of_step(step, count))]
-
-    def validation_prompts(self, count: int | None) -> list[Prompt]:
-        """Return the first rows of the file, all for None."""
-        return [self._prompt(index, row) for index, row in enumerate(self._file.rows[:count])]
+        super().__init__(RowFile(path, seed=seed, shuffle=shuffle), prompt_key)
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
         """Return what the function gives for the response, called in this process."""
         return self._reward(prompt, text, finished)
 
-    def _prompt(self, index: int, row: Row) -> Prompt:
-        prompt = self._file.text_or_messages(row, self._prompt_key)
+    def _answer(self, row: Row) -> tuple[object, Mapping[str, object]]:
         self._file.text(row, _SOURCE)
         model = self._file.value(row, _MODEL)
         if not isinstance(model, dict) or model.get(_TRUTH) is None:
             raise ConfigError(f"{self._file.where(row)}: the field {_MODEL!r} must be an object with a {_TRUTH!r}")
         if not isinstance(row.values.get(_EXTRA), dict | None):
             raise ConfigError(f"{self._file.where(row)}: the field {_EXTRA!r} must be an object")
-        rest = {key: value for key, value in row.values.items() if key != self._prompt_key}
-        if isinstance(prompt, str):
-            return Prompt(index=index, text=prompt, answer=model[_TRUTH], fields=rest)
-        return Prompt(index=index, text=prompt[-1]["content"], messages=prompt, answer=model[_TRUTH], fields=rest)
+        return model[_TRUTH], {key: value for key, value in row.values.items() if key != self._prompt_key}
 
 
 def _reward(settings: Mapping[str, Any]) -> VerlReward:
