@@ -21,6 +21,7 @@ def misbehave(prompt: Prompt, response: str) -> Any:
         case "sleeps":
             time.sleep(600)
         case "holds Python's lock":
+            print("holding it")
             re.match(r"(a+)+$", "a" * 60 + "b")
         case "sys.exit":
             sys.exit(3)
@@ -42,6 +43,7 @@ def misbehave(prompt: Prompt, response: str) -> Any:
             return lambda: 1.0
         case "prints":
             print("half a line, ", end="")
+            os.write(2, b"somebody else's\n")
             print("and the rest")
         case "leaves a program behind":
             return float(subprocess.Popen(["sleep", "600"]).pid)
@@ -52,6 +54,11 @@ def misbehave(prompt: Prompt, response: str) -> Any:
 
 def count(prompt: Prompt, response: str) -> float:
     return float(len(response))
+
+
+def in_turn(prompt: Prompt, response: str, *, fifo: str) -> float:
+    with open(fifo, "rb" if response == "first" else "wb"):  # each waits for the other
+        return {"first": 1.0, "last": 2.0}[response]
 
 
 async def waits(prompt: Prompt, response: str) -> float:

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from trinity_sync import config
+from trinity_sync.config import build_task
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.base import Response, RewardResult
 from trinity_sync.tasks.jsonl import JsonlTask
-from trinity_sync.tasks.judging import score
+from trinity_sync.tasks.judging import Judging, score
 from trinity_sync.tasks.rewards import exact_match
 
 
@@ -102,3 +105,47 @@ def test_an_error_names_the_users_function(tmp_path: Path, reward: Any) -> None:
 def test_a_task_can_be_sent_to_another_process(tmp_path: Path) -> None:
     task = task_of(tmp_path, ROWS, shuffle=True)
     assert pickle.loads(pickle.dumps(task)).prompts(3, 5) == task.prompts(3, 5)
+
+
+class OwnTask:
+    """A task of a user's that knows nothing of how rewards are judged here."""
+
+    def __init__(self, reward: Any, seed: int) -> None:
+        self.settings = reward
+
+    def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+        return RewardResult(self.settings["timeout_s"])
+
+
+def composed(folder: Path, *overrides: str) -> Any:
+    task_of(folder, ROWS)  # writes the file
+    keys = [f"task.path={folder}/data.jsonl", "task.prompt_key=question", "model.path=x"]
+    return build_task(config.compose(["task=jsonl", *keys, *overrides]).task, 0)
+
+
+def test_the_option_and_the_class_judge_alike_by_default(tmp_path: Path) -> None:
+    reward = config.compose(["task=jsonl", "task.path=x", "model.path=x"]).task.reward
+    ours = vars(Judging())
+    assert {key: reward[key] for key in ours} == ours
+
+
+def test_keys_of_ours_beside_the_function_do_not_reach_it(tmp_path: Path) -> None:
+    target = "task.reward._target_=tests.tasks.test_jsonl.broken"
+    task = composed(tmp_path, target, "task.reward.on_error=zero", "task.reward.processes=2")
+    (verdict,) = task.reward_judge.judge([Response(task.prompts(1, 1)[0], "2", True)], step=3)
+    assert verdict.reward == 0.0
+    assert "tests.tasks.test_jsonl.broken, called for prompt 0 of step 3, failed: ZeroDivisionError" in verdict.error
+    assert len(task.reward_judge.pids) == 2
+    task.reward_judge.close()
+
+
+def test_a_wrong_value_of_a_key_of_ours_is_told_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^task\.reward\.on_error is 'zer'; must be one of stop, zero, skip$"):
+        composed(tmp_path, "task.reward.on_error=zer")
+
+
+def test_a_task_of_the_users_keeps_keys_of_these_names() -> None:
+    node = {"_target_": "tests.tasks.test_jsonl.OwnTask", "reward": {"timeout_s": 5, "on_error": "mine"}}
+    task = build_task(node, 0)
+    assert task.settings == {"timeout_s": 5, "on_error": "mine"}
+    assert score(task, Prompt(index=0, text="a"), "b", True, step=1) == (5.0, None)
