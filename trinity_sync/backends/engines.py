@@ -65,14 +65,6 @@ class Engine(Protocol):
         ...
 
 
-class AdapterEngine(Engine, Protocol):
-    """One that trains a LoRA adapter."""
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """Inside, the base is at work alone."""
-        ...
-
-
 class FsdpEngine(Engine, Protocol):
     """verl's `FSDPEngine`."""
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,25 @@ def adapter_by(
     }
     # not strict: an entry may mean tensors of the base alone
     return travelling(saved, wire_dtype, keep_fp32 or (), strict=False)
+
+
+@contextmanager
+def adapter_off(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, the base of a model with a LoRA adapter is at work alone.
+
+    peft's own way also says of the adapter's parameters that they need no gradient, and then that they do. FSDP2 makes
+    those that it computes with only once, and would go on with what it was told first.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [part for part in model.modules() if isinstance(part, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def check_adapter(model_config: ModelConfig, fields: Mapping[str, Any]) -> None:

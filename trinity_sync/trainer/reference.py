@@ -10,7 +10,8 @@ from tensordict import TensorDict
 from verl.workers.config import TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
-from trinity_sync.backends.engines import AdapterEngine, Engine
+from trinity_sync.backends.engines import Engine, FsdpEngine
+from trinity_sync.backends.lora import adapter_off
 from trinity_sync.backends.saved import check_causal
 from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading import WeightsError
@@ -57,12 +58,12 @@ class BaseOfAdapter:
         engine: that trains the adapter.
     """
 
-    def __init__(self, engine: AdapterEngine) -> None:
+    def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
 
     def compared(self, data: TensorDict) -> TensorDict:
         """Return a rank's share of a step with the base's log-probs as `ref_log_prob`. Collective."""
-        return with_log_probs(self._engine, data, "ref_log_prob", self._engine.disable_adapter())
+        return with_log_probs(self._engine, data, "ref_log_prob", adapter_off(self._engine.module))
 
 
 def reference_spec(spec: WorkerSpec, path: str) -> WorkerSpec:
