@@ -1,0 +1,68 @@
+"""Where the data of a run go on: by what the checkpoint says that it begins with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync.launch.data import _numbering
+from trinity_sync.launch.start import Start
+from trinity_sync.samples.position import GroupId, Numbering, Position
+
+KEY = "algorithm.prompts_per_step"
+
+
+class ByNumber:
+    def prompts_from(self, first: int, count: int) -> list[Any]:
+        return []
+
+
+class ByStep:
+    pass
+
+
+def after(step: int, folder: Path, position: Position | None, *, of_own: bool = True) -> Start:
+    """A run that begins with a checkpoint of this step, of its own folder or of another run."""
+    state = {"step": step} if position is None else {"step": step, "data": position.to_json()}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+    return Start(step, of_own, folder.parent if of_own else folder / "other", folder)
+
+
+def numbering(start: Start, count: int, task: object = None) -> Numbering:
+    return _numbering(start, count, KEY, task or ByNumber(), "prompts_from")
+
+
+@pytest.mark.parametrize("of_own", [True, False])
+def test_a_run_goes_on_with_the_next_prompt(tmp_path: Path, of_own: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that begins with the checkpoint of another."""
+    start = after(5, tmp_path, Position(Numbering(3, 8, 10), GroupId(6, 0)), of_own=of_own)
+    assert [numbering(start, 10).first_of(step) for step in (6, 7)] == [38, 48]
+    assert [numbering(start, 4).first_of(step) for step in (6, 7)] == [38, 42]
+    assert not capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_say_counts_from_the_first_step(tmp_path: Path) -> None:
+    assert numbering(after(5, tmp_path, None), 10).first_of(6) == 50
+    assert numbering(Start(0, False, tmp_path, None), 10).first_of(1) == 0
+
+
+def test_a_task_that_gives_prompts_by_step_only_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = after(5, tmp_path, Position.at(6, 10))
+    numbering(start, 10, ByStep())
+    assert not capsys.readouterr().err
+    numbering(start, 4, ByStep())
+    assert capsys.readouterr().err == (
+        f"note: {tmp_path} was saved with algorithm.prompts_per_step=10, and ByStep has no prompts_from(): the run "
+        "goes on with what it gives for step 6, so some may be missed or repeated\n"
+    )
+
+
+def test_from_free_to_lockstep_it_says_how_many_are_missed_or_come_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = after(2, tmp_path, Position(Numbering(1, 0, 4), GroupId(3, 2), [GroupId(1, 3), GroupId(2, 0)]))
+    assert numbering(start, 4).first_of(3) == 8
+    assert "2 prompts are missed and 2 trained on twice" in capsys.readouterr().err
