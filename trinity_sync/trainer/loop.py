@@ -116,8 +116,9 @@ class TrainingLoop:
         first = self._first_version()
         self._publish(first, Timing())
         if self._validation is not None and self._validation.at_start:
-            began_with = first.sealed.version.step
-            self._log.metrics(began_with, self._validated(began_with, Timing()))
+            began_with, timing = first.sealed.version.step, Timing()
+            validated = self._validated(began_with, timing)
+            self._log.metrics(began_with, {**validated, **timing.seconds})
         with interrupts.finishing_steps(self._stop):
             for step in range(settings.first, settings.steps + 1):
                 if self._step(step):
@@ -163,8 +164,7 @@ class TrainingLoop:
     def _validated(self, step: int, timing: Timing) -> dict[str, float]:
         assert self._validation is not None, "who calls it has looked"
         with timing.of("validate"):
-            metrics = self._validation.run(step)
-        return {**metrics, **timing.seconds}
+            return self._validation.run(step)
 
     def _first_version(self) -> Staged:
         """Stage the trainer's weights; after a resume, what the explorers held where that was something else."""
