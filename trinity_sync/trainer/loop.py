@@ -3,9 +3,9 @@ Runs in the driver.
 
 One step, in this order: the explorers generate; advantages are computed; all ranks train; if the step is due, the
 ranks stage the weights into a slot, the sync mode publishes them and the explorers load them; if a validation is due,
-the explorers answer its prompts; if a checkpoint is due,
-the ranks copy their state and write it in the background while the next step runs. Everything that depends on chance
-is a function of the seed and the step, so a resumed or repeated run sees the same data.
+the explorers answer its prompts; if a checkpoint is due, the ranks copy their state and write it in the background
+while the next step runs. Everything that depends on chance is a function of the seed and the step, so a resumed or
+repeated run sees the same data.
 """
 
 from __future__ import annotations
