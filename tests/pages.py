@@ -113,14 +113,18 @@ def settings_named(page: Path) -> set[str]:
     return {key for code in re.findall(r"`([^`\n]+)`", text) for key in re.findall(named, code)}
 
 
+_WITHIN = {"validation": "task.validation"}
+"""Where the keys of a file of `conf/base` stand that are of no group alone."""
+
+
 def settings() -> set[str]:
     """Every key of every option; those of a mapping in it, too."""
     found = set()
     for path in config.conf_dir().glob("*/*.yaml"):
         group = path.parent.name
         if group == "base":
-            group = path.stem if path.stem in _groups() else "backend"
-        if group in _groups():
+            group = _WITHIN.get(path.stem, path.stem if path.stem in _groups() else "backend")
+        if group.partition(".")[0] in _groups():
             package = re.match(r"# @package ([\w.]+)$", path.read_text(), re.MULTILINE)
             found |= set(_keys(yaml.safe_load(path.read_text()), package[1] if package else group))
     return {key.removeprefix("_global_.") for key in found}

@@ -38,7 +38,7 @@ SWEEPS = ("multirun/NAME/DATE_TIME", "multirun/copy-digits/2026-11-21_12-00-00",
 BUNDLE = "NAME-DATE_TIME.bundle.json"
 MODELS = ("Qwen3-0.6B",)
 SHAPES = "models/mine/config.json"
-ROWS = ("prompts.jsonl", "pairs.jsonl", "train.jsonl")
+ROWS = ("prompts.jsonl", "pairs.jsonl", "train.jsonl", "test.jsonl")
 ELSEWHERE = ("/models", "/data", "/mnt")
 """Folders that no test may write into; below them the pages mean folders of the reader's."""
 

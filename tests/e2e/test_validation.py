@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
-from tests.e2e.runs import launch
+import pytest
+
+from tests.e2e.runs import Run, launch, resume, start
 
 VALIDATED = [
     "trainer.steps=4",
@@ -33,9 +37,34 @@ def test_the_best_by_a_validation_are_kept_and_training_is_bitwise_that_without(
     summary = run.summary["validation"]
     assert (summary["reward_first"], summary["reward_last"]) == (rewards[0], rewards[4])
     assert summary["reward_best"] == max(rewards.values()) == rewards[summary["best_step"]]
-    assert "Reward of each validation by step" in (run.folder / "report.html").read_text()
+    page = (run.folder / "report.html").read_text()
+    assert "Reward of each validation by step" in page
+    assert "waits for a validation" in page
 
     without = launch(tmp_path / "without", "trainer.steps=4", "checkpoint.interval=2", "explorer.replicas=2")
     assert without.digests == run.digests
     trained = [{name: line[name] for name in MEASURED} for line in lines if line["step"]]
     assert trained == [{name: line[name] for name in MEASURED} for line in without.lines("metrics.jsonl")]
+
+
+@pytest.mark.all
+def test_a_run_that_goes_on_validates_as_one_that_was_never_interrupted_and_is_reproduced(tmp_path: Path) -> None:
+    settings = (*VALIDATED, "trainer.steps=8", "explorer.replicas=2", "sync=memory")
+    whole = launch(tmp_path / "whole", *settings)
+    assert whole.code == 0, whole.output
+    started = start(tmp_path / "run", *settings)
+    started.wait_for_file("checkpoints/global_step_4/manifest.json")
+    os.killpg(started.process.pid, signal.SIGKILL)
+    started.finish()
+    run = resume(started.folder)
+    assert run.code == 0, run.output
+
+    def validated(run: Run) -> list[dict[str, float]]:
+        lines = [line for line in run.lines("metrics.jsonl") if "val/reward/mean" in line]
+        return [
+            {"step": line["step"]} | {name: line[name] for name in line if name.startswith("val/")} for line in lines
+        ]
+
+    assert validated(run) == validated(whole)
+    assert [line["step"] for line in validated(run)] == [0, 2, 4, 6, 8]
+    run.assert_reproduced()

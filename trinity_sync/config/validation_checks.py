@@ -1,4 +1,4 @@
-"""Validation in a configuration, `task.validation`: the checks on it, and the prompts."""
+"""Validation in a configuration, `task.validation`: whether there is one, and the checks on it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from trinity_sync.tracking.units import finite
 
 TRAINER, AGENT, SAVES, MIRROR = "trainer", "node agents", "checkpoints", "mirror"
 _TOTALS = ("step", "total")
-_SAMPLES_FROM = {"generate": "wait for samples", "load": "wait for loads"}
+_SAMPLES_FROM = {"generate": "wait for samples", "load": "wait for loads", "validate": "wait for a validation"}
 
 
 class Span(NamedTuple):

@@ -31,6 +31,7 @@ _WORDS = {
     "stage": "copies the weights",
     "publish": "makes a version available",
     "wait for loads": "waits for loads",
+    "wait for a validation": "waits for a validation",
     "save": "begins a checkpoint",
     "digest": "digests a version",
     "write": "writes a checkpoint",

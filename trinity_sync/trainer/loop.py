@@ -3,9 +3,9 @@ Runs in the driver.
 
 One step, in this order: the explorers generate; advantages are computed; all ranks train; if the step is due, the
 ranks stage the weights into a slot, the sync mode publishes them and the explorers load them; if a validation is due,
-the explorers answer its prompts; if a checkpoint is due,
-the ranks copy their state and write it in the background while the next step runs. Everything that depends on chance
-is a function of the seed and the step, so a resumed or repeated run sees the same data.
+the explorers answer its prompts; if a checkpoint is due, the ranks copy their state and write it in the background
+while the next step runs. Everything that depends on chance is a function of the seed and the step, so a resumed or
+repeated run sees the same data.
 """
 
 from __future__ import annotations
@@ -120,8 +120,9 @@ class TrainingLoop:
         first = self._first_version()
         self._publish(first, Timing())
         if self._validation is not None and self._validation.at_start:
-            began_with = first.sealed.version.step
-            self._log.metrics(began_with, self._validated(began_with, Timing()))
+            began_with, timing = first.sealed.version.step, Timing()
+            validated = self._validated(began_with, timing)
+            self._log.metrics(began_with, {**validated, **timing.seconds})
         with interrupts.finishing_steps(self._stop):
             for step in range(settings.first, settings.steps + 1):
                 if self._step(step):
@@ -168,8 +169,7 @@ class TrainingLoop:
     def _validated(self, step: int, timing: Timing) -> dict[str, float]:
         assert self._validation is not None, "who calls it has looked"
         with timing.of("validate"):
-            metrics = self._validation.run(step)
-        return {**metrics, **timing.seconds}
+            return self._validation.run(step)
 
     def _first_version(self) -> Staged:
         """Stage the trainer's weights; after a resume, what the explorers held where that was something else."""
