@@ -1,0 +1,114 @@
+"""The dataclasses that type what is trained, on what and how: the groups trainer, algorithm, task and samples.
+
+As in `trinity_sync.config.schema`, they carry ranges, never a default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import MISSING
+
+from trinity_sync.config.fields import choice, number
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """The training loop and its optimizer."""
+
+    steps: int = number(at_least=1)
+    lr: float = number(more_than=0)
+    betas: list[float] = MISSING
+    weight_decay: float = number(at_least=0)
+    clip_grad: float = number(more_than=0)
+    lr_scheduler: str = choice("constant", "cosine")
+    warmup_steps: int = number(at_least=0)
+    schedule: str = choice("lockstep", "free")
+    micro_batch_size: int = number(at_least=1)
+    mini_batches: int = number(at_least=1)
+    epochs: int = number(at_least=1)
+    gradient_checkpointing: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class AlgorithmConfig:
+    """What every algorithm has."""
+
+    _target_: str = MISSING
+    kind: str = MISSING
+
+
+@dataclass(kw_only=True)
+class RolloutCorrectionConfig:
+    """Importance weights of samples whose log-probs are not the trainer's; the keys are verl's."""
+
+    rollout_is: str | None = choice("token", "sequence")
+    rollout_is_threshold: float = number(more_than=0)
+
+
+@dataclass(kw_only=True)
+class GrpoConfig(AlgorithmConfig):
+    """Group relative policy optimization."""
+
+    prompts_per_step: int = number(at_least=1)
+    samples_per_prompt: int = number(at_least=2)
+    clip_ratio: float = number(more_than=0, at_most=1)
+    clip_ratio_high: float | None = number(more_than=0)
+    clip_ratio_c: float = number(more_than=1)
+    loss_agg_mode: str = choice("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
+    normalise_advantages: bool = MISSING
+    entropy_coeff: float = number(at_least=0)
+    calculate_entropy: bool = MISSING
+    rollout_correction: RolloutCorrectionConfig = MISSING
+
+
+@dataclass(kw_only=True)
+class SftConfig(AlgorithmConfig):
+    """Supervised fine-tuning."""
+
+    batch_size: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class CopyDigitsConfig:
+    """The default task."""
+
+    _target_: str = MISSING
+    digits: int = number(at_least=1)
+    response_length: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class JsonlConfig:
+    """Prompts from a file, judged by a function."""
+
+    _target_: str = MISSING
+    path: str = MISSING
+    prompt_key: str = MISSING
+    answer_key: str = MISSING
+    shuffle: bool = MISSING
+    reward: dict[str, Any] = MISSING
+    prompt_length: int = number(at_least=1)
+    response_length: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
+class PairsConfig:
+    """Pairs of prompt and response from a file."""
+
+    _target_: str = MISSING
+    path: str = MISSING
+    prompt_key: str = MISSING
+    response_key: str = MISSING
+    max_length: int = number(at_least=2)
+
+
+@dataclass(kw_only=True)
+class SamplesConfig:
+    """What becomes of samples between explorers and trainer, and which of them are recorded."""
+
+    record_interval: int = number(at_least=0)
+    record_groups: int = number(at_least=1)
+    over_stale: str = choice("wait", "drop")
+    buffer: int = number(at_least=1)
