@@ -23,6 +23,7 @@ from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
 from trinity_sync.actors.rank import RankInfo, Untrained
+from trinity_sync.backends import log_probs
 from trinity_sync.backends.lora import check_adapter
 from trinity_sync.backends.saved import check_causal, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
@@ -55,6 +56,7 @@ class TrinityWorker(Member, TrainingWorker):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
+        log_probs.install()
         super().__init__(_worker_config(spec))
 
     def initialise(self) -> RankInfo:
