@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.backends.option import PADDED, BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.token_checks import check_unpadded, model_fields
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.schema import Config, MegatronConfig
 
@@ -31,7 +32,7 @@ def _check_ranks(get: Get) -> Iterator[Problem]:
 
 
 def _check_model(get: Get) -> Iterator[Problem]:
-    model = _model_fields(get)
+    model = model_fields(get)
     family = model.get("model_type")
     if family is not None and family not in FAMILIES:
         yield Problem(
@@ -54,7 +55,7 @@ def _check_model(get: Get) -> Iterator[Problem]:
 
 
 def _check_experts(get: Get) -> Iterator[Problem]:
-    model = _model_fields(get)
+    model = model_fields(get)
     ranks, shared, ep = get("backend.ranks"), get("backend.tp") * get("backend.pp"), get("backend.ep")
     if ranks % shared == 0 and (ranks // shared) % ep:
         yield Problem(
@@ -86,19 +87,6 @@ def _check_experts(get: Get) -> Iterator[Problem]:
             f"is megatron, which trains models with experts in every layer and several for a token; this one has "
             f"{', '.join(mixed)}; use backend=fsdp2",
         )
-
-
-def _model_fields(get: Get) -> dict[str, Any]:
-    """The fields of the model's Hugging Face config, as far as they are at hand; none for a model on the hub."""
-    path = get("model.path")
-    if path is None:
-        architecture = get("model.architecture")
-        return {} if architecture is None else {str(name): value for name, value in architecture.items()}
-    try:
-        found = json.loads((Path(path) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}  # a bad folder is told of by the check on `model.path`
-    return found if isinstance(found, dict) else {}
 
 
 def _check_settings(get: Get) -> Iterator[Problem]:
@@ -137,7 +125,13 @@ def _check_settings(get: Get) -> Iterator[Problem]:
 class MegatronOption(MegatronConfig, BackendOption):
     """Tensor, pipeline, data and sequence parallel training."""
 
-    checks: ClassVar[tuple[Check, ...]] = (_check_ranks, _check_model, _check_experts, _check_settings)
+    checks: ClassVar[tuple[Check, ...]] = (
+        _check_ranks,
+        _check_model,
+        _check_experts,
+        _check_settings,
+        partial(check_unpadded, "megatron"),
+    )
     engine_keys: ClassVar[Mapping[str, str]] = {
         "tensor_model_parallel_size": "backend.tp",
         "pipeline_model_parallel_size": "backend.pp",
@@ -148,9 +142,9 @@ class MegatronOption(MegatronConfig, BackendOption):
     }
     useless: ClassVar[Mapping[str, str]] = {
         **BackendOption.useless,
-        "context_parallel_size": PADDED,
-        "dynamic_context_parallel": PADDED,
-        "max_seqlen_per_dp_cp_rank": PADDED,
+        "context_parallel_size": PACKED,
+        "dynamic_context_parallel": PACKED,
+        "max_seqlen_per_dp_cp_rank": PACKED,
     }
     reads: ClassVar[frozenset[str]] = frozenset({"megatron"})
     writes_own_files: ClassVar[bool] = True
