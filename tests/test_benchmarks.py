@@ -50,6 +50,12 @@ def test_starts_are_measured_with_forks_and_without(tmp_path: Path) -> None:
     assert all(value > 0 for way in found.values() for value in way.values())
 
 
+def test_steps_of_training_are_measured_padded_and_packed(tmp_path: Path) -> None:
+    found = run(tmp_path, "training.py", "--rounds", "1")
+    assert {name.partition("/")[0] for name in found["results"]} == {"default", "mixed", "alike"}
+    assert all(value > 0 for value in found["results"].values())
+
+
 def test_tensors_and_adapters_of_real_shapes_are_measured_and_held_against_their_aims(tmp_path: Path) -> None:
     found = run(tmp_path, "models.py", "--only", "tensors", "lora", "--output", str(tmp_path / "models.json"))
     assert found == json.loads((tmp_path / "models.json").read_text())

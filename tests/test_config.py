@@ -549,6 +549,11 @@ def test_any_setting_of_verls_engine_can_be_given() -> None:
         ("fsdp_size=1", "backend.fsdp_size"),
         ("micro_batch_size_per_gpu=2", "trainer.micro_batch_size"),
         ("infer_micro_batch_size_per_gpu=2", "trainer.micro_batch_size"),
+        ("use_dynamic_bsz=true", "trainer.max_tokens"),
+        ("max_token_len_per_gpu=9", "trainer.max_tokens"),
+        ("infer_max_token_len_per_gpu=9", "trainer.max_tokens"),
+        ("use_remove_padding=true", "trainer.remove_padding"),
+        ("ulysses_sequence_parallel_size=2", "backend.sp"),
     ],
 )
 @pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
@@ -562,12 +567,9 @@ def test_a_setting_of_verls_engine_that_has_a_key_is_not_set_past_it(backend: st
 @pytest.mark.parametrize(
     ("backend", "field", "why"),
     [
-        *((backend, "use_dynamic_bsz=true", "counts tokens, and") for backend in ("fsdp", "fsdp2", "megatron")),
-        *((backend, "max_token_len_per_gpu=9", "counts tokens, and") for backend in ("fsdp", "fsdp2", "megatron")),
-        *((backend, "use_remove_padding=true", "needs sequences packed") for backend in ("fsdp", "fsdp2", "megatron")),
+        *((backend, "pad_to_length=true", "needs sequences packed") for backend in ("fsdp", "fsdp2", "megatron")),
         *((backend, "use_fused_kernels=true", "needs a fused output") for backend in ("fsdp", "fsdp2", "megatron")),
         *((backend, "forward_only=true", "leaves out the optimizer") for backend in ("fsdp", "fsdp2", "megatron")),
-        *((backend, "ulysses_sequence_parallel_size=2", "needs sequences packed") for backend in ("fsdp", "fsdp2")),
         ("fsdp2", "entropy_from_logits_with_chunking=true", "needs sequences packed"),
         ("megatron", "context_parallel_size=2", "needs sequences packed"),
     ],
@@ -579,7 +581,7 @@ def test_a_setting_of_verls_engine_that_would_be_passed_over_is_refused(backend:
     assert message.endswith(f"leave it out (at a resume: ~backend.overrides.{name})")
 
 
-@pytest.mark.parametrize("field", ["use_dynamic_bsz=false", "use_remove_padding=false", "max_token_len_per_gpu=null"])
+@pytest.mark.parametrize("field", ["use_fused_kernels=false", "forward_only=false", "pad_to_length_bucket=null"])
 def test_a_setting_that_asks_for_what_is_done_anyway_is_let_through(field: str) -> None:
     check(compose([f"backend.overrides.{field}"]))
 

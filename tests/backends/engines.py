@@ -369,7 +369,14 @@ def _merge(actor: Path, target: Path) -> None:
 
 
 def _engine(
-    model: str, strategy: str, fsdp_size: int, dtype: str = "fp32", attention: str = "sdpa", **of_model: Any
+    model: str,
+    strategy: str,
+    fsdp_size: int,
+    dtype: str = "fp32",
+    attention: str = "sdpa",
+    packed: bool = False,
+    sharing: int = 1,
+    **of_model: Any,
 ) -> Any:
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -380,7 +387,7 @@ def _engine(
         strategy,
         model_config=HFModelConfig(
             path=model,
-            use_remove_padding=False,
+            use_remove_padding=packed,
             enable_gradient_checkpointing=False,
             override_config={"attn_implementation": attention},
             **of_model,
@@ -388,6 +395,7 @@ def _engine(
         engine_config=FSDPEngineConfig(
             strategy=strategy,
             fsdp_size=fsdp_size,
+            ulysses_sequence_parallel_size=sharing,
             model_dtype=dtype,
             mixed_precision={"param_dtype": "bf16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
             use_torch_compile=False,
@@ -405,6 +413,20 @@ def _engine(
 def adapted(model: Path, strategy: str, lora_rank: int, targets: Any = "all-linear") -> Any:
     """An engine that trains an adapter on all ranks."""
     return _engine(str(model), strategy, -1, lora_rank=lora_rank, lora_alpha=8, target_modules=targets)
+
+
+def packing(model: Path, strategy: str, sharing: int = 1) -> Any:
+    """An engine that takes sequences without padding, each of which so many ranks share."""
+    from trinity_sync.backends import packed_attention
+    from trinity_sync.backends.packing import ATTENTION
+
+    packed_attention.register()
+    return _engine(str(model), strategy, -1, attention=ATTENTION, packed=True, sharing=sharing)
+
+
+def padding(model: Path, strategy: str) -> Any:
+    """An engine that pads sequences to the longest of a micro-batch."""
+    return _engine(str(model), strategy, -1)
 
 
 def write_state(state: Any, form: str, actor: Path) -> None:

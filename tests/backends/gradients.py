@@ -15,12 +15,14 @@ LENGTHS = ((5, 9), (9, 3), (7, 6), (2, 10))
 """Of prompt and response of each sequence of a rank."""
 
 
-def gradients(engine: Any, model: Path) -> list[dict[str, Any]]:
+def gradients(engine: Any, model: Path, longer: int = 0, **batching: Any) -> list[dict[str, Any]]:
     """Compare GRPO's gradient with and without an entropy bonus. Collective; changes nothing of the engine.
 
     Args:
         engine: verl's, initialised, with the weights of `model`.
         model: a folder.
+        longer: tokens that the responses of a data-parallel rank have more than those of the one before.
+        batching: of `grpo_batch`, in place of two sequences in a micro-batch.
 
     Returns:
         For each coefficient of the bonus: ``wanted`` (loss and entropy, by hand); where the rank computes them,
@@ -32,7 +34,7 @@ def gradients(engine: Any, model: Path) -> list[dict[str, Any]]:
     from trinity_sync.trainer.batch import grpo_batch
 
     ranks, rank = engine.get_data_parallel_size(), engine.get_data_parallel_rank()
-    reference, samples = _reference(engine, model), [_samples(engine, of) for of in range(ranks)]
+    reference, samples = _reference(engine, model), [_samples(engine, of, of * longer) for of in range(ranks)]
     olds = [[_log_probs(reference, *sample)[0].detach() for sample in of_rank] for of_rank in samples]
     prompts, responses, advantages = zip(*samples[rank], strict=True)
     facts = []
@@ -44,8 +46,7 @@ def gradients(engine: Any, model: Path) -> list[dict[str, Any]]:
             [old.numpy() for old in olds[rank]],
             advantages,
             temperature=TEMPERATURE,
-            micro_batch=2,
-            global_mini_batch=len(LENGTHS) * ranks,
+            **{"micro_batch": 2, "global_mini_batch": len(LENGTHS) * ranks} | batching,
             entropy=algorithm.needs_entropy,
         )
         wanted = _by_hand(reference, coefficient, list(chain(*samples)), list(chain(*olds)))
@@ -144,12 +145,12 @@ def _as_held(found: Mapping[str, Any], name: str, experts: int) -> Any:
     )
 
 
-def _samples(engine: Any, rank: int) -> list[tuple[Any, Any, float]]:
+def _samples(engine: Any, rank: int, longer: int) -> list[tuple[Any, Any, float]]:
     """Prompt, response and advantage of each sequence of a rank; the padding token is among their tokens."""
     import numpy as np
 
     draw, tokens = np.random.default_rng([11, rank]), engine.model_config.hf_config.vocab_size
-    samples = [(draw.integers(0, tokens, a), draw.integers(0, tokens, b), draw.normal()) for a, b in LENGTHS]
+    samples = [(draw.integers(0, tokens, a), draw.integers(0, tokens, b + longer), draw.normal()) for a, b in LENGTHS]
     samples[0][1][2] = engine.model_config.hf_config.pad_token_id
     return samples
 

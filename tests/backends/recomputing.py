@@ -8,9 +8,13 @@ SAMPLED = -9.0
 """The sampler's log-prob of each token: one that no small model gives any."""
 
 
-def recomputing(engine: Any) -> dict[str, Any]:
+def recomputing(engine: Any, **batching: Any) -> dict[str, Any]:
     """Recompute log-probs of samples, and go forward and backward with the loss as a step does. Collective; changes
     nothing of the engine.
+
+    Args:
+        engine: verl's, initialised.
+        batching: of `grpo_batch`, in place of two sequences in a micro-batch; two micro-batches, too.
 
     Returns:
         ``changed``: how many of this rank's tokens have another log-prob than the sampler's. ``ppo_kl`` and
@@ -33,7 +37,14 @@ def recomputing(engine: Any) -> dict[str, Any]:
     size = len(drawn) * engine.get_data_parallel_size()
     data = recomputed(
         engine,
-        grpo_batch(prompts, answers, sampled, np.ones(4), temperature=0.7, micro_batch=2, global_mini_batch=size),
+        grpo_batch(
+            prompts,
+            answers,
+            sampled,
+            np.ones(4),
+            temperature=0.7,
+            **{"micro_batch": 2, "global_mini_batch": size} | batching,
+        ),
     )
     config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, rollout_n=1)
     correction = RolloutCorrectionConfig(

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.errors import RunError
+from trinity_sync.trainer.batch import check_fits, grpo_batch, micro_batch_size, sft_batch, share
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5))
@@ -32,6 +33,32 @@ def test_a_mini_batch_has_the_same_sequences_on_any_number_of_ranks(mini_batches
 
     for number in range(mini_batches):
         assert mini_batch(number, ranks) == mini_batch(number, 1)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(0, 99))
+def test_balanced_ranks_share_every_sequence_of_a_mini_batch_once(
+    ranks: int, mini_batches: int, local: int, seed: int
+) -> None:
+    count = ranks * mini_batches * local
+    tokens = np.random.default_rng(seed).integers(1, 50, count)
+    shares = [share(count, rank, ranks, mini_batches, balanced=tokens) for rank in range(ranks)]
+    for number in range(mini_batches):
+        block = np.concatenate([of_one[number * local :][:local] for of_one in shares])
+        assert sorted(block) == list(range(number * ranks * local, (number + 1) * ranks * local))
+
+
+def test_balanced_ranks_have_about_as_many_tokens() -> None:
+    tokens = [40, 40, 39, 38, 2, 3, 4, 2]
+    shares = [share(8, rank, 2, 1, balanced=tokens) for rank in range(2)]
+    assert abs(sum(tokens[i] for i in shares[0]) - sum(tokens[i] for i in shares[1])) <= 2
+
+
+def test_a_sequence_that_is_longer_than_a_micro_batch_is_refused() -> None:
+    check_fits(np.array([3, 8]), 4, 2)
+    check_fits(np.array([], np.int64), 4, 2)
+    check_fits(np.array([3, 8]), None, 1)
+    with pytest.raises(RunError, match=r"has 9 tokens, .* trainer.max_tokens is 4; set it to 5 or more"):
+        check_fits(np.array([3, 9]), 4, 2)
 
 
 def test_sequences_that_do_not_divide_are_refused() -> None:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trinity_sync.backends.option import PADDED, BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.packing import unpackable
+from trinity_sync.backends.token_checks import check_packing, check_sharing, refused
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.schema import Config, FsdpConfig
 from trinity_sync.errors import ConfigError
@@ -29,25 +31,35 @@ def _check_fsdp_size(get: Get) -> Iterator[Problem]:
 class FsdpOption(FsdpConfig, BackendOption):
     """FSDP1 and FSDP2; `strategy` says which."""
 
-    checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size,)
+    checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size, check_sharing, check_packing)
     engine_keys: ClassVar[Mapping[str, str]] = {
         "dtype": "backend.param_dtype",
         "model_dtype": "backend.master_dtype",
         "mixed_precision": "backend.param_dtype and backend.reduce_dtype",
+        "ulysses_sequence_parallel_size": "backend.sp",
     }
     useless: ClassVar[Mapping[str, str]] = {
         **BackendOption.useless,
-        "ulysses_sequence_parallel_size": PADDED,
-        "entropy_from_logits_with_chunking": PADDED,
-        "entropy_from_logits_chunk_size": PADDED,
+        "entropy_from_logits_with_chunking": PACKED,
+        "entropy_from_logits_chunk_size": PACKED,
     }
     trains_adapters: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "fsdp2"})
+
+    @classmethod
+    def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
+        ranks, sharing = get("backend.ranks"), get("backend.sp")
+        if sharing == 1:
+            return super().sharing_ranks(get)
+        if ranks % sharing:
+            return None  # said by `check_sharing`
+        return ranks // sharing, "data-parallel ranks (backend.ranks / backend.sp)"
 
     def engine_fields(self, cfg: Config) -> dict[str, Any]:
         return {
             "strategy": self.strategy,
             "fsdp_size": self.fsdp_size,
+            "ulysses_sequence_parallel_size": self.sp,
             "model_dtype": self.master_dtype,
             "mixed_precision": {
                 "param_dtype": self.param_dtype,
@@ -91,6 +103,15 @@ class FsdpOption(FsdpConfig, BackendOption):
         # one it gets an optimizer, which holds nothing before its first step. The dtype stays that of the master
         # weights: verl casts buffers to it as well, and in bf16 the frequencies of rotary embeddings are others.
         return {**engine, "forward_only": torch.cuda.is_available()}
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        return self.sp
+
+    def packs(self, model: Mapping[str, Any], attention: str, wanted: str) -> bool:
+        if text := refused(wanted, self.sp, model, attention):
+            raise ConfigError(" ".join(text))
+        return wanted != "never" and unpackable(model, attention) is None
 
     def divide_in_fp32(self, engine: Any) -> None:
         from trinity_sync.backends.fsdp import logits_in_fp32

@@ -12,17 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from trinity_sync.backends.token_checks import check_max_tokens
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.schema import BackendConfig, Config
 
 _BATCH_KEYS = {
-    name: "trainer.micro_batch_size" for name in ("micro_batch_size_per_gpu", "infer_micro_batch_size_per_gpu")
+    "micro_batch_size_per_gpu": "trainer.micro_batch_size",
+    "infer_micro_batch_size_per_gpu": "trainer.micro_batch_size",
+    "use_dynamic_bsz": "trainer.max_tokens",
+    "max_token_len_per_gpu": "trainer.max_tokens",
+    "infer_max_token_len_per_gpu": "trainer.max_tokens",
+    "use_remove_padding": "trainer.remove_padding",
 }
-PADDED = (
-    "needs sequences packed without padding, and here they are padded to the longest of a micro-batch; leave it out"
-)
+PACKED = "needs sequences packed without padding, and is not tried with those; leave it out"
 """Why a field of verl's engine config is `useless`."""
-_COUNTED = "counts tokens, and micro-batches have trainer.micro_batch_size sequences here; leave it out"
 
 
 class BackendOption(ABC):
@@ -47,12 +50,8 @@ class BackendOption(ABC):
     checks: ClassVar[tuple[Check, ...]] = ()
     engine_keys: ClassVar[Mapping[str, str]] = {}
     useless: ClassVar[Mapping[str, str]] = {
-        "use_dynamic_bsz": _COUNTED,
-        "max_token_len_per_gpu": _COUNTED,
-        "infer_max_token_len_per_gpu": _COUNTED,
-        "use_remove_padding": PADDED,
-        "pad_to_length": PADDED,
-        "pad_to_length_bucket": PADDED,
+        "pad_to_length": PACKED,
+        "pad_to_length_bucket": PACKED,
         "use_fused_kernels": "needs a fused output layer, which is not put in here; leave it out",
         "forward_only": "leaves out the optimizer, and a trainer needs one; leave it out",
     }
@@ -67,7 +66,7 @@ class BackendOption(ABC):
     @classmethod
     def all_checks(cls) -> tuple[Check, ...]:
         """Its own, and those of every engine."""
-        return (*cls.checks, partial(check_overrides, cls), partial(check_adapters, cls))
+        return (*cls.checks, check_max_tokens, partial(check_overrides, cls), partial(check_adapters, cls))
 
     @classmethod
     def sharing_ranks(cls, get: Get) -> tuple[int, str] | None:
@@ -107,6 +106,24 @@ class BackendOption(ABC):
         return None
 
     # -- in a rank of the trainer
+
+    @property
+    def ranks_per_sequence(self) -> int:
+        """Among how many ranks each sequence is divided."""
+        return 1
+
+    def packs(self, model: Mapping[str, Any], attention: str, wanted: str) -> bool:
+        """Whether the engine computes a model's sequences without padding, one after another.
+
+        Args:
+            model: the fields of its Hugging Face config.
+            attention: `model.attn_implementation`.
+            wanted: `trainer.remove_padding`.
+
+        Raises:
+            ConfigError: it is asked to, and cannot; names the key.
+        """
+        return False
 
     def make_model(
         self, engine: Mapping[str, Any], architecture: Mapping[str, object], seed: int, folder: Path

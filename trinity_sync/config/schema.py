@@ -51,6 +51,7 @@ class FsdpConfig(BackendConfig):
     """FSDP1 and FSDP2 of PyTorch, through verl's engine."""
 
     fsdp_size: int = number(at_least=-1)
+    sp: int = number(at_least=1)
     master_dtype: str = choice("fp32", "bf16")
     param_dtype: str = choice(*DTYPES)
     reduce_dtype: str = choice(*DTYPES)

@@ -30,6 +30,9 @@ class TrainerConfig:
     schedule: str = choice("lockstep", "free")
     deterministic: bool = MISSING
     micro_batch_size: int = number(at_least=1)
+    max_tokens: int | None = number(at_least=1)
+    balance_tokens: bool = MISSING
+    remove_padding: str = choice("auto", "always", "never")
     mini_batches: int = number(at_least=1)
     epochs: int = number(at_least=1)
     gradient_checkpointing: bool = MISSING

@@ -217,6 +217,11 @@ class SampleBatch:
         """Tokens of all responses."""
         return len(self.responses.ids)
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, prompt and response together."""
+        return self.prompt_rows.lengths[self.prompt_of] + self.responses.lengths
+
     def groups(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Find the samples that have step and prompt in common.
 
@@ -285,6 +290,11 @@ class PairBatch:
     def token_count(self) -> int:
         """Tokens that are learnt."""
         return int(self.learnt.sum())
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each pair, prompt and response together."""
+        return self.prompt_rows.lengths + self.responses.lengths
 
     def prompt_ids(self, index: int) -> NDArray[np.int64]:
         """Return a copy of the prompt's tokens."""

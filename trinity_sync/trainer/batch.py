@@ -9,26 +9,80 @@ response only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NotRequired, TypedDict, Unpack
 
 import numpy as np
 import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.dataset_utils import DatasetPadMode
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
+
+from trinity_sync.errors import RunError
 
 
-def share(count: int, rank: int, ranks: int, mini_batches: int) -> np.ndarray:
+class Batching(TypedDict):
+    """How many sequences meet in a forward and backward, and in an optimizer step.
+
+    Attributes:
+        micro_batch: sequences per forward and backward.
+        global_mini_batch: sequences per optimizer step over all ranks.
+        max_tokens: per forward and backward and rank, in place of `micro_batch`; None: no limit.
+        packed: compute the sequences one after another, without padding, by an engine that is built for it.
+    """
+
+    micro_batch: int
+    global_mini_batch: int
+    max_tokens: NotRequired[int | None]
+    packed: NotRequired[bool]
+
+
+def share(
+    count: int, rank: int, ranks: int, mini_batches: int, *, balanced: Sequence[int] | np.ndarray | None = None
+) -> np.ndarray:
     """Return the indices of the sequences that a data-parallel rank trains on, mini-batch after mini-batch.
 
     Mini-batch m is the m-th contiguous block of the sorted samples and is cut evenly over the ranks, so which samples
     meet in an optimizer step does not depend on the number of ranks.
+
+    Args:
+        count: of all sequences.
+        rank: the data-parallel rank.
+        ranks: how many there are.
+        mini_batches: optimizer steps.
+        balanced: tokens of each sequence, for ranks that are to have about as many of each mini-batch, in as many
+            sequences; None: each has a contiguous block.
 
     Raises:
         ValueError: `count` does not divide by `ranks` x `mini_batches`.
     """
     if count % (ranks * mini_batches):
         raise ValueError(f"{count} sequences do not divide into {mini_batches} mini-batches over {ranks} ranks")
-    return np.arange(count).reshape(mini_batches, ranks, -1)[:, rank].reshape(-1)
+    blocks = np.arange(count).reshape(mini_batches, -1)
+    if balanced is None:
+        return blocks.reshape(mini_batches, ranks, -1)[:, rank].reshape(-1)
+    tokens = np.asarray(balanced)
+    cuts = [get_seqlen_balanced_partitions(tokens[block].tolist(), ranks, equal_size=True) for block in blocks]
+    return np.concatenate([block[cut[rank]] for block, cut in zip(blocks, cuts, strict=True)])
+
+
+def check_fits(lengths: np.ndarray, max_tokens: int | None, sharing: int) -> None:
+    """Check that each sequence of a step fits into a micro-batch.
+
+    Args:
+        lengths: tokens of each, on all ranks.
+        max_tokens: of a micro-batch and rank; None: no limit.
+        sharing: ranks that share a sequence.
+
+    Raises:
+        RunError: one does not; the same on every rank.
+    """
+    longest = int(lengths.max(initial=0))
+    if max_tokens is not None and longest > max_tokens * sharing:
+        raise RunError(
+            f"a sequence has {longest} tokens, prompt and response together, and trainer.max_tokens is {max_tokens}; "
+            f"set it to {-(-longest // sharing)} or more, or shorten the task's responses or prompts"
+        )
 
 
 def micro_batch_size(local: int, at_most: int) -> int:
@@ -45,10 +99,9 @@ def grpo_batch(
     advantages: np.ndarray,
     *,
     temperature: float,
-    micro_batch: int,
-    global_mini_batch: int,
     entropy: bool = False,
     staleness: Sequence[np.ndarray] | None = None,
+    **batching: Unpack[Batching],
 ) -> TensorDict:
     """Make a rank's share of a GRPO step for `trainer.algorithms.policy_loss`. The sampler's log-probs are in it twice:
     as `rollout_log_probs`, and as `old_log_probs`, which `recomputed` replaces.
@@ -59,94 +112,77 @@ def grpo_batch(
         log_probs: float32 log-probs of the response tokens under the sampler.
         advantages: float64, one per sequence, given to each of its response tokens.
         temperature: the sampler's temperature.
-        micro_batch: sequences per forward and backward.
-        global_mini_batch: sequences per optimizer step over all ranks.
         entropy: have the engine compute the entropy of each token's distribution beside its log-prob.
         staleness: int64, of each response token, in steps; None: it is not known.
+        batching: see `Batching`.
     """
     lengths = [len(response) for response in responses]
-    sampled = _jagged([torch.from_numpy(item) for item in log_probs])
+    sampled = _jagged(np.concatenate(log_probs), lengths)
+    of_tokens = np.repeat(np.asarray(advantages, np.float32), lengths)
     tensors = {
         **_sequences(prompts, responses),
-        "prompts": _jagged([torch.from_numpy(prompt) for prompt in prompts]),
-        "responses": _jagged([torch.from_numpy(response) for response in responses]),
-        "response_mask": _jagged([torch.ones(length, dtype=torch.int64) for length in lengths]),
+        "prompts": _jagged(np.concatenate(prompts), [len(prompt) for prompt in prompts]),
+        "responses": _jagged(np.concatenate(responses), lengths),
+        "response_mask": _jagged(np.ones(sum(lengths), np.int64), lengths),
         "rollout_log_probs": sampled,
         "old_log_probs": sampled,
-        "advantages": _jagged(
-            [
-                torch.full((length,), float(value), dtype=torch.float32)
-                for length, value in zip(lengths, advantages, strict=True)
-            ]
-        ),
+        "advantages": _jagged(of_tokens, lengths),
     }
     if staleness is not None:
-        tensors["staleness"] = _jagged([torch.from_numpy(item) for item in staleness])
-    return _with_settings(
-        tensors,
-        temperature=temperature,
-        micro_batch=micro_batch,
-        global_mini_batch=global_mini_batch,
-        entropy=entropy,
-    )
+        tensors["staleness"] = _jagged(np.concatenate(staleness), lengths)
+    return _with_settings(tensors, batching, temperature=temperature, entropy=entropy)
 
 
 def sft_batch(
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
     *,
-    micro_batch: int,
-    global_mini_batch: int,
     learnt: Sequence[np.ndarray] | None = None,
+    **batching: Unpack[Batching],
 ) -> TensorDict:
     """Make a rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`, and `learnt`: bool
     per sequence, which tokens of the response are learnt; None: all.
     """
-    return _with_settings(
-        _sequences(prompts, responses, learnt),
-        temperature=1.0,
-        micro_batch=micro_batch,
-        global_mini_batch=global_mini_batch,
-    )
+    return _with_settings(_sequences(prompts, responses, learnt), batching, temperature=1.0)
 
 
 def _sequences(
     prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], learnt: Sequence[np.ndarray] | None = None
 ) -> dict[str, torch.Tensor]:
-    ids = [torch.from_numpy(np.concatenate(pair)) for pair in zip(prompts, responses, strict=True)]
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    parts = [part for pair in zip(prompts, responses, strict=True) for part in pair]
     marks = [np.ones(len(response), np.bool_) for response in responses] if learnt is None else learnt
-    masks = [
-        torch.from_numpy(np.concatenate([np.zeros(len(prompt), np.float32), mark.astype(np.float32)]))
-        for prompt, mark in zip(prompts, marks, strict=True)
-    ]
+    masks = [part for pair in zip(prompts, marks, strict=True) for part in (np.zeros(len(pair[0]), np.bool_), pair[1])]
     return {
-        "input_ids": _jagged(ids),
-        "position_ids": _jagged([torch.arange(len(item)) for item in ids]),
-        "loss_mask": _jagged(masks),
+        "input_ids": _jagged(np.concatenate(parts), lengths),
+        "position_ids": _jagged(np.concatenate([np.arange(length) for length in lengths]), lengths),
+        "loss_mask": _jagged(np.concatenate(masks).astype(np.float32), lengths),
     }
 
 
-def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+def _jagged(values: np.ndarray, lengths: Sequence[int]) -> torch.Tensor:
+    """Make rows of such lengths, which lie end to end in `values`."""
+    # from a list of rows torch makes the same, one by one
+    offsets = torch.from_numpy(np.cumsum([0, *lengths]))
+    return torch.nested.nested_tensor_from_jagged(
+        torch.from_numpy(values), offsets, min_seqlen=min(lengths), max_seqlen=max(lengths)
+    )
 
 
 def _with_settings(
-    tensors: dict[str, torch.Tensor],
-    *,
-    temperature: float,
-    micro_batch: int,
-    global_mini_batch: int,
-    entropy: bool = False,
+    tensors: dict[str, torch.Tensor], batching: Batching, *, temperature: float, entropy: bool = False
 ) -> TensorDict:
+    max_tokens = batching.get("max_tokens")
     settings: dict[str, object] = {
         "calculate_entropy": entropy,
-        "use_remove_padding": False,
-        "use_dynamic_bsz": False,
+        "use_remove_padding": batching.get("packed", False),
+        "use_dynamic_bsz": max_tokens is not None,
+        "max_token_len_per_gpu": max_tokens,
         "use_fused_kernels": False,
-        "micro_batch_size_per_gpu": micro_batch,
+        "micro_batch_size_per_gpu": batching["micro_batch"],
         "pad_mode": DatasetPadMode.NO_PADDING,
         "pad_token_id": 0,
         "temperature": temperature,
-        "global_batch_size": global_mini_batch,
+        "global_batch_size": batching["global_mini_batch"],
     }
     return tu.get_tensordict(tensor_dict=tensors, non_tensor_dict=settings)

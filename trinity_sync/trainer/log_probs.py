@@ -35,7 +35,9 @@ def with_log_probs(
     """
     data = data.copy()
     asked = data.copy()  # the engine notes in it what it has found
-    tu.assign_non_tensor(asked, calculate_entropy=False)
+    # a reference may be of a family that packs no sequences, or be one where the trained model is none
+    packed = engine.model_config.use_remove_padding
+    tu.assign_non_tensor(asked, calculate_entropy=False, use_remove_padding=packed)
     with engine.eval_mode(), inside or nullcontext(), torch.no_grad():
         output = engine.infer_batch(asked)
     if output:

@@ -38,6 +38,9 @@ class WorkerSpec:
         algorithm: what is trained for.
         mini_batches, epochs: optimizer steps per training step, passes over the samples.
         micro_batch_size: sequences per forward and backward and rank, at most.
+        max_tokens: likewise, in place of that; None: no limit.
+        balance_tokens: ranks train on about as many tokens each.
+        remove_padding: ``auto``, ``always`` or ``never`` (`trainer.remove_padding`).
         reference: folder or hub id of the model that the algorithm's reference is; None: it has none, or it is the base
             of the adapter.
         temperature: of the sampler; log-probs are recomputed with it.
@@ -66,6 +69,9 @@ class WorkerSpec:
     mini_batches: int
     epochs: int
     micro_batch_size: int
+    max_tokens: int | None = None
+    balance_tokens: bool = False
+    remove_padding: str = "never"
     reference: str | None = None
     temperature: float
     seed: int
@@ -138,6 +144,9 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         mini_batches=trainer.mini_batches,
         epochs=trainer.epochs,
         micro_batch_size=trainer.micro_batch_size,
+        max_tokens=trainer.max_tokens,
+        balance_tokens=trainer.balance_tokens,
+        remove_padding=trainer.remove_padding,
         reference=_reference(algorithm, None if lora else given or model_path),
         temperature=cfg.explorer.temperature,
         seed=cfg.seed,

@@ -17,14 +17,17 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
 from trinity_sync.actors.rank import RankInfo, Untrained
+from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.engines import Engine
 from trinity_sync.backends.lora import check_adapter
+from trinity_sync.backends.packing import ATTENTION
 from trinity_sync.backends.saved import check_causal, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
@@ -35,7 +38,7 @@ from trinity_sync.models.hub import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
 from trinity_sync.trainer.base_model import check_held
-from trinity_sync.trainer.batch import grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.trainer.batch import Batching, check_fits, grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.log_probs import recomputed
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.reference import BaseOfAdapter, ReferenceModel, reference_digest, reference_spec
@@ -60,7 +63,8 @@ class TrinityWorker(Member, TrainingWorker):
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         join_group(backend, spec.timeout_s)
         spec.backend.prepare()
-        super().__init__(_worker_config(spec))
+        log_probs.install()
+        super().__init__(worker_config(spec))
 
     def initialise(self) -> RankInfo:
         """Build model, optimizer and scheduler. Collective.
@@ -103,7 +107,7 @@ class TrinityWorker(Member, TrainingWorker):
         """What the policy is compared with; None: nothing. Collective."""
         spec = self._spec
         if spec.reference is not None:
-            config = _worker_config(reference_spec(spec, spec.reference))
+            config = worker_config(reference_spec(spec, spec.reference))
             return ReferenceModel(config, spec.reference, self.engine.model_config.hf_config.vocab_size)
         return BaseOfAdapter(self.engine) if spec.algorithm.needs_reference else None
 
@@ -123,15 +127,19 @@ class TrinityWorker(Member, TrainingWorker):
         started = time.perf_counter()
         spec = self._spec
         ranks = self.engine.get_data_parallel_size()
-        mine = share(len(batch), self.engine.get_data_parallel_rank(), ranks, spec.mini_batches)
+        check_fits(batch.lengths, spec.max_tokens, spec.backend.ranks_per_sequence)
+        balanced = batch.lengths if spec.balance_tokens else None
+        mine = share(len(batch), self.engine.get_data_parallel_rank(), ranks, spec.mini_batches, balanced=balanced)
         local = len(mine) // spec.mini_batches
-        settings = {
-            "micro_batch": micro_batch_size(local, spec.micro_batch_size),
-            "global_mini_batch": len(batch) // spec.mini_batches,
-        }
+        batching = Batching(
+            micro_batch=micro_batch_size(local, spec.micro_batch_size),
+            global_mini_batch=len(batch) // spec.mini_batches,
+            max_tokens=spec.max_tokens,
+            packed=self.model_config.use_remove_padding,
+        )
         prompts, responses = [batch.prompt_ids(i) for i in mine], [batch.response_ids(i) for i in mine]
         if isinstance(batch, PairBatch):
-            data = sft_batch(prompts, responses, learnt=[batch.learnt_of(i) for i in mine], **settings)
+            data = sft_batch(prompts, responses, learnt=[batch.learnt_of(i) for i in mine], **batching)
         else:
             assert advantages is not None, "samples come with advantages"
             sampled = [batch.log_probs_of(i) for i in mine]
@@ -143,7 +151,7 @@ class TrinityWorker(Member, TrainingWorker):
                 temperature=spec.temperature,
                 entropy=spec.algorithm.needs_entropy,
                 staleness=[batch.spans.staleness(i, step) for i in mine],
-                **settings,
+                **batching,
             )
             if spec.algorithm.recomputes:
                 data = recomputed(self.engine, data)
@@ -172,16 +180,31 @@ class TrinityWorker(Member, TrainingWorker):
                 self.engine.lr_scheduler_step()
 
 
-def _worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
+def worker_config(spec: WorkerSpec) -> TrainingWorkerConfig:
+    """Make what verl builds the engine of, packing sequences where the model takes it.
+
+    Raises:
+        ConfigError: it is to be, and does not; names the key.
+    """
     engine, optimizer = spec.backend.engine_configs(spec.engine, spec.optimizer)
+    model = AutoConfig.from_pretrained(local_folder(spec.model_path), trust_remote_code=spec.trust_remote_code)
+    packed = spec.backend.packs(model.to_dict(), spec.attn_implementation, spec.remove_padding)
+    attention = spec.attn_implementation
+    if packed and attention == "sdpa":
+        packed_attention.register()
+        attention = ATTENTION
     return TrainingWorkerConfig(
         model_type="language_model",
         model_config=HFModelConfig(
             path=spec.model_path,
-            use_remove_padding=False,
+            use_remove_padding=packed,
             trust_remote_code=spec.trust_remote_code,
             enable_gradient_checkpointing=spec.gradient_checkpointing,
-            override_config={"attn_implementation": spec.attn_implementation},
+            # the second is what checkpoints say of the model
+            override_config={
+                "attn_implementation": attention,
+                "model_config": {"attn_implementation": spec.attn_implementation},
+            },
             **spec.lora,
         ),
         engine_config=engine,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from trinity_sync.backends.megatron.families import FAMILIES, WITH_EXPERTS, dense_layers
 from trinity_sync.backends.megatron.resume import check_layout
-from trinity_sync.backends.option import PADDED, BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.option import PACKED, BackendOption, adam_fields, shared_fields
+from trinity_sync.backends.token_checks import check_unpadded
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, MegatronConfig
@@ -124,7 +126,13 @@ def _check_settings(get: Get) -> Iterator[Problem]:
 class MegatronOption(MegatronConfig, BackendOption):
     """Tensor, pipeline, data and sequence parallel training."""
 
-    checks: ClassVar[tuple[Check, ...]] = (_check_ranks, _check_model, _check_experts, _check_settings)
+    checks: ClassVar[tuple[Check, ...]] = (
+        _check_ranks,
+        _check_model,
+        _check_experts,
+        _check_settings,
+        partial(check_unpadded, "megatron"),
+    )
     engine_keys: ClassVar[Mapping[str, str]] = {
         "tensor_model_parallel_size": "backend.tp",
         "pipeline_model_parallel_size": "backend.pp",
@@ -135,9 +143,9 @@ class MegatronOption(MegatronConfig, BackendOption):
     }
     useless: ClassVar[Mapping[str, str]] = {
         **BackendOption.useless,
-        "context_parallel_size": PADDED,
-        "dynamic_context_parallel": PADDED,
-        "max_seqlen_per_dp_cp_rank": PADDED,
+        "context_parallel_size": PACKED,
+        "dynamic_context_parallel": PACKED,
+        "max_seqlen_per_dp_cp_rank": PACKED,
     }
     reads: ClassVar[frozenset[str]] = frozenset({"megatron"})
     writes_own_files: ClassVar[bool] = True

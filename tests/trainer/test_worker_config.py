@@ -1,0 +1,45 @@
+"""What verl is told to build, of a model that is packed and of one that is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trinity_sync.backends.packing import ATTENTION
+from trinity_sync.config import compose, typed
+from trinity_sync.errors import ConfigError
+from trinity_sync.models.factory import make_model
+from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.worker import worker_config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "model"
+    make_model(typed(compose()).model.architecture or {}, 0, folder)
+    return folder
+
+
+def built(model: Path, *overrides: str) -> tuple[bool, str, str]:
+    """Whether without padding, with which attention, and what a checkpoint's config.json says of that."""
+    config = worker_config(worker_spec(typed(compose(list(overrides))), str(model), "logs")).model_config
+    said = config.hf_config.to_dict()["attn_implementation"]
+    return config.use_remove_padding, config.hf_config._attn_implementation, said
+
+
+def test_sequences_are_packed_where_the_model_can_and_checkpoints_do_not_show_it(model: Path) -> None:
+    assert built(model) == (True, ATTENTION, "sdpa")
+
+
+@pytest.mark.parametrize("override", ["trainer.remove_padding=never", "backend=megatron"])
+def test_they_are_padded_where_that_is_asked_for_or_the_engine_cannot(model: Path, override: str) -> None:
+    assert built(model, override) == (False, "sdpa", "sdpa")
+
+
+def test_a_model_that_turns_out_not_to_pack_is_refused(model: Path) -> None:
+    """The driver does not know those of the hub."""
+    with pytest.raises(
+        ConfigError, match=r"trainer\.remove_padding is always, but model\.attn_implementation is eager"
+    ):
+        built(model, "trainer.remove_padding=always", "model.attn_implementation=eager")

@@ -1,0 +1,48 @@
+"""Which models take sequences packed without padding, one after another in one row (`trainer.remove_padding`). Imports
+nothing heavy, since the checks of a configuration ask, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ATTENTION = "trinity_packed"
+"""What transformers is told in place of sdpa, see `trinity_sync.backends.packed_attention`."""
+
+FAMILIES = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "granitemoe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Model families of transformers whose log-probs were compared, packed and padded."""
+
+
+def unpackable(model: Mapping[str, Any], attention: str) -> str | None:
+    """Tell why a model does not take packed sequences; None: it does.
+
+    Args:
+        model: the fields of its Hugging Face config.
+        attention: `model.attn_implementation`.
+    """
+    if attention == "eager":
+        return "model.attn_implementation is eager, which sees across the ends of packed sequences"
+    family = model.get("model_type")
+    if family not in FAMILIES:
+        return f"models of the family {family} are not among those that were tried so ({', '.join(FAMILIES)})"
+    layers = model.get("layer_types") or ()
+    windowed = [kind for kind in layers if kind != "full_attention"]
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    if windowed or (not layers and window is not None):
+        return f"the model has layers of {windowed[0] if windowed else 'sliding_attention'}, which are padded only"
+    return None
