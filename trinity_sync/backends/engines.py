@@ -26,6 +26,7 @@ class ModelConfig(Protocol):
     """What verl notes of the model that an engine trains."""
 
     hf_config: PretrainedConfig
+    use_remove_padding: bool
     local_path: str
     generation_config: GenerationConfig | None
     trust_remote_code: bool
