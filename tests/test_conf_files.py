@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,10 +128,23 @@ def test_the_default_experiment_is_the_measured_one() -> None:
     assert (cfg.task.digits, cfg.task.response_length) == (2, 3)
 
 
+def given(name: str, folder: Path) -> list[str]:
+    """What an experiment cannot know, as overrides of files below a folder."""
+    if name != "gsm8k":
+        return []
+    (folder / "config.json").write_text('{"model_type": "qwen3"}')
+    (folder / "rows.jsonl").write_text(json.dumps(ROW))
+    rows = folder / "rows.jsonl"
+    return [f"model.path={folder}", f"task.path={rows}", f"task.validation.path={rows}"]
+
+
+ROW = {"prompt": "1+1", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}, "extra_info": {}}
+
+
 @pytest.mark.parametrize("name", sorted(p.stem for p in (CONF / "experiment").glob("*.yaml")))
-def test_an_experiment_wins_over_the_defaults_and_loses_to_the_command_line(name: str) -> None:
+def test_an_experiment_wins_over_the_defaults_and_loses_to_the_command_line(name: str, tmp_path: Path) -> None:
     need(name)
-    cfg = config.compose([f"experiment={name}", "trainer.steps=7"])
+    cfg = config.compose([f"experiment={name}", "trainer.steps=7", *given(name, tmp_path)])
     config.check(cfg)
     assert cfg.name == name != config.compose().name
     assert cfg.trainer.steps == 7

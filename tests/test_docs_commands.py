@@ -22,6 +22,7 @@ import launch
 from tests.checkpoint.helpers import commit
 from tests.cli.stand_in import Computing, standing_in
 from tests.pages import PAGES, ROOT, Command, commands, missing, saved_commands, write_examples
+from tests.verl_rows import write_problems
 from trinity_sync import config
 from trinity_sync.cli import main as cli
 from trinity_sync.launch import app
@@ -78,6 +79,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "trinity_sync" / "models" / "published" / "qwen3-8b.json", folder / SHAPES)
     for name in ROWS:
         (folder / name).write_text('{"prompt": "a", "question": "a", "answer": "b", "response": "b"}\n')
+    (folder / "gsm8k").mkdir()
+    for split in ("train", "test"):
+        write_problems(folder / "gsm8k" / f"{split}.parquet", 2, split)
     (folder / "data" / "runs").mkdir(parents=True)
     write_examples(folder)
     return folder

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import launch
 from tests.cli.stand_in import StandIn, standing_in
+from tests.test_conf_files import given
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
 from trinity_sync.checkpoint.lock import locked
@@ -898,7 +899,7 @@ def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launche
     if experiment == "learning_rate":
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
     where = ["hydra.run.dir=here", "hydra.sweep.dir=here"]
-    assert start(f"experiment={experiment}", *where) == 0
+    assert start(f"experiment={experiment}", *given(experiment, Path.cwd()), *where) == 0
     swept = Path("here/multirun.yaml").exists()
     assert len(launcher.calls) == JOBS.get(experiment, 1)
     assert swept == (experiment in JOBS)
@@ -908,7 +909,23 @@ def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launche
     assert (again.cfg, again.run_dir, bool(again.resume)) == (last.cfg, last.run_dir, True)
 
 
-JOBS = {"staleness": 3, "sync_strategies": 12, "backends": 3, "checkpoint_cost": 8, "learning_rate": 12, "shapes": 6}
+JOBS = {
+    "staleness": 3,
+    "off_policy": 8,
+    "sync_strategies": 12,
+    "backends": 3,
+    "checkpoint_cost": 8,
+    "learning_rate": 12,
+    "shapes": 6,
+}
+    "staleness": 3,
+    "off_policy": 8,
+    "sync_strategies": 12,
+    "backends": 3,
+    "checkpoint_cost": 8,
+    "learning_rate": 12,
+    "shapes": 6,
+}
 """Of the experiments that are sweeps."""
 
 

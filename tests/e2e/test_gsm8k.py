@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 from tests.chat_models import make_chat_model
 from tests.e2e.runs import launch
-
-ASKED = 'Let\'s think step by step and output the final answer after "####".'
+from tests.verl_rows import ASKED, write_problems
 
 # What a machine without GPUs needs otherwise: fewer processes, and fewer and shorter answers.
 HERE = [
@@ -26,27 +23,6 @@ HERE = [
     "task.validation.prompts=3",
     "cluster.start_timeout_s=300",
 ]
-
-
-def write_problems(path: Path, count: int, split: str) -> Path:
-    """Sums, in the columns in which verl's data preparation writes GSM8K."""
-    rows = [
-        {
-            "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"Ann has {n} pens and buys {n + 2}. How many are there? {ASKED}"}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(2 * n + 2)},
-            "extra_info": {
-                "split": split,
-                "index": n,
-                "answer": f"{n} + {n + 2} = {2 * n + 2}\n#### {2 * n + 2}",
-                "question": f"Ann has {n} pens and buys {n + 2}. How many are there?",
-            },
-        }
-        for n in (range(count) if split == "train" else range(1000, 1000 + count))
-    ]
-    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    return path
 
 
 @pytest.mark.parametrize(
