@@ -78,7 +78,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / SHAPES).parent.mkdir()
     shutil.copy(ROOT / "trinity_sync" / "models" / "published" / "qwen3-8b.json", folder / SHAPES)
     for name in ROWS:
-        (folder / name).write_text('{"prompt": "a", "question": "a", "answer": "b", "response": "b"}\n')
+        (folder / name).write_text(
+            '{"prompt": "a", "question": "a", "answer": "b", "response": "b", '
+            '"data_source": "a", "reward_model": {"ground_truth": "b"}}\n'
+        )
     (folder / "gsm8k").mkdir()
     for split in ("train", "test"):
         write_problems(folder / "gsm8k" / f"{split}.parquet", 2, split)

@@ -52,15 +52,10 @@ def run_with(on_error: str, folder: Path, *overrides: str) -> Run:
         del os.environ["PYTHONPATH"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("on_error", "overrides"),
-    [
-        ("zero", ()),
-        pytest.param(
-            "skip", ("backend.ranks=2", "explorer.replicas=2", "task.reward.processes=2"), marks=pytest.mark.all
-        ),
-        pytest.param("skip", ("trainer.schedule=free", "sync.max_staleness=1"), marks=pytest.mark.all),
-    ],
+    [("zero", ()), ("skip", ("backend.ranks=2", "explorer.replicas=2", "task.reward.processes=2"))],
 )
 def test_a_run_goes_on_with_rewards_that_raise_and_hang_and_tells_of_them(
     tmp_path: Path, on_error: str, overrides: tuple[str, ...]

@@ -48,6 +48,7 @@ class World:
         self.dies_in: int | None = None
         self.losses: dict[int, float | None] = {}
         self.skipped: dict[int, int] = {}
+        self.unjudged: dict[int, str] = {}
         self.given_up: str | None = None
         self.refused: str | None = None
         self.lines: list[dict[str, Any]] = []
@@ -111,6 +112,7 @@ class World:
         if self.error is not None:
             raise self.error
         fixed: dict[str, Any] = {"prompt_ids": (1,), "response_ids": (2,), "log_probs": (-1.0,), "exact": None}
+        fixed["error"] = self.unjudged.get(step, "")
         return SampleBatch.of(
             [Sample(step=step, prompt=0, sample=0, version=(0, step - 1), reward=1.0, text="", finished=True, **fixed)]
         )
@@ -154,7 +156,7 @@ class World:
     def event(self, name: str, **fields: Any) -> None:
         if name == self.refused and fields["version"]:
             raise RunError("events.jsonl cannot be written: No space left on device")
-        self.happened.append((name, fields["step"] if name == "skipped_update" else fields["version"]))
+        self.happened.append((name, fields["version"] if "version" in fields else fields["step"]))
 
     def loop(self, **changes: Any) -> FreeLoop:
         stop = changes.pop("stop", None)
@@ -276,6 +278,13 @@ def test_an_update_that_was_skipped_is_an_event() -> None:
     world.skipped = {2: 1}
     world.loop().run()
     assert world.times("skipped_update") == [2]
+
+
+def test_responses_that_could_not_be_judged_are_an_event() -> None:
+    world = World()
+    world.unjudged = {2: "the reward function f failed"}
+    world.loop().run()
+    assert world.times("failed_rewards") == [2]
 
 
 def test_a_loss_that_nobody_gives_ends_the_run() -> None:
