@@ -48,7 +48,7 @@ def test_the_best_by_a_validation_are_kept_and_training_is_bitwise_that_without(
 
 
 @pytest.mark.all
-def test_a_run_that_goes_on_validates_as_one_that_was_never_interrupted_and_is_reproduced(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_validates_as_one_that_was_never_interrupted(tmp_path: Path) -> None:
     settings = (*VALIDATED, "trainer.steps=8", "explorer.replicas=2", "sync=memory")
     whole = launch(tmp_path / "whole", *settings)
     assert whole.code == 0, whole.output
@@ -67,4 +67,10 @@ def test_a_run_that_goes_on_validates_as_one_that_was_never_interrupted_and_is_r
 
     assert validated(run) == validated(whole)
     assert [line["step"] for line in validated(run)] == [0, 2, 4, 6, 8]
+
+
+@pytest.mark.all
+def test_a_run_with_validation_is_reproduced(tmp_path: Path) -> None:
+    run = launch(tmp_path / "run", *VALIDATED)
+    assert run.code == 0, run.output
     run.assert_reproduced()
