@@ -65,7 +65,6 @@ class Setup:
 
     Attributes:
         cfg: the run's configuration.
-        task: what it trains on, see `scanned_task`; None: nothing.
         folder: the run's folder.
         start: what the run begins with.
         recorder: takes what happens.
@@ -74,10 +73,10 @@ class Setup:
         use_gpu: ranks and explorers get a GPU each.
         last_step: after which the run is over.
         stop: set where the step under way is to be the last one.
+        task: what its loop trains on, see `scanned_task`; None: nothing.
     """
 
     cfg: DictConfig
-    task: Any
     folder: RunFolder
     start: Start
     recorder: Recorder
@@ -86,6 +85,7 @@ class Setup:
     use_gpu: bool
     last_step: int
     stop: threading.Event
+    task: Any = None
 
 
 class Actors:
