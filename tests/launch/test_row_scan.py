@@ -156,8 +156,8 @@ def test_without_a_tokenizer_here_rows_are_left_to_those_who_have_one(
 
 def test_a_task_without_a_file_is_not_looked_through() -> None:
     task, counts, validation = scanned_task(compose([]))
-    assert (type(task).__name__, counts, validation) == ("CopyDigits", None, [])
-    assert scanned_task(compose(["workload=bytes"])) == (None, None, [])
+    assert (type(task).__name__, counts, validation) == ("CopyDigits", None, ())
+    assert scanned_task(compose(["workload=bytes"])) == (None, None, ())
 
 
 @pytest.mark.usefixtures("here")

@@ -33,7 +33,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.host.logs import story
 from trinity_sync.launch.agents import close_agents, start_agents
 from trinity_sync.launch.cluster import Cluster
-from trinity_sync.launch.row_scan import Scanned
+from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.files import MANIFEST
 from trinity_sync.tracking.recorder import Recorder
@@ -68,7 +68,6 @@ class Setup:
 
     Attributes:
         cfg: the run's configuration.
-        scanned: what it trains and validates on.
         folder: the run's folder.
         start: what the run begins with.
         recorder: takes what happens.
@@ -77,10 +76,10 @@ class Setup:
         use_gpu: ranks and explorers get a GPU each.
         last_step: after which the run is over.
         stop: set where the step under way is to be the last one.
+        scanned: what its loop trains and validates on.
     """
 
     cfg: DictConfig
-    scanned: Scanned
     folder: RunFolder
     start: Start
     recorder: Recorder
@@ -89,6 +88,7 @@ class Setup:
     use_gpu: bool
     last_step: int
     stop: threading.Event
+    scanned: Scanned = NOTHING
 
 
 class Actors:

@@ -72,7 +72,11 @@ class Scanned(NamedTuple):
 
     task: Any
     counts: RowCounts | None
-    validation: list[Prompt]
+    validation: Sequence[Prompt]
+
+
+NOTHING = Scanned(None, None, ())
+"""Of a run without a task."""
 
 
 class _Encoder(Protocol):
@@ -132,12 +136,12 @@ def scanned_task(cfg: DictConfig) -> Scanned:
         RunError: the process that tokenises died, or said nothing for too long.
     """
     if cfg.workload.kind == "bytes":
-        return Scanned(None, None, [])
+        return NOTHING
     task = build_task(cfg.task, cfg.seed)
     counts = _look_through(cfg, task, cfg.task.get("path"))
     validating = validation_task(cfg)
     if validating is None:
-        return Scanned(task, counts, [])
+        return Scanned(task, counts, ())
     _look_through(cfg, validating, cfg.task.validation.get("path"))
     return Scanned(task, counts, validating.validation_prompts(cfg.task.validation.prompts))
 
