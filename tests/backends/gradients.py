@@ -145,7 +145,7 @@ def _as_held(found: Mapping[str, Any], name: str, experts: int) -> Any:
     )
 
 
-def _samples(engine: Any, rank: int, longer: int) -> list[tuple[Any, Any, float]]:
+def _samples(engine: Any, rank: int, longer: int = 0) -> list[tuple[Any, Any, float]]:
     """Prompt, response and advantage of each sequence of a rank; the padding token is among their tokens."""
     import numpy as np
 

@@ -918,14 +918,6 @@ JOBS = {
     "learning_rate": 12,
     "shapes": 6,
 }
-    "staleness": 3,
-    "off_policy": 8,
-    "sync_strategies": 12,
-    "backends": 3,
-    "checkpoint_cost": 8,
-    "learning_rate": 12,
-    "shapes": 6,
-}
 """Of the experiments that are sweeps."""
 
 
