@@ -26,16 +26,27 @@ from trinity_sync import config
 from trinity_sync.config import typed
 from trinity_sync.explorer.spec import explorer_spec
 from trinity_sync.launch.job import Job
+from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.models.factory import make_model
 from trinity_sync.trainer.spec import worker_spec
 
 ROOT = Path(config.__file__).parents[1]
 GROUPS = ("trainer", "algorithm", "samples", "task")
-NAMES = ("_target_", "_partial_", "kind")
-"""Keys that say which class it is."""
+NAMES = ("_target_", "_partial_", "_convert_", "kind")
+"""Keys that say which class it is, and how it is built."""
 
 FILE = {"prompt": "a", "answer": "1", "response": "b", "question": "c", "solution": "2", "said": "d"}
+CHAT = [{"role": "user", "content": "f"}, {"role": "assistant", "content": "g"}]
+OBJECTS = {
+    "data_source": "e",
+    "reward_model": {"ground_truth": "3"},
+    "messages": CHAT,
+    "chat": CHAT[::-1],
+    "enable": False,
+    "kit": [],
+}
+"""Of each row."""
 
 CLOCK = "_progress"
 """An attribute that says when it was made."""
@@ -47,6 +58,18 @@ OTHERS: Mapping[str, Any] = {
     "task.prompt_key": "question",
     "task.answer_key": "solution",
     "task.response_key": "said",
+    "task.messages_key": "chat",
+    "task.tools_key": "kit",
+    "task.enable_thinking_key": "enable",
+    "task.too_long": "truncate",
+    "task.chat_template": {"enable_thinking": False},
+    "task.reward.on_error": "zero",
+    "task.reward.function_path": "score.py",
+    "task.reward.function_name": "another",
+    "task.reward.reward_kwargs": {"method": "flexible"},
+    "algorithm.kl.reference": "another",
+    "algorithm.rollout_correction.rollout_rs": "token_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0",
 }
 """Other values of texts and lists. Of all else one is made up."""
 
@@ -55,6 +78,9 @@ RUNS = {
     "jsonl": ["task=jsonl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "free": ["trainer.schedule=free"],
     "sft": ["algorithm=sft", "task=pairs", "task.path=some.jsonl"],
+    "verl": ["task=verl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
+    "conversations": ["algorithm=sft", "task=conversations", "task.path=some.jsonl"],
+    "compared": ["algorithm.kl.measure=true", "algorithm.overlong.buffer=2"],
 }
 
 
@@ -72,16 +98,16 @@ def _leaves(node: Mapping[Any, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}.{name}"
 
 
-WHERE = {key: run for run in reversed(RUNS) for key in keys_of(run)}
-"""A run that has the key: the first one."""
+KEYS = {run: frozenset(keys_of(run)) for run in RUNS}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     made = tmp_path_factory.mktemp("run")
     for name, lines in {"some.jsonl": 6, "other.jsonl": 7}.items():
-        rows = [json.dumps({key: f"{value}{line}" for key, value in FILE.items()}) for line in range(lines)]
-        (made / name).write_text("\n".join(rows))
+        rows = [{key: f"{value}{line}" for key, value in FILE.items()} | OBJECTS for line in range(lines)]
+        (made / name).write_text("\n".join(map(json.dumps, rows)))
+    (made / "score.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): ...\n")
     make_model(ARCHITECTURE, 0, made / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(made)
@@ -91,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def changed(cfg: DictConfig, key: str) -> DictConfig:
     """The same with another value of a key, within its range."""
     found = cfg.copy()
-    OmegaConf.update(found, key, OTHERS[key] if key in OTHERS else _other(cfg, key))
+    OmegaConf.update(found, key, OTHERS[key] if key in OTHERS else _other(cfg, key), force_add=True)
     return found
 
 
@@ -123,14 +149,17 @@ def built(cfg: DictConfig, folder: Path) -> Any:
     if algorithm.explores:
         explorer = explorer_spec(run, model, "logs")
         parts += [vars(explorer) | {"task": None, "member": None}]
-    return content([*parts, config.build_task(cfg.task, cfg.seed), loop_of(cfg, model)])
+    task, validating = config.build_task(cfg.task, cfg.seed), config.validation_task(cfg)
+    asked = () if validating is None else validating.validation_prompts(cfg.task.validation.prompts)
+    return content([*parts, task, loop_of(cfg, model, Scanned(task, None, asked))])
 
 
-def loop_of(cfg: DictConfig, model: str) -> Any:
+def loop_of(cfg: DictConfig, model: str, scanned: Scanned) -> Any:
     job = Job.__new__(Job)
     free = cfg.trainer.schedule == "free"
     explores = cfg.algorithm.kind != "sft"
     pool = SimpleNamespace(clients={"explorer-0": None}) if explores else None
+    job._scanned = scanned
     job._cfg, job._last_step, job._stop = cfg, cfg.trainer.steps, threading.Event()
     job._recorder = SimpleNamespace(attempt=0, fault=None)  # type: ignore[assignment]
     job._start = Start(0, False, Path("checkpoints"), None)
@@ -184,15 +213,9 @@ def has_effect(key: str, run: str, folder: Path) -> bool:
     return key.startswith("algorithm.") and key.rpartition(".")[2] in read_in_trainer()
 
 
-@pytest.mark.parametrize("key", sorted(WHERE))
+@pytest.mark.parametrize("key", sorted(frozenset().union(*KEYS.values())))
 def test_a_key_changes_what_a_run_is_built_from(key: str, folder: Path) -> None:
-    runs = [WHERE[key], "free"] if key in keys_of_free() else [WHERE[key]]
-    assert any(has_effect(key, run, folder) for run in runs), f"{key} changes nothing"
-
-
-@cache
-def keys_of_free() -> frozenset[str]:
-    return frozenset(keys_of("free"))
+    assert any(has_effect(key, run, folder) for run in RUNS if key in KEYS[run]), f"{key} changes nothing"
 
 
 @pytest.mark.parametrize("run", RUNS)
