@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -49,12 +50,13 @@ def make_chat_model(folder: Path) -> Path:
             "head_dim": 8,
             "max_position_embeddings": 2048,
             "tie_word_embeddings": True,
-            "pad_token_id": tokenizer.pad_token_id,
-            "bos_token_id": tokenizer.convert_tokens_to_ids(_BEGIN),
-            "eos_token_id": tokenizer.eos_token_id,
         },
         0,
         folder,
     )
     tokenizer.save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((folder / name).read_text())
+        said |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+        (folder / name).write_text(json.dumps(said))
     return folder
