@@ -717,7 +717,9 @@ def test_an_explorer_builds_the_engine_of_ours(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_given_the_keys_that_ours_takes() -> None:
-    spec = explorer_spec(config.typed(config.compose(["sync.keep_fp32=[norm]", "model.lora.rank=8"])), "model", "logs")
+    rows = ["task=jsonl", "task.path=some", "task.too_long=truncate", "task.chat_template.enable_thinking=false"]
+    asked = config.compose(["sync.keep_fp32=[norm]", "model.lora.rank=8", *rows])
+    spec = explorer_spec(config.typed(asked), "model", "logs")
     taken = inspect.signature(load(config.TARGET, spec.engine[config.TARGET])).parameters
     assert set(spec.engine) - {config.TARGET} == set(taken) - {"device"}
     assert spec.engine["keep_fp32"] == ["norm"]

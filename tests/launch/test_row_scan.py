@@ -60,7 +60,7 @@ def test_the_first_that_is_too_long_is_named_and_how_many_there_are(
 
 @pytest.mark.usefixtures("here")
 def test_what_is_filtered_is_given_out_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    task, counts = scanned(tmp_path, asked(SHORT, LONG, "7=", LONGER), "task.too_long=filter", "task.shuffle=false")
+    task, counts, _ = scanned(tmp_path, asked(SHORT, LONG, "7=", LONGER), "task.too_long=filter", "task.shuffle=false")
     assert counts == RowCounts(4, 2, 15, "filter")
     assert [prompt.text for prompt in task.prompts(1, 4)] == [SHORT, "7=", SHORT, "7="]
     assert "2 of 4 rows of" in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_what_is_filtered_is_given_out_no_more(tmp_path: Path, capsys: pytest.Ca
 
 @pytest.mark.usefixtures("here")
 def test_with_truncate_all_rows_stay(tmp_path: Path) -> None:
-    task, counts = scanned(tmp_path, asked(SHORT, LONG), "task.too_long=truncate", "task.shuffle=false")
+    task, counts, _ = scanned(tmp_path, asked(SHORT, LONG), "task.too_long=truncate", "task.shuffle=false")
     assert counts == RowCounts(2, 1, 11, "truncate")
     assert [prompt.text for prompt in task.prompts(1, 2)] == [SHORT, LONG]
 
