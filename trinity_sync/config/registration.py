@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from trinity_sync.config.options import LABELS
 from trinity_sync.config.schema import SCHEMA, BackendConfig, CheckpointConfig, VllmConfig
-from trinity_sync.config.training_schema import ConversationsConfig, JsonlConfig, PairsConfig, VerlConfig
+from trinity_sync.config.training_schema import ConversationsConfig, PairsConfig, PromptFileConfig
 
 _PASSED_ON: tuple[tuple[type, str], ...] = (
     (BackendConfig, "overrides"),
@@ -15,8 +15,7 @@ _PASSED_ON: tuple[tuple[type, str], ...] = (
     (CheckpointConfig, "mirror_options"),
     (CheckpointConfig, "monitor"),
     (CheckpointConfig, "coordinator"),
-    (JsonlConfig, "chat_template"),
-    (VerlConfig, "chat_template"),
+    (PromptFileConfig, "chat_template"),
     (PairsConfig, "chat_template"),
     (ConversationsConfig, "chat_template"),
 )

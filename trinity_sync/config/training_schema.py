@@ -150,13 +150,12 @@ class CopyDigitsConfig:
 
 
 @dataclass(kw_only=True)
-class JsonlConfig:
-    """Prompts from a file, judged by a function."""
+class PromptFileConfig:
+    """Prompts from a file."""
 
     _target_: str = MISSING
     path: str = MISSING
     prompt_key: str = MISSING
-    answer_key: str = MISSING
     shuffle: bool = MISSING
     reward: dict[str, Any] = MISSING
     prompt_length: int = number(at_least=1)
@@ -167,20 +166,17 @@ class JsonlConfig:
 
 
 @dataclass(kw_only=True)
-class VerlConfig:
+class JsonlConfig(PromptFileConfig):
+    """Prompts from a file, judged by a function."""
+
+    answer_key: str = MISSING
+
+
+@dataclass(kw_only=True)
+class VerlConfig(PromptFileConfig):
     """verl's data and rewards."""
 
-    _target_: str = MISSING
     _convert_: str = MISSING
-    path: str = MISSING
-    prompt_key: str = MISSING
-    shuffle: bool = MISSING
-    reward: dict[str, Any] = MISSING
-    prompt_length: int = number(at_least=1)
-    response_length: int = number(at_least=1)
-    too_long: str = choice(*TOO_LONG)
-    chat_template: dict[str, Any] = MISSING
-    validation: FileValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)
