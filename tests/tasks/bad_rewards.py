@@ -11,6 +11,8 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from trinity_sync.samples.record import Prompt
 
 
@@ -47,6 +49,14 @@ def misbehave(prompt: Prompt, response: str) -> Any:
             print("and the rest")
         case "leaves a program behind":
             return float(subprocess.Popen(["sleep", "600"]).pid)
+        case "dies afterwards":
+            signal.setitimer(signal.ITIMER_REAL, 0.02)  # nobody handles it
+        case "forks and dies":
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(4)
+        case "numpy":
+            return np.True_
         case "pid":
             return float(os.getpid())
     return 1.0

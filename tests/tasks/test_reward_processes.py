@@ -71,6 +71,7 @@ def gone(pid: int) -> bool:
         ("raises", rf"failed: ValueError: nothing to compare \({SOURCE}:\d+\)"),
         ("sys.exit", rf"failed: SystemExit: 3 \({SOURCE}:\d+\)"),
         ("os._exit", "ended its process with exit code 4"),
+        ("forks and dies", "ended its process with exit code 4"),
         ("crashes", rf"ended its process by signal 11 \(Segmentation fault\) \({SOURCE}:\d+\)"),
         ("is killed", r"ended its process by signal 9 \(Killed\)"),
         ("interrupts", r"ended its process by signal 2 \(Interrupt\)"),
@@ -241,3 +242,20 @@ def test_a_wrong_value_of_a_key_of_ours_is_named(keys: dict[str, object], said: 
 def test_a_function_that_is_none_of_ours_is_refused_before_the_run(function: Callable[..., float], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FunctionReward(function)
+
+
+def test_a_process_that_ends_after_its_last_answer_costs_nobody_a_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    with judging("stop") as judge:
+        assert [verdict.reward for verdict in verdicts(judge, "a")] == [1.0]
+        (pid,) = judge.pids
+        heard = judge._heard
+
+        def late() -> object:  # as on a host that has much to do
+            assert gone(pid)
+            return heard()
+
+        monkeypatch.setattr(judge, "_heard", late)
+        assert [verdict.reward for verdict in verdicts(judge, "dies afterwards")] == [1.0]
+        monkeypatch.undo()
+        assert [verdict.reward for verdict in verdicts(judge, "a", "numpy")] == [1.0, 1.0]
+        assert judge.pids != [pid]

@@ -45,6 +45,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         {"step": 12, "count": 2, "error": "the reward function f failed"},
         "step 12: 2 of its responses could not be judged, the first: the reward function f failed",
     ),
+    ("all_rejected", {"step": 12}, "step 12: nothing learnt, rollout_rs leaves out each of its tokens"),
     (
         "commit",
         {"step": 12, "kind": "full", "bytes": 5_000_000, "total_s": 3.1, "blocked_s": 0.02, "digest": "ab12"},

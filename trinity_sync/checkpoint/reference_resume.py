@@ -7,6 +7,9 @@ from pathlib import Path
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.decisions import Compared
 
+OF_ADAPTER = "base"
+"""In place of the digest where the reference is the base of the adapter that is trained, which has a check of its own."""
+
 
 def check_same(folder: Path, before: Compared | None, now: Compared | None) -> None:
     """Check that a policy is held near to what it was held near to. One that was held near to nothing may begin with

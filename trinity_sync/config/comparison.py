@@ -39,6 +39,7 @@ NAMED_BY_PATH = (
     "algorithm.kl.reference",
     "task.path",
     "task.validation.path",
+    "task.reward.function_path",
 )
 """Keys whose path names what is used. Of these the last component counts in `config_digest`, wherever it lies."""
 

@@ -23,6 +23,7 @@ _PATHS = (
     "algorithm.kl.reference",
     "task.path",
     "task.validation.path",
+    "task.reward.function_path",
 )
 _OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file, "algorithm.kl.reference": Path.exists}
 """Of these, what may be a name as well, and which paths are none: a model on the hub, or one whose sizes are known."""

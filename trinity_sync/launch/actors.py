@@ -25,7 +25,7 @@ from trinity_sync.checkpoint.lora_resume import check_base, noted_base
 from trinity_sync.checkpoint.manifest_fields import Base
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.mirror.run import RunMirror
-from trinity_sync.checkpoint.reference_resume import check_same
+from trinity_sync.checkpoint.reference_resume import OF_ADAPTER, check_same
 from trinity_sync.config import retention_policies, typed
 from trinity_sync.config.lora import travels
 from trinity_sync.errors import ConfigError
@@ -127,6 +127,7 @@ class Actors:
         self._worker = worker
         self._logs = str(folder.logs)
         self._relay: EventRelay | None = None
+        self._reference_before: Compared | None = None
         self._roles: dict[str, Callable[[], Iterable[_Measured]]] = {}
         self.explores = algorithm_of(self._typed.algorithm).explores
         self.free = cfg.trainer.schedule == "free"
@@ -222,9 +223,17 @@ class Actors:
 
     @property
     def reference(self) -> Compared | None:
-        """What the policy is held near to; None: nothing, or the base of its adapter."""
-        digest, path = self.infos[0].reference, self._spec.reference
-        return None if digest is None or path is None else {"path": _absolute(path), "digest": digest}
+        """What the policy is held near to, or was in an earlier attempt that had something; None: nothing ever."""
+        return self._reference or self._reference_before
+
+    @property
+    def _reference(self) -> Compared | None:
+        digest, path, base = self.infos[0].reference, self._spec.reference, self.base
+        if digest is not None and path is not None:
+            return {"path": _absolute(path), "digest": digest}
+        if base is None or not self._spec.algorithm.needs_reference:
+            return None
+        return {"path": _absolute(base.path), "digest": OF_ADAPTER}
 
     @property
     def published_base(self) -> str | None:
@@ -361,7 +370,8 @@ class Actors:
         """See whether a run goes on with the reference that it had."""
         folder = self._start.folder
         if self._start.continued and folder is not None and (folder / MANIFEST).exists():
-            check_same(folder, read_manifest(folder).reference, self.reference)
+            self._reference_before = read_manifest(folder).reference
+            check_same(folder, self._reference_before, self._reference)
 
     def _check_shared_folder(self) -> None:
         """See whether who writes checkpoints sees that this run has locked their folder."""

@@ -106,13 +106,18 @@ def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, la
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
         config=plain(cfg),
-        reproducible=cfg.trainer.schedule == "lockstep" and cfg.trainer.deterministic,
+        reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or _on_cpus(cfg)),
         resumed_from=start.step if start.resumed else None,
         view=cfg.live,
         trackers=run_trackers(cfg),
         report=write_report,
         checkpoints=start.checkpoints.absolute(),
     )
+
+
+def _on_cpus(cfg: DictConfig) -> bool:
+    """Whether no GPU takes part, as far as is known before Ray has started."""
+    return cfg.cluster.address is None and accelerator_count() == 0
 
 
 def run_trackers(cfg: DictConfig) -> list[Tracker]:

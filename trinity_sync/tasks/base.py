@@ -7,6 +7,8 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+
 from trinity_sync.errors import RunError
 from trinity_sync.host.origin import Origin, give_origin, keep_origin, told
 from trinity_sync.samples.position import Numbering
@@ -167,7 +169,7 @@ def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+    return isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
 
 
 def _shown(value: object) -> str:

@@ -89,9 +89,10 @@ class RewardProcesses:
                         self._workers.remove(worker)
                         if not worker.up:
                             raise self._useless(ended)
-                        first, *rest = worker.under_way
-                        left.extendleft(reversed(rest))
-                        verdicts[first] = self._verdict(ended, responses[first], step)
+                        if worker.under_way:  # else it has ended after its last answer, which costs nothing
+                            first, *rest = worker.under_way
+                            left.extendleft(reversed(rest))
+                            verdicts[first] = self._verdict(ended, responses[first], step)
         except BaseException:
             self.close()  # they are in the middle of something that nobody waits for any more
             raise
@@ -105,12 +106,13 @@ class RewardProcesses:
     def _heard(self) -> list[RewardWorker]:
         """Wait until a process has answered, or has had its time; return those."""
         poll = select.poll()
-        waited = {worker.fileno(): worker for worker in self._workers if not worker.idle}
-        for descriptor in waited:
-            poll.register(descriptor, select.POLLIN)
-        nearest = min(worker.deadline for worker in waited.values())
+        waited = [worker for worker in self._workers if not worker.idle]
+        for worker in waited:
+            for descriptor in worker.descriptors:
+                poll.register(descriptor, select.POLLIN)
+        nearest = min(worker.deadline for worker in waited)
         said = {descriptor for descriptor, _ in poll.poll(max(0.0, nearest - time.monotonic()) * 1000)}
-        return [worker for descriptor, worker in waited.items() if descriptor in said or worker.overdue]
+        return [worker for worker in waited if said.intersection(worker.descriptors) or worker.overdue]
 
     def _verdict(self, result: RewardResult | Failure, response: Response, step: int) -> Verdict:
         if isinstance(result, RewardResult):

@@ -77,9 +77,12 @@ class RewardWorker:
         """Whether it has ended while it was idle."""
         return self.idle and self._gone(0.0)
 
-    def fileno(self) -> int:
-        """The descriptor at which answers come."""
-        return self._connection.fileno()
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Where there is something to read when an answer has come, and when the process has ended: a process that it
+        has forked may hold the connection open.
+        """
+        return self._connection.fileno(), self._pidfd
 
     def give(self, numbers: Sequence[int], responses: Sequence[Response], limit: float) -> None:
         """Have it judge responses.
@@ -99,6 +102,7 @@ class RewardWorker:
 
     def answers(self) -> Iterator[tuple[int, RewardResult | Failure]]:
         """Take the answers that are there."""
+        gone = self._gone(0.0)  # before the answers are taken: none comes after
         try:
             while not self._broken and self._connection.poll():
                 answer = self._connection.recv()
@@ -109,6 +113,7 @@ class RewardWorker:
                     self.up, self._failed = answer is None, answer
         except (EOFError, OSError):
             self._broken = True
+        self._broken = self._broken or gone
 
     def ended(self) -> Failure | None:
         """Why it does not go on: it has ended, has not got the function, or is overdue, and then is ended here; None:

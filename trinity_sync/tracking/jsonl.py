@@ -25,7 +25,8 @@ Record: TypeAlias = Mapping[str, object]
 
 _STEP_FIELD = {
     **dict.fromkeys(("publish", "load", "skip"), "version"),
-    **dict.fromkeys(("generate", "skipped_update", "failed_rewards", "save", "commit", "prune", "mirror"), "step"),
+    **dict.fromkeys(("generate", "skipped_update", "failed_rewards", "all_rejected"), "step"),
+    **dict.fromkeys(("save", "commit", "prune", "mirror"), "step"),
 }
 
 

@@ -70,6 +70,8 @@ def told_event(event: Mapping[str, object]) -> str:
                 f"step {event['step']}: {event['count']} of its responses could not be judged, the first: "
                 f"{event['error']}"
             )
+        case "all_rejected":
+            text = f"step {event['step']}: nothing learnt, rollout_rs leaves out each of its tokens"
         case "commit":
             text = (
                 f"checkpoint of step {event['step']} committed ({event['kind']}): {_size(event['bytes'])} after "

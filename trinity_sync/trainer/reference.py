@@ -12,7 +12,7 @@ from verl.workers.engine_workers import TrainingWorker
 
 from trinity_sync.backends.engines import Engine, FsdpEngine
 from trinity_sync.backends.lora import adapter_off
-from trinity_sync.backends.saved import check_causal
+from trinity_sync.backends.saved import check_causal, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading import WeightsError
 from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
@@ -31,13 +31,18 @@ class ReferenceModel:
         vocabulary: how many tokens the trained model has.
 
     Raises:
-        ConfigError: it has another vocabulary, or is no causal language model.
+        ConfigError: it has another vocabulary, or is no causal language model, or its folder lacks some of its
+            tensors.
     """
 
     def __init__(self, config: TrainingWorkerConfig, path: str, vocabulary: int) -> None:
         worker = TrainingWorker(config)
         self.engine: Engine = worker.engine
-        check_causal(self.engine.model_config)
+        try:
+            check_causal(self.engine.model_config)
+            left_out_by(self.engine.model_config, local_folder(path))  # on each rank, so that all of them refuse
+        except ConfigError as error:
+            raise ConfigError(f"algorithm.kl.reference={path} cannot be used: {error}") from error
         tokens = self.engine.model_config.hf_config.vocab_size
         if tokens != vocabulary:
             raise ConfigError(

@@ -22,7 +22,11 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.staleness import staleness
 from trinity_sync.tracking.summary import SKIPPED
+from trinity_sync.trainer.algorithms.base import REJECTED
 from trinity_sync.trainer.group import TrainerGroup
+
+_ROUNDING = 1e-6
+"""Of shares that were added up."""
 
 
 class Log(Protocol):
@@ -145,7 +149,7 @@ class Steps:
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
         """Have all ranks train on a batch; return their metrics, with a `loss` where the batch has something to learn.
         Updates that were skipped, since their gradient was not finite, are an event; so are responses that could not be
-        judged.
+        judged, and a step of whose tokens each was left out.
 
         Raises:
             RunError: the loss is not finite, or missing.
@@ -164,6 +168,8 @@ class Steps:
             raise RunError(f"the loss of step {step} is {found}; the newest checkpoint is unharmed")
         if skipped := int(metrics.get(SKIPPED, 0)):
             self._log.event("skipped_update", step=step, count=skipped)
+        if metrics.get(REJECTED, 0.0) > 1 - _ROUNDING:
+            self._log.event("all_rejected", step=step)
         return metrics
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:

@@ -17,6 +17,10 @@ the weights before the step, so without `Algorithm.recomputes` those of its firs
 """
 
 
+REJECTED = MISMATCH + "rollout_rs_masked_fraction"
+"""The metric that says which share of the tokens was left out."""
+
+
 class Algorithm(ABC):
     """An algorithm as the keys of `algorithm` configure it, which are its attributes. One of your own is a dataclass
     that inherits `trinity_sync.config.training_schema.AlgorithmConfig`, or one of ours.

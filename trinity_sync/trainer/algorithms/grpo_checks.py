@@ -165,13 +165,14 @@ def advise_correction(get: Get) -> Iterator[Problem]:
     """That old samples are corrected for."""
     stale = get("sync.max_staleness")
     correction: Any = get("algorithm.rollout_correction")
-    if get("trainer.schedule") != "free" or stale <= 1 or get("algorithm.old_log_probs") == "recomputed":
+    if get("trainer.schedule") != "free" or stale <= 1:
         return
     if correction.rollout_is is None and correction.rollout_rs is None:
+        bound = "nothing bounds" if get("algorithm.old_log_probs") == "recomputed" else "clipping alone bounds"
         yield Problem(
             "sync.max_staleness",
-            f"is {stale} with trainer.schedule=free: samples of policies so old are off-policy, which clipping alone "
-            "bounds; algorithm.rollout_correction.rollout_is=token weighs them, rollout_rs leaves the worst out",
+            f"is {stale} with trainer.schedule=free: samples of policies so old are off-policy, which {bound}; "
+            "algorithm.rollout_correction.rollout_is=token weighs them, rollout_rs leaves the worst out",
         )
 
 

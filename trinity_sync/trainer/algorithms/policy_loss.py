@@ -21,7 +21,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from trinity_sync.config.training_schema import RolloutCorrectionConfig
-from trinity_sync.trainer.algorithms.base import MISMATCH
+from trinity_sync.trainer.algorithms.base import MISMATCH, REJECTED
 from trinity_sync.trainer.algorithms.stale_ratios import stale_ratios
 
 GEO_MEAN = "trinity_geo_mean"
@@ -132,7 +132,7 @@ def _corrected(
             log_ratio, mask, correction.rollout_rs, correction.rollout_rs_threshold
         )
         corrected["response_mask"] = response_to_nested(kept, data["response_mask"])
-        of_tokens[f"{MISMATCH}rollout_rs_masked_fraction"] = found["rollout_rs_masked_fraction"]
+        of_tokens[REJECTED] = found["rollout_rs_masked_fraction"]
         of_sequences[f"{MISMATCH}rollout_rs_seq_masked_fraction"] = found["rollout_rs_seq_masked_fraction"]
     return _Corrected(corrected, of_tokens, of_sequences, largest)
 
