@@ -7,7 +7,7 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.record import Prompt, Sample
 from trinity_sync.samples.validation import pass_at, shared_prompts, validation_metrics
 
 
@@ -40,6 +40,24 @@ def test_a_validation_is_measured_by_reward_by_what_is_right_and_by_length() -> 
     assert metrics["val/pass@2"] == pytest.approx((2 / 3 + 0) / 2)
     assert metrics["val/pass@3"] == pytest.approx(1 / 2)
     assert (metrics["val/response_length/mean"], metrics["val/truncated"]) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("reward", [None, 0.0])
+def test_what_could_not_be_judged_is_counted_and_spoils_nothing_else(reward: float | None) -> None:
+    whole = batch_of([[1.0, 0.0], [1.0, 1.0]])
+    failed = SampleBatch.of([sample(prompt=2, number=0, reward=2.0, exact=1.0), unjudged(2, 1, reward)])
+    metrics = validation_metrics(SampleBatch.concatenate([whole, failed]))
+    assert (metrics["val/samples"], metrics["val/failed"]) == (6.0, 1.0)
+    assert metrics["val/reward/mean"] == pytest.approx(8 / 5 if reward is None else 8 / 6)
+    assert metrics["val/exact"] == pytest.approx(4 / 5)
+    assert metrics["val/pass@2"] == 1.0, "of the prompts all of whose samples were judged"
+    nothing = validation_metrics(SampleBatch.of([unjudged(0, 0, reward), unjudged(0, 1, reward)]))
+    assert not any(name == "val/exact" or "@" in name for name in nothing)
+    assert ("val/reward/mean" in nothing) == (reward is not None)
+
+
+def unjudged(prompt: int, number: int, reward: float | None) -> Sample:
+    return sample(prompt=prompt, number=number, reward=reward, exact=None, error="the reward function f failed")
 
 
 def test_k_are_powers_of_two_and_all_samples_and_none_where_the_task_does_not_say_what_is_right() -> None:

@@ -18,7 +18,7 @@ from trinity_sync.tracking.names import OF_VERL, named
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers
 
 STEP = {"loss": 0.5, "lr": 1e-3, "reward/mean": 0.25, "actor/ppo_kl": 0.0, "timing/generate": 2.0, "timing/load": 3.0}
-VALIDATED = {"val/prompts": 3.0, "val/samples": 12.0, "val/reward/mean": 0.5, "val/truncated": 0.0}
+VALIDATED = {"val/prompts": 3.0, "val/samples": 12.0, "val/failed": 0.0, "val/reward/mean": 0.5, "val/truncated": 0.0}
 
 
 def test_our_names_stay_as_they_are() -> None:
@@ -99,3 +99,10 @@ def test_every_option_of_a_tracker_has_the_key(tracker: str) -> None:
 def test_another_name_is_refused_of_a_tracker_of_ones_own_too() -> None:
     with pytest.raises(ConfigError, match=r"^tracker\.mine\.names is theirs; must be one of ours, verl$"):
         build_trackers({"mine": {"_target_": f"{__name__}.Kept", "names": "theirs"}})
+
+
+def test_a_reward_keeps_its_name_where_a_response_could_not_be_judged() -> None:
+    told = VALIDATED | {"val/exact": 0.5, "val/failed": 3.0}
+    assert {"val-aux/unknown/reward/mean@4", "val-core/unknown/acc/mean@4"} <= set(named("verl", 8, told))
+    nobody = VALIDATED | {"val/failed": 12.0}
+    assert "val/reward/mean" in named("verl", 8, nobody)

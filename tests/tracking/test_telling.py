@@ -43,7 +43,7 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
     (
         "failed_rewards",
         {"step": 12, "count": 2, "error": "the reward function f failed"},
-        "step 12: 2 of its responses could not be judged, the first: the reward function f failed",
+        "step 12: 2 of the responses could not be judged, the first: the reward function f failed",
     ),
     ("all_rejected", {"step": 12}, "step 12: nothing learnt, rollout_rs leaves out each of its tokens"),
     (

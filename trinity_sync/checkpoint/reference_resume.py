@@ -8,7 +8,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.decisions import Compared
 
 OF_ADAPTER = "base"
-"""In place of the digest where the reference is the base of the adapter that is trained, which has a check of its own."""
+"""In place of the digest where the reference is the base of the adapter, which has a check of its own."""
 
 
 def check_same(folder: Path, before: Compared | None, now: Compared | None) -> None:

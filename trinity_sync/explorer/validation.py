@@ -50,6 +50,9 @@ class Validation:
         pool: the explorers, all of which hold the version to be validated.
         mode: the sync mode, by which one that was started again loads.
         settings: see `ValidationSettings`.
+
+    Attributes:
+        failure: why a response of the last validation could not be judged, the first; empty: all were.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Validation:
         self._pool = pool
         self._mode = mode
         self._settings = settings
+        self.failure = ""
         self._drawing = Drawing(purpose=Purpose.VALIDATION, temperature=settings.temperature)
 
     @property
@@ -82,6 +86,7 @@ class Validation:
         batch = SampleBatch.concatenate(batches)
         if odd := sorted({*np.unique(batch.version_steps).tolist()} - {step}):
             raise RunError(f"version {odd[0]} made samples for the validation of version {step}")
+        self.failure = next(filter(None, batch.errors), "")
         return validation_metrics(batch)
 
     def _samples(self, step: int, prompts: Sequence[Prompt]) -> SampleBatch:

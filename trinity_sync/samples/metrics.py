@@ -26,7 +26,7 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     lengths, prompts = batch.response_lengths, batch.prompt_rows.lengths
     metrics = {
         **counts,
-        **_of_rewards(batch.rewards[~np.isnan(batch.rewards)]),
+        **of_rewards(batch.rewards[~np.isnan(batch.rewards)]),
         "reward/failed": float(sum(map(bool, batch.errors))),
         "reward/flat_groups": _flat_groups(batch),
         "response_length/mean": float(lengths.mean()),
@@ -41,7 +41,8 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     return metrics
 
 
-def _of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
+def of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
+    """Measure rewards, all of which are numbers; nothing where there is none."""
     if not len(rewards):
         return {}
     return {

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.metrics import of_rewards
 from trinity_sync.samples.record import Prompt
 
 
@@ -19,30 +20,33 @@ def validation_metrics(batch: SampleBatch) -> dict[str, float]:
         batch: as many samples of each prompt, at least one.
 
     Returns:
-        ``val/prompts``, ``val/samples`` (how many); ``val/reward/mean``, ``std``, ``min``, ``max``;
+        ``val/prompts``, ``val/samples`` (how many), ``val/failed`` (how many samples could not be judged);
+        ``val/reward/mean``, ``std``, ``min``, ``max`` of those that have a reward, if there is one;
         ``val/response_length/mean`` and ``max`` (in tokens) and ``val/truncated`` (share that did not end by itself).
-        Where the task says which samples are right: ``val/exact``, their share, and ``val/pass@k`` for k of 2, 4, 8 and
-        so on below the samples of a prompt, and for these.
+        Where the task says which samples are right: ``val/exact``, their share of those that were judged, and
+        ``val/pass@k`` for k of 2, 4, 8 and so on below the samples of a prompt, and for these; of prompts all of whose
+        samples were judged, if there is one.
     """
     lengths = batch.response_lengths
     _, group = batch.groups()
     counts = np.bincount(group)
+    failed = np.array([bool(error) for error in batch.errors])
     metrics = {
         "val/prompts": float(len(counts)),
         "val/samples": float(len(batch)),
-        "val/reward/mean": float(batch.rewards.mean()),
-        "val/reward/std": float(batch.rewards.std()),
-        "val/reward/min": float(batch.rewards.min()),
-        "val/reward/max": float(batch.rewards.max()),
+        "val/failed": float(failed.sum()),
+        **{f"val/{name}": value for name, value in of_rewards(batch.rewards[~np.isnan(batch.rewards)]).items()},
         "val/response_length/mean": float(lengths.mean()),
         "val/response_length/max": float(lengths.max()),
         "val/truncated": float(1.0 - batch.finished.mean()),
     }
-    if np.isfinite(batch.exact).all():
-        metrics["val/exact"] = float(batch.exact.mean())
+    exact = batch.exact[~failed]
+    if len(exact) and np.isfinite(exact).all():
+        metrics["val/exact"] = float(exact.mean())
         right = np.bincount(group, batch.exact == 1.0).astype(np.int64)
+        judged = np.bincount(group, failed) == 0
         made = int(counts.min())
-        metrics |= {f"val/pass@{k}": pass_at(k, right, made) for k in _sizes(made)}
+        metrics |= {f"val/pass@{k}": pass_at(k, right[judged], made) for k in _sizes(made) if judged.any()}
     return metrics
 
 

@@ -53,8 +53,8 @@ def _timing(name: str) -> str:
 
 def _of_validation(values: Mapping[str, float]) -> Mapping[str, tuple[str, ...]]:
     """With the samples of each prompt, of a data set without a name. Where it is told, what is right is the core."""
-    if "val/prompts" not in values:
-        return {}
+    if "val/prompts" not in values or values["val/failed"] == values["val/samples"]:
+        return {}  # of the latter it is not known which is which
     mean = f"mean@{values['val/samples'] / values['val/prompts']:.0f}"
     reward = "val-aux" if "val/exact" in values else "val-core"
     return {

@@ -20,7 +20,7 @@ from trinity_sync.tracking.validation import ValidationFigures, validation_figur
 REWARD_STEPS = 10
 SKIPPED = "updates/skipped"
 """The metric that counts a step's updates whose gradient was not finite: they have changed nothing."""
-_FAILED = "reward/failed"
+_FAILED = ("reward/failed", "val/failed")
 _SAMPLES = ("samples/dropped", "samples/waited_s", "samples/mixed", "staleness/mean", "staleness/max")
 
 
@@ -186,7 +186,7 @@ def summarise(
         "mismatch": mismatch_figures(metrics),
         "rows": _rows(events),
         "skipped_updates": int(sum(_measured(line.get(SKIPPED) for line in metrics))),
-        "failed_rewards": int(sum(_measured(line.get(_FAILED) for line in metrics))),
+        "failed_rewards": int(sum(sum(_measured(line.get(name) for line in metrics)) for name in _FAILED)),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(event.get("event") == "fault" for event in events),
         "shapes": _shapes(metrics, events, sync),

@@ -67,7 +67,8 @@ def told_event(event: Mapping[str, object]) -> str:
             text = f"step {event['step']}: {event['count']} of its updates skipped, the gradient is not finite"
         case "failed_rewards":
             text = (
-                f"step {event['step']}: {event['count']} of its responses could not be judged, the first: "
+                f"step {event['step']}: {event['count']} of the responses "
+                f"{'of its validation ' if event.get('validation') else ''}could not be judged, the first: "
                 f"{event['error']}"
             )
         case "all_rejected":

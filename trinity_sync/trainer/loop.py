@@ -70,6 +70,11 @@ class Validation(Protocol):
         """Validate the version of a step; return the metrics."""
         ...
 
+    @property
+    def failure(self) -> str:
+        """Why a response of the last validation could not be judged, the first; empty: all were."""
+        ...
+
 
 class TrainingLoop:
     """Drives a run from its first step to its last.
@@ -169,7 +174,11 @@ class TrainingLoop:
     def _validated(self, step: int, timing: Timing) -> dict[str, float]:
         assert self._validation is not None, "who calls it has looked"
         with timing.of("validate"):
-            return self._validation.run(step)
+            found = self._validation.run(step)
+        if failed := int(found["val/failed"]):
+            error = self._validation.failure
+            self._log.event("failed_rewards", step=step, count=failed, error=error, validation=True)
+        return found
 
     def _first_version(self) -> Staged:
         """Stage the trainer's weights; after a resume, what the explorers held where that was something else."""
