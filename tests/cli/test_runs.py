@@ -498,6 +498,21 @@ def test_a_resume_takes_new_settings_and_shows_what_they_change(
     assert capsys.readouterr().err == "changed: trainer.steps: 10 -> 20\n"
 
 
+def test_settings_that_came_with_a_later_release_are_one_line_at_a_resume(
+    launcher: StandIn, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = first_run("trainer.steps=10")
+    saved_then = OmegaConf.load(folder / ".hydra" / "config.yaml")
+    for key in ("deterministic", "max_tokens", "balance_tokens", "remove_padding"):
+        del saved_then.trainer[key]
+    OmegaConf.save(saved_then, folder / ".hydra" / "config.yaml")
+    assert cli.main(["resume", str(folder), "trainer.steps=20"]) == 0
+    new, changed = capsys.readouterr().err.splitlines()
+    assert new.startswith("new since this run was started, now with these values: trainer.")
+    assert "trainer.max_tokens=None" in new
+    assert changed == "changed: trainer.steps: 10 -> 20"
+
+
 def test_a_later_resume_replays_the_settings_of_an_earlier_one_and_they_do_not_pile_up(launcher: StandIn) -> None:
     folder = first_run("sync=nccl", "trainer.steps=10")
     cli.main(["resume", str(folder), "trainer.steps=20"])

@@ -259,3 +259,23 @@ def test_a_process_that_ends_after_its_last_answer_costs_nobody_a_reward(monkeyp
         monkeypatch.undo()
         assert [verdict.reward for verdict in verdicts(judge, "a", "numpy")] == [1.0, 1.0]
         assert judge.pids != [pid]
+
+
+def test_a_process_that_is_forked_holds_nothing_by_which_those_that_judge_would_live_on() -> None:
+    with judging("stop") as judge:
+        assert [verdict.reward for verdict in verdicts(judge, "a")] == [1.0]
+        (worker,) = judge._workers
+        held = [worker._lifeline, worker._connection.fileno()]
+        if (child := os.fork()) == 0:
+            os._exit(sum(is_open(descriptor) for descriptor in held))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert all(map(is_open, held))
+        assert [verdict.reward for verdict in verdicts(judge, "a")] == [1.0]
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True

@@ -14,8 +14,11 @@ from trinity_sync.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from trinity_sync.config import Difference
     from trinity_sync.launch.resume import Resume
 
+_NEW_SETTINGS = 3
+"""So many of them are told like changes."""
 ALLOW_TARGET_HELP = (
     "a package of your own that the run's saved settings may name by _target_; may be given several times"
 )
@@ -139,10 +142,22 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
             f"take it over, give checkpoint.dir={checkpoints}"
         )
     look_before_resume(cfg, checkpoints, resume, committed_steps(folder / "events.jsonl", checkpoints))
-    for difference in config.config_diff(before, settings.cfg):
-        print(f"changed: {difference.key}: {difference.old} -> {difference.new}", file=sys.stderr)
+    _tell_changes(config.config_diff(before, settings.cfg))
     with settings.only_trusted():  # Hydra composes it once more
         return start(settings.command_line(folder), resume=resume)
+
+
+def _tell_changes(changes: Sequence[Difference]) -> None:
+    """Say what a resume changes. Settings that came with a later release, many at a time, are one line."""
+    from trinity_sync import config
+
+    new = [change for change in changes if change.old == config.ABSENT]
+    if len(new) > _NEW_SETTINGS:
+        values = ", ".join(f"{change.key}={change.new}" for change in new)
+        print(f"new since this run was started, now with these values: {values}", file=sys.stderr)
+        changes = [change for change in changes if change.old != config.ABSENT]
+    for change in changes:
+        print(f"changed: {change.key}: {change.old} -> {change.new}", file=sys.stderr)
 
 
 def _saves_in(checkpoints: Path, run: Path) -> bool:

@@ -44,6 +44,7 @@ class RewardWorker:
             os.close(theirs)
         self.pid = self._child.pid
         self._pidfd = os.pidfd_open(self.pid)
+        _WORKERS.add(self)
         descriptors = (self._lifeline, self._stack, self._pidfd)
         self._finalizer = weakref.finalize(self, _end, self._child, self._connection, descriptors)
         self.under_way: deque[int] = deque()
@@ -149,6 +150,23 @@ class RewardWorker:
     def close(self) -> None:
         """End the process, and all that it has started."""
         self._finalizer()
+
+    def disown(self) -> None:
+        """In a process that was forked of the one which it belongs to: hold nothing by which it would live on."""
+        if self._finalizer.detach() is not None:
+            self._connection.close()
+            os.close(self._lifeline)
+
+
+_WORKERS: weakref.WeakSet[RewardWorker] = weakref.WeakSet()
+
+
+def _disown_all() -> None:
+    for worker in list(_WORKERS):
+        worker.disown()
+
+
+os.register_at_fork(after_in_child=_disown_all)
 
 
 def _end(child: Popen[bytes], connection: Connection, descriptors: Sequence[int]) -> None:
