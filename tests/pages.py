@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SAVED_COMMAND = re.compile(r"^# {3}((?:python|trinity-sync) .*)$", re.MULTILINE)
 # words that begin with a number, with their units, digests, the marks of a table and its ruler
-_VARYING = r"(?:(?<!\S)[*=(]?\d\S*(?: (?:us|ms|s|min|h|d|kB|MB|GB)\b)?|\b[0-9a-f]{32}\b|-{2,})"
+_VARYING = r"(?:\b[0-9a-f]{32}\b|(?<!\S)[*=(]?\d\S*(?: (?:us|ms|s|min|h|d|kB|MB|GB)\b)?|-{2,})"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, wr
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job
+from trinity_sync.launch.row_scan import NOTHING
 from trinity_sync.launch.start import run_mirror
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import CheckpointFacts, Policy
@@ -602,6 +603,7 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
         cfg = compose([f"checkpoint.mirror={place}", "checkpoint.mirror_wait_s=0.4"])
         made_of: Any = SimpleNamespace(
             cfg=cfg,
+            scanned=NOTHING,
             folder=folder,
             start=start,
             recorder=recorder,

@@ -107,6 +107,12 @@ class Pools:
         (pool.introduce if free else pool.attach)({"node": AgentClient("agent", "node")}, base)
         return pool
 
+    def end(self, first: int) -> None:
+        """End those from this one on: each of their explorers holds one of the cluster's processors."""
+        while len(self.made) > first:
+            for client in self.made.pop().clients.values():
+                ray.kill(client.handle)
+
     def tell_to_die(self, name: str, *methods: str) -> None:
         """In its next call of the first method, and its successors in theirs of the others."""
         (self._folder / name).write_text("\n".join(methods))
@@ -118,16 +124,16 @@ def all_pools(synchronizer: Synchronizer, tmp_path_factory: pytest.TempPathFacto
         patch.setattr(pool_module, "Explorer", StandIn)
         pools = Pools(synchronizer, tmp_path_factory.mktemp("orders"))
         yield pools
-        for pool in pools.made:
-            for client in pool.clients.values():
-                ray.kill(client.handle)
+        pools.end(0)
 
 
 @pytest.fixture
-def pools(all_pools: Pools) -> Pools:
+def pools(all_pools: Pools) -> Iterator[Pools]:
     all_pools.faults.clear()
     all_pools.generated.clear()
-    return all_pools
+    before = len(all_pools.made)
+    yield all_pools
+    all_pools.end(before)
 
 
 @pytest.fixture(scope="module")

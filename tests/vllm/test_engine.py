@@ -444,11 +444,9 @@ def test_each_token_bears_the_version_that_made_it(
 ) -> None:
     """Also where the front end has not handed on yet what was made long before."""
     monkeypatch.setattr(engine, "_on_update", on_update)
-    sampling = engine._sampling.clone()
-    sampling.max_tokens, sampling.stop_token_ids = 96, []
-    if on_update == "keep":
-        sampling.output_kind = RequestOutputKind.DELTA
-    monkeypatch.setattr(engine, "_sampling", sampling)
+    monkeypatch.setattr(
+        engine, "_sampling", partial(engine._sampling, length=96, ends=[], in_pieces=on_update == "keep")
+    )
     begun, made_by_engine = threading.Event(), itertools.count()
     processor = engine._llm.output_processor
     process = processor.process_outputs

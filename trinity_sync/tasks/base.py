@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
-
-import numpy as np
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.errors import RunError
 from trinity_sync.host.origin import Origin, give_origin, keep_origin, told
@@ -153,7 +151,7 @@ def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure
 def _checked(result: object) -> RewardResult | Failure:
     if not isinstance(result, RewardResult):
         return Failure(f"returned {_shown(result)}; it must return a RewardResult")
-    reward, exact = result
+    reward, exact = map(_scalar, result)
     if _is_finite(reward) and (exact is None or _is_finite(exact)):
         return RewardResult(float(reward), None if exact is None else float(exact))
     wrong = exact if _is_finite(reward) else reward
@@ -168,8 +166,13 @@ def error_of(failure: Failure, name: str, prompt: Prompt, step: int) -> RunError
     return error
 
 
+def _scalar(value: Any) -> Any:
+    """A scalar of numpy, or a tensor of one value, as Python's own."""
+    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+
+
 def _is_finite(value: object) -> bool:
-    return isinstance(value, numbers.Real | np.bool_) and math.isfinite(value)
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _shown(value: object) -> str:
