@@ -70,7 +70,25 @@ def root() -> Iterator[Path]:
     """A short path: the names of Ray's sockets may have 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="tc-", dir="/tmp"))
     yield folder
+    remove_when_left(folder)
+
+
+def remove_when_left(folder: Path) -> None:
+    """Remove a folder for Ray's sessions once nothing writes in it: what a killed raylet had started ends by itself,
+    and logs that.
+    """
+    deadline = time.monotonic() + 60.0
+    while left := [process for process in psutil.process_iter() if names(process, folder) and lives(process)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
     shutil.rmtree(folder)
+
+
+def names(process: psutil.Process, folder: Path) -> bool:
+    try:
+        return any(str(folder) in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,7 +17,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group
 
-from tests.launch.test_cluster import lives, marked, settings
+from tests.launch.test_cluster import lives, marked, remove_when_left, settings
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import forks, own_ray
 from trinity_sync.launch.cluster import cluster
@@ -31,7 +30,7 @@ MARK = "TRINITY_TEST_MARK"
 def root() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="to-", dir="/tmp"))
     yield folder
-    shutil.rmtree(folder)
+    remove_when_left(folder)
 
 
 @contextmanager
