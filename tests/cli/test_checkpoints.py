@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -87,6 +88,42 @@ def test_a_folder_without_a_manifest_is_listed_with_what_is_wrong(run: Path, cap
     row = answer(capsys, "list", run, "20")[1][0]
     assert row["kind"] is None
     assert "has no manifest.json" in row["problems"][0]
+
+
+def test_a_file_that_is_missing_or_of_another_size_is_seen_in_the_list(run: Path, capsys: Capture) -> None:
+    (run / "checkpoints" / "global_step_10" / "actor" / "model.pt").unlink()
+    (run / "checkpoints" / "global_step_20" / "actor" / "model.pt").write_bytes(b"torn")
+    assert [row["problems"] for row in answer(capsys, "list", run)[1]] == [
+        ["actor/model.pt is missing"],
+        ["actor/model.pt has 4 bytes instead of 100"],
+        [],
+    ]
+
+
+def test_tables_and_verdicts_are_coloured_on_a_terminal_that_wants_them(
+    run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "checkpoints" / "global_step_10" / "actor" / "model.pt").unlink()
+    monkeypatch.setenv("TERM", "xterm")
+    plain, coloured = [], []
+    for shown, is_terminal in ((plain, False), (coloured, True)):
+        for command in (["list", run], ["verify", run], ["prune", run, "--dry-run"]):
+            with monkeypatch.context() as patch:
+                patch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)  # noqa: B023
+                cli.main(["ckpt", *map(str, command)])
+            shown.append(capsys.readouterr().out)
+    red, green = "\x1b[31m", "\x1b[32m"
+    assert f"{red}actor/model.pt is missing" in coloured[0]
+    assert f"{red}step 10: BAD" in coloured[1]
+    assert f"{green}step 20: good" in coloured[1]
+    assert f"{red}delete" in coloured[2]
+    assert [re.sub("\x1b.*?m", "", text) for text in coloured] == plain
+
+
+def test_who_names_no_step_to_pin_is_told_which_there_are(run: Path, capsys: Capture) -> None:
+    assert cli.main(["ckpt", "pin", str(run)]) == 2
+    assert "which checkpoint? " in (said := capsys.readouterr().err)
+    assert said.rstrip().endswith("there are: 10, 20, 30")
 
 
 def test_what_cannot_be_taken_for_a_checkpoint_is_listed_and_verified_as_what_it_is(run: Path, capsys: Capture) -> None:

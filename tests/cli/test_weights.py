@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint import written
 from tests.checkpoint.helpers import newer, unreadable
 from trinity_sync import config
+from trinity_sync.checkpoint import export, places
 from trinity_sync.checkpoint.commits import commit_folder, prepare_staging
 from trinity_sync.checkpoint.layout import Manifest
 from trinity_sync.cli import main as cli
@@ -218,6 +220,37 @@ def test_two_steps_differ_and_the_exit_code_says_so(run: Path, capsys: Capture) 
     }
 
 
+def test_two_models_are_called_that(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    for name, layers in (("a", 2), ("b", 3)):
+        (tmp_path / name).mkdir()
+        save_file({f"w{layers}": torch.ones(2)}, tmp_path / name / "model.safetensors")
+    places = [str(tmp_path / name) for name in ("a", "b")]
+    assert cli.main(["ckpt", "diff", *places]) == 1
+    assert "these are different models: tensors have other names or shapes\n" in capsys.readouterr().out
+    for name, layers in (("a", 2), ("b", 3)):
+        (tmp_path / name / "config.json").write_text(json.dumps({"num_hidden_layers": layers, "hidden_size": 4}))
+    assert cli.main(["ckpt", "diff", *places]) == 1
+    assert "these are different models: num_hidden_layers 2 in A, 3 in B\n" in capsys.readouterr().out
+    steps = [str(run / "checkpoints" / f"global_step_{step}") for step in (1, 2)]
+    assert cli.main(["ckpt", "diff", *steps]) == 1
+    assert "different models" not in capsys.readouterr().out
+
+
+def test_an_export_looks_at_its_place_first(run: Path, tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "file" / "out")]) == 2
+    assert f"cannot be made: {tmp_path / 'file'} is a file" in capsys.readouterr().err
+    monkeypatch.setattr(places.os, "access", lambda *_: False)  # root may write anywhere
+    assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "new" / "out")]) == 2
+    assert f"cannot be made: nothing may be written to {tmp_path}" in capsys.readouterr().err
+    monkeypatch.undo()
+    usage = SimpleNamespace(free=10)
+    monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage)
+    assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "out")]) == 1
+    assert "bytes, and 10 are free there" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_people_get_a_line_per_differing_tensor_and_a_summary(tmp_path: Path, capsys: Capture) -> None:
     a = {
         "same": torch.ones(2),
@@ -245,7 +278,7 @@ def test_people_get_a_line_per_differing_tensor_and_a_summary(tmp_path: Path, ca
         "new only in B: F32 1 - - - -",
         "value F32 4 1 of 4 (25.00%) 1 0.250 0.250",
     ]
-    assert lines[-1].startswith("5 of 6 tensors differ; 1 of 8 elements (12.50%); dtypes differ: --dtype bf16")
+    assert lines[-2].startswith("5 of 6 tensors differ; 1 of 8 elements (12.50%); dtypes differ: --dtype bf16")
 
 
 def test_both_can_be_compared_in_another_dtype(run: Path, tmp_path: Path) -> None:

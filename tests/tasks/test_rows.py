@@ -49,6 +49,12 @@ def test_blank_lines_and_a_byte_order_mark_are_passed_over_and_lines_counted_wit
         (b'"n"', "a text; each line must be a JSON object"),
         (b"null", "NoneType; each line must be a JSON object"),
         (b'{"n": "\xff"}', "not UTF-8 (byte 7 of the line)"),
+        (b'{"n": 1, "m": ', "not JSON: Expecting value at column 15"),
+        (b'{"n": 1, "m": [1}', "not JSON: Expecting ',' delimiter at column 17"),
+        (b"[", "Expecting value at column 2; where the file is one JSON document: jq -c '.[]' FILE"),
+        (b"{\r", "where the file is one JSON document: jq -c '.[]' FILE"),
+        (b'[{"n": 1}]', "a list; each line must be a JSON object; where the file is one JSON document: jq"),
+        (b'{"n": 1, "m": {"k": 0}, "n": 1}', "the field 'n' is there twice"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: bytes, wrong: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.checkpoint import verl_folders
@@ -34,7 +34,7 @@ class CheckpointInfo:
     Args:
         manifest: what its manifest says; None where the folder is not a committed checkpoint.
         state: what the folder is. Contents are not looked at: see `verification`.
-        problems: why it is no committed checkpoint; empty for one.
+        problems: why it is no committed checkpoint; empty for one, but for what `with_files_seen` sees.
     """
 
     step: int
@@ -129,6 +129,27 @@ def _look(step: int, path: Path, finished: int | None) -> CheckpointInfo:
     if fault is not None:
         return CheckpointInfo(step, path, None, fault.state, (str(fault),))
     return CheckpointInfo(step, path, manifest)
+
+
+def with_files_seen(info: CheckpointInfo) -> CheckpointInfo:
+    """The same with what is wrong with its files at a glance: one that is missing, or of another size. What they hold
+    is not looked at: see `verification`.
+    """
+    if info.manifest is None:
+        return info
+    found = []
+    for entry in info.manifest.files:
+        try:
+            size = (info.path / entry.path).stat().st_size
+        except FileNotFoundError:
+            found.append(f"{entry.path} is missing")
+            continue
+        except OSError as error:
+            found.append(f"{entry.path} cannot be read now: {error.strerror or error}")
+            continue
+        if size != entry.bytes:
+            found.append(f"{entry.path} has {size} bytes instead of {entry.bytes}")
+    return replace(info, problems=(*info.problems, *found))
 
 
 def _of_verl(step: int, path: Path, manifest: Manifest | None, finished: int | None) -> bool:

@@ -145,6 +145,7 @@ def export_checkpoint(
     temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(output, sum(map(nbytes, infos.values())))
         temporary.mkdir()
         if weights.adapter:
             _write_adapter_config(weights, temporary)
@@ -174,6 +175,12 @@ def export_checkpoint(
         left_out=tuple(beside),
         missing=missing,
     )
+
+
+def _check_room(output: Path, wanted: int) -> None:
+    free = shutil.disk_usage(output.parent).free
+    if free < wanted:
+        raise RunError(f"{output} cannot be written: it would have {wanted} bytes, and {free} are free there")
 
 
 def _wire(opened: Weights, weights: Weights) -> Wire:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import STEP_PREFIX, VERSIONS, step_of
@@ -59,9 +60,14 @@ def check_free(output: Path) -> None:
     """Check that a folder may be written at this place.
 
     Raises:
-        ConfigError: something is there already; an empty folder may be.
+        ConfigError: something is there already, but for an empty folder, or the folder above may not be written to.
     """
     if output.is_dir() and any(output.iterdir()):
         raise ConfigError(f"{output} is not empty; name a folder that is not there yet")
     if output.exists() and not output.is_dir():
         raise ConfigError(f"{output} is a file; name a folder that is not there yet")
+    above = next(parent for parent in (output.absolute(), *output.absolute().parents) if parent.exists())
+    if not above.is_dir():
+        raise ConfigError(f"{output} cannot be made: {above} is a file")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"{output} cannot be made: nothing may be written to {above}")

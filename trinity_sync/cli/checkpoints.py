@@ -7,7 +7,6 @@ works beside a run that is going on. Each command prints text, or one JSON docum
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from trinity_sync.checkpoint import leases
-from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan
+from trinity_sync.checkpoint.catalog import CheckpointInfo, locate, scan, with_files_seen
 from trinity_sync.checkpoint.prune import Pruned, prune, prune_plan
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.checkpoint.verification import verify
 from trinity_sync.cli.policies import given_policies, saved_policies
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
+from trinity_sync.cli.tables import print_json, print_line, print_table
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import Policy
@@ -68,7 +68,7 @@ def add_commands(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[
 
 def _list(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    infos = of_step(root, scan(root), step)
+    infos = [with_files_seen(info) for info in of_step(root, scan(root), step)]
     pins, leased = leases.pinned(root), leases.leased(root, now=time.time())
     rows = [_row(info, pins, leased) for info in infos]
     if options.json:
@@ -88,6 +88,7 @@ def _list(options: argparse.Namespace) -> int:
             )
             for row in rows
         ],
+        colours={text: "red" for row in rows for text in row["problems"]} | {"leased": "cyan", "pinned": "cyan"},
     )
     return 0
 
@@ -148,7 +149,8 @@ def _verify(options: argparse.Namespace) -> int:
     else:
         for number, report in reports:
             amount = f"{units.plural(report.files, 'file')}, {units.size(report.bytes)}"
-            print(f"step {number}: {_VERDICTS.get(report.state, 'BAD')}, {amount}")
+            line = f"step {number}: {_VERDICTS.get(report.state, 'BAD')}, {amount}"
+            print_line(line, "green" if report.ok else "red")
             for line in [*report.problems, *(f"{name} is not in the manifest" for name in report.unlisted)]:
                 print(f"  {line}")
     return 0 if all(report.ok for _, report in reports) else 1
@@ -207,6 +209,8 @@ def _prune(options: argparse.Namespace) -> int:
             )
             for row in plan
         ],
+        column=3,
+        colours={"delete": "red", "held": "yellow", "keep": "green"},
     )
     for text in warnings:
         print(f"warning: {text}")
@@ -267,9 +271,11 @@ def _find(options: argparse.Namespace) -> tuple[Path, int | None]:
 
 def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
     root, step = _find(options)
+    infos = scan(root)
     if step is None:
-        raise ConfigError(f"which checkpoint? Give its step after {options.path}")
-    of_step(root, scan(root), step)
+        there = ", ".join(str(info.step) for info in infos if info.manifest is not None) or "none"
+        raise ConfigError(f"which checkpoint? Give its step after {options.path}; there are: {there}")
+    of_step(root, infos, step)
     return root, step
 
 
@@ -370,18 +376,3 @@ def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int
 
 def _shown(value: object) -> str:
     return "-" if value is None else str(value)
-
-
-def print_json(value: object) -> int:
-    """Print one JSON document; return the exit code 0."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
-    return 0
-
-
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns that are as wide as their longest cell; nothing where there are no rows."""
-    if not rows:
-        return
-    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
-    for row in [head, *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

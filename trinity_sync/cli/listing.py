@@ -33,7 +33,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _list(options: argparse.Namespace) -> int:
-    from trinity_sync.cli.checkpoints import print_json, print_table
+    from trinity_sync.cli.tables import print_json
     from trinity_sync.report.overview import SweepLine
     from trinity_sync.tracking import units
 
@@ -53,34 +53,27 @@ def _list(options: argparse.Namespace) -> int:
     rows = [tuple(map(units.printable, row)) for row in rows]
     if not rows:
         print("no runs")
-    if sys.stdout.isatty():
-        _print_coloured(rows)
-    else:
-        print_table(_HEAD, rows)
+    _print(rows)
     sys.stdout.flush()
     for problem in problems:
         print(f"note: {units.printable(problem)}", file=sys.stderr)
     return 0
 
 
-def _print_coloured(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print the table for a terminal: with colours, and over several lines per run where it is too narrow for one."""
-    from rich.console import Console
-    from rich.text import Text
+def _print(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print the table; on a terminal that is too narrow for one, several lines per run."""
+    from trinity_sync.cli.tables import print_table
 
-    console = Console()
-    widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
-    if sum(widths) + 2 * (len(widths) - 1) > console.width:
-        for row in rows:
-            _print_block(row, console)
-        return
-    for row in [_HEAD, *rows] if rows else []:
-        line = Text()
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            own = "bold" if row is _HEAD else _style(row) if column == _STATUS else ""
-            line.append(f"{cell:<{width}}  ", style=own)
-        line.rstrip()
-        console.print(line, soft_wrap=True)
+    if sys.stdout.isatty():
+        from rich.console import Console
+
+        console = Console()
+        widths = [max(len(row[column]) for row in [_HEAD, *rows]) for column in range(len(_HEAD))]
+        if sum(widths) + 2 * (len(widths) - 1) > console.width:
+            for row in rows:
+                _print_block(row, console)
+            return
+    print_table(_HEAD, rows, column=_STATUS, colours=_STYLES)
 
 
 def _print_block(row: tuple[str, ...], console: Console) -> None:
@@ -107,7 +100,9 @@ def _print_block(row: tuple[str, ...], console: Console) -> None:
 
 def _style(row: tuple[str, ...]) -> str:
     """Return the colour of a run's status, or of what a sweep has worst."""
-    return next((style for word, style in _STYLES.items() if word in row[_STATUS]), "")
+    from trinity_sync.cli.tables import colour
+
+    return colour(row[_STATUS], _STYLES)
 
 
 def runs_below(folder: Path | None) -> list[RunLine | SweepLine]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trinity_sync import __version__
 from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +34,13 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     resume = commands.add_parser(
         "resume", help="go on with a run, in place, from its newest good checkpoint; or a sweep"
     )
-    resume.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, or of a sweep that was cut off")
+    resume.add_argument(
+        "run",
+        type=Path,
+        nargs="?",
+        metavar="RUN_DIR",
+        help="folder of the run, or of a sweep that was cut off; without it you are told which there are",
+    )
     resume.add_argument("overrides", nargs="*", help="settings to change, key=value; for instance trainer.steps=200")
     resume.add_argument(
         "--skip-unreadable",
@@ -51,6 +59,10 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="PREFIX",
         help=ALLOW_TARGET_HELP,
     )
+    resume.add_argument(
+        "--cfg", choices=("job", "hydra", "all"), help="print the settings that it would go on with, and stop"
+    )
+    resume.add_argument("--resolve", action="store_true", help="with --cfg: with the values of interpolations")
     resume.set_defaults(command=_resume)
 
     report = commands.add_parser("report", help="write report.html of a run or of a sweep, and print its table")
@@ -62,6 +74,9 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def start(arguments: Sequence[str], *, resume: Resume | None = None, until: int | None = None) -> int:
     """Hand a command line, without the program and `run`, to Hydra; return the exit code. Others as for `run_main`."""
+    if "--version" in arguments:  # of this program, not of Hydra
+        print(f"trinity-sync {__version__}")
+        return 0
     import hydra
 
     from trinity_sync import config
@@ -80,7 +95,11 @@ def _job(cfg: DictConfig) -> float:
 def _resume(options: argparse.Namespace) -> int:
     from trinity_sync.launch.resume import Resume
 
+    if options.run is None or (not options.run.exists() and "=" in options.run.name):
+        raise ConfigError(_which_run())
     folder = options.run.absolute()
+    if options.cfg is not None:
+        return _show(folder, options)
     resume = Resume(options.from_scratch, options.skip_unreadable)
     if not (folder / "multirun.yaml").is_file():
         return resume_run(folder, options.overrides, options.allow_target, resume)
@@ -99,6 +118,34 @@ def _resume(options: argparse.Namespace) -> int:
 
     with ray_kept():
         return resume_sweep(folder, begin=begin, go_on=lambda job: resume_run(job, (), options.allow_target, resume))
+
+
+def _which_run() -> str:
+    """Tell someone who named no run which one they may mean."""
+    from trinity_sync.cli.listing import runs_below
+    from trinity_sync.report.overview import SweepLine
+    from trinity_sync.tracking.closing import shorten
+
+    runs = [run for line in runs_below(None) for run in (line.jobs if isinstance(line, SweepLine) else [line])]
+    cut_off = [run for run in runs if run.status in ("interrupted", "failed")]
+    if not cut_off:
+        return "which run? Name its folder; none below outputs and multirun was cut off: see trinity-sync list"
+    newest = cut_off[-1]
+    return (
+        f"which run? The newest that was cut off ({newest.status} after {newest.steps} steps) is gone on with by: "
+        f"trinity-sync resume {shlex.quote(shorten(newest.path))}; trinity-sync list shows all"
+    )
+
+
+def _show(folder: Path, options: argparse.Namespace) -> int:
+    """Print what a run would go on with."""
+    from trinity_sync.cli.invocation import Invocation
+
+    if (folder / "multirun.yaml").is_file():
+        raise ConfigError(f"{folder} is a sweep; to see the settings of one of its jobs, name that: {folder / '0'}")
+    settings = Invocation.read(folder).recompose(options.overrides, options.allow_target)
+    with settings.only_trusted():
+        return start([*settings.command_line(folder), "--cfg", options.cfg, *["--resolve"] * options.resolve])
 
 
 def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], resume: Resume) -> int:

@@ -6,6 +6,7 @@ The command line's side of `trinity_sync.checkpoint.export` and `.difference`, c
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 from trinity_sync.checkpoint import leases
 from trinity_sync.checkpoint.catalog import scan
 from trinity_sync.checkpoint.layout import step_of
-from trinity_sync.checkpoint.places import check_free
-from trinity_sync.cli.checkpoints import PATH_HELP, find, newest, of_step, print_json, print_table
+from trinity_sync.checkpoint.places import check_free, find_config
+from trinity_sync.cli.checkpoints import PATH_HELP, find, newest, of_step
+from trinity_sync.cli.tables import print_json, print_table
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking import units
 from trinity_sync.tracking.progress import progress_bar
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("bf16", "fp16", "fp32", "as-saved")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_MODEL_KEYS = ("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "num_experts")
 _LEASE_S = 600.0
 _RENEW_S = 60.0
 
@@ -189,6 +192,8 @@ def _diff(options: argparse.Namespace) -> int:
         return 1 if differing else 0
     print_table(("tensor", "", "changed", "max", "mean", "relative"), [_difference_row(found) for found in differing])
     print(f"A {folders[0]}\nB {folders[1]}\n{_summary(compared, differing, options.dtype)}")
+    if text := _other_model(folders, compared):
+        print(text)
     return 1 if differing else 0
 
 
@@ -274,6 +279,27 @@ def _difference_row(found: TensorDifference) -> tuple[str, ...]:
         share += f", {found.not_finite} not finite"
     relative = units.number(found.relative)
     return found.name, what, share, units.number(found.max_abs), units.number(found.mean_abs), relative
+
+
+def _other_model(folders: list[Path], compared: list[TensorDifference]) -> str:
+    """Say so where these are two models and not two states of one."""
+    if all(found.a is not None and found.b is not None and found.a.shape == found.b.shape for found in compared):
+        return ""
+    configs = [_config_of(folder) for folder in folders]
+    told = [
+        f"{key} {configs[0][key]} in A, {configs[1][key]} in B"
+        for key in _MODEL_KEYS
+        if key in configs[0] and key in configs[1] and configs[0][key] != configs[1][key]
+    ]
+    return f"these are different models: {'; '.join(told) or 'tensors have other names or shapes'}"
+
+
+def _config_of(folder: Path) -> dict[str, object]:
+    place = find_config(folder)
+    with suppress(OSError, ValueError):
+        found = json.loads((place / "config.json").read_text(encoding="utf-8")) if place is not None else {}
+        return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _summary(compared: list[TensorDifference], differing: list[TensorDifference], dtype: str) -> str:

@@ -16,6 +16,8 @@ from trinity_sync.samples.record import Message
 
 _KINDS = {str: "a text", int: "a number", float: "a number", bool: "true or false", dict: "an object", list: "a list"}
 
+_ONE_PER_LINE = "; where the file is one JSON document: jq -c '.[]' FILE writes one object per line"
+
 
 class Row(NamedTuple):
     """One object of the file.
@@ -154,14 +156,32 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 continue
             try:
                 # a byte order mark, which some editors write, may stand before the first line
-                value = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                value = json.loads(text, object_pairs_hook=_object)
             except UnicodeDecodeError as error:
                 raise ConfigError(f"{path}:{number}: not UTF-8 (byte {error.start} of the line)") from error
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
+                advice = _ONE_PER_LINE if text.strip() in ("[", "{") else ""
+                raise ConfigError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}{advice}") from error
+            except _RepeatedError as error:
+                raise ConfigError(f"{path}:{number}: the field {error.key!r} is there twice") from error
             if not isinstance(value, dict):
-                raise ConfigError(f"{path}:{number}: {_kind(value)}; each line must be a JSON object")
+                advice = _ONE_PER_LINE if isinstance(value, list) else ""
+                raise ConfigError(f"{path}:{number}: {_kind(value)}; each line must be a JSON object{advice}")
             yield Row(number, value)
+
+
+class _RepeatedError(Exception):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise _RepeatedError(next(key for key in keys if keys.count(key) > 1))
+    return found
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -104,6 +104,8 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
 def next_command(summary: Summary, run_dir: str) -> str:
     """Return the one command that most users want now."""
     folder = shlex.quote(run_dir)
+    if summary["status"] == "running":
+        return f"trinity-sync watch {folder}"
     if summary["checkpoint"]["latest"] is None:
         return f"trinity-sync report {folder}"
     if summary["status"] == "completed":

@@ -1,0 +1,68 @@
+"""What commands print: one JSON document, or tables and lines, in colours where they go to a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+NO_COLOURS: Mapping[str, str] = MappingProxyType({})
+
+
+def print_json(value: object) -> int:
+    """Print one JSON document; return the exit code 0."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+    return 0
+
+
+def print_table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    column: int = -1,
+    colours: Mapping[str, str] = NO_COLOURS,
+) -> None:
+    """Print columns that are as wide as their longest cell; nothing where there are no rows.
+
+    Args:
+        head: what stands above the columns.
+        rows: cells.
+        column: the one that is coloured.
+        colours: word in a cell -> colour of the cell, the first that is found.
+    """
+    if not rows:
+        return
+    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
+    lines = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [head, *rows]]
+    if not sys.stdout.isatty():
+        for line in lines:
+            print("  ".join(line).rstrip())
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    for number, line in enumerate(lines):
+        styles = ["bold" if number == 0 else ""] * len(line)
+        if number:
+            styles[column] = colour(line[column], colours)
+        text = Text("  ").join(Text(cell, style=style) for cell, style in zip(line, styles, strict=True))
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+
+
+def print_line(text: str, style: str) -> None:
+    """Print a line, on a terminal in a colour."""
+    if not sys.stdout.isatty():
+        print(text)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    Console().print(Text(text, style=style), soft_wrap=True)
+
+
+def colour(cell: str, colours: Mapping[str, str]) -> str:
+    """Return the colour of a cell; an empty text for none."""
+    return next((style for word, style in colours.items() if word in cell), "")
