@@ -313,7 +313,11 @@ def test_a_checkpoint_goes_to_an_sftp_server_and_comes_back(
     assert all(verification.verify(step_dir(server.folder / "run", step)).ok for step in (20, 30))
     (server.folder / "run/global_step_30/actor/model.pt").write_text("W" * 300_000)
     said: list[str] = []
-    assert RunMirror(server.url, quick(), say=said.append).fetch_newer(tmp_path / "back", None) == 20
+    seen: list[tuple[int, int]] = []
+    back = RunMirror(server.url, quick(), say=said.append)
+    assert back.fetch_newer(tmp_path / "back", None, progress=lambda *amount: seen.append(amount)) == 20
+    (total,) = {total for _, total in seen}
+    assert seen[-1] == (total, total)
     assert any("copy of step 30 is passed over" in text for text in said)
     assert verification.verify(step_dir(tmp_path / "back", 20)).ok
 

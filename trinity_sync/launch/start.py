@@ -23,6 +23,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute
 from trinity_sync.launch.resume import Resume
 from trinity_sync.protocol.parts import FULL
+from trinity_sync.tracking.progress import progress_bar
 from trinity_sync.weights.lora import ALL_LINEAR
 
 
@@ -188,7 +189,9 @@ def _newest(
         found = resume_point.find(checkpoints, skip_unreadable=True)
     if mirror is not None:
         least = 0 if resume.skip_unreadable else _least(checkpoints, found, committed, unread)
-        if mirror.fetch_newer(checkpoints, found, least) is not None or unread:
+        with progress_bar("fetching from the mirror") as progress:
+            fetched = mirror.fetch_newer(checkpoints, found, least, progress)
+        if fetched is not None or unread:
             found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
     places = f"checkpoint.dir={checkpoints}" + (f" and checkpoint.mirror={mirror.name}" if mirror is not None else "")
     resume_point.check_all_seen(checkpoints, found, committed, places=places, skip_missing=resume.skip_unreadable)

@@ -19,7 +19,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ ABANDONED = "manifest.abandoned.json"
 
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
+_TICK_S = 1.0
 
 
 class DamagedError(RunError):
@@ -78,12 +79,19 @@ class Mirror:
     Args:
         open_storage: opens a connection to it; called once per thread that needs one.
         say: called with a sentence for each copy that is passed over or fetched.
+        progress: called with (bytes here, bytes in all) about once a second while one is fetched.
     """
 
-    def __init__(self, open_storage: Callable[[], Storage], say: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(
+        self,
+        open_storage: Callable[[], Storage],
+        say: Callable[[str], object] = lambda text: None,
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> None:
         self._open = open_storage
         self._storage = open_storage()
         self._say = say
+        self._progress = progress
 
     # ---- looking
 
@@ -323,7 +331,7 @@ class Mirror:
 
         staging.mkdir(parents=True, exist_ok=True)
         try:
-            self._side_by_side(fetch, manifest.files)
+            self._side_by_side(fetch, manifest.files, lambda: self._progress(_bytes_in(staging), manifest.bytes))
         except DamagedError:
             trash.delete_folder(root, staging)
             raise
@@ -332,8 +340,17 @@ class Mirror:
 
     # ---- for all of these
 
-    def _side_by_side(self, work: Callable[[Storage, FileEntry], None], entries: Sequence[FileEntry]) -> None:
-        """Do something to several files at a time; the first error is raised and what has not begun is left."""
+    def _side_by_side(
+        self,
+        work: Callable[[Storage, FileEntry], None],
+        entries: Sequence[FileEntry],
+        tick: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Do something to several files at a time; the first error is raised and what has not begun is left.
+
+        Args:
+            tick: called about once a second meanwhile.
+        """
         lanes = threading.local()
 
         def one(entry: FileEntry) -> None:
@@ -345,7 +362,10 @@ class Mirror:
             # The largest first, so that none of them is left over for the end.
             ordered = sorted(entries, key=lambda entry: entry.bytes, reverse=True)
             futures = [pool.submit(one, entry) for entry in ordered]
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            done: set[Future[None]] = set()
+            while len(done) < len(futures) and not any(future.exception() for future in done):
+                done, _ = wait(futures, _TICK_S, return_when=FIRST_EXCEPTION)
+                tick()
             pool.shutdown(wait=True, cancel_futures=True)
             for future in done:
                 future.result()
@@ -364,6 +384,15 @@ def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
     """Raise the error of the newest one after a step, if there is one."""
     if unknown and max(unknown) > step:
         raise unknown[max(unknown)]
+
+
+def _bytes_in(folder: Path) -> int:
+    """What has come of files so far, also of those that are under way."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size if path.is_file() else 0
+    return found
 
 
 def _folder(step: int) -> str:

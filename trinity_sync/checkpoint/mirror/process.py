@@ -75,6 +75,7 @@ def call(
     work: Callable[[Mirror], T],
     *,
     say: Callable[[str], object] = lambda text: None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
     tick: Callable[[], object] = lambda: None,
     stop: threading.Event | None = None,
     log: Path | None = None,
@@ -84,7 +85,7 @@ def call(
     Args:
         place: a path, or a URL that fsspec knows.
         work: what to do there, such as ``partial(Mirror.upload, root=root, step=20)``; it is pickled.
-        say: gets what the mirror says on the way, see `Mirror`.
+        say, progress: get what the mirror says on the way, see `Mirror`.
         tick: called before all, and about once a second.
         stop: set: the child is killed.
         log: the child's own words are appended to it; None: they go to this process's standard error.
@@ -115,6 +116,8 @@ def call(
                             raise MirrorError(without_secrets(text, place, settings.options), final=final)
                         case "say", str(text):
                             say(text)
+                        case "progress", int(done), int(total):
+                            progress(done, total)
                 elif time.monotonic() - heard > settings.timeout_s:
                     raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
             raise MirrorError("the run ended meanwhile", final=True)
@@ -214,7 +217,7 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_beat, args=[partial(send, "moving")], daemon=True).start()
     try:
         place, options, work = pickle.loads(asked)
-        send("done", work(Mirror(partial(Storage, place, options), partial(send, "say"))))
+        send("done", work(Mirror(partial(Storage, place, options), partial(send, "say"), partial(send, "progress"))))
     except Exception as error:
         final = isinstance(error, ImportError | ManifestError | DamagedError) and not isinstance(error, UnreadableError)
         send("failed", described(error), final)

@@ -85,13 +85,20 @@ class RunMirror:
                 f"name a place of this run's own"
             )
 
-    def fetch_newer(self, root: Path, best: CheckpointInfo | None, least: int = 0) -> int | None:
+    def fetch_newer(
+        self,
+        root: Path,
+        best: CheckpointInfo | None,
+        least: int = 0,
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> int | None:
         """Bring the newest good checkpoint there into the local folder where it is newer than the best one here.
 
         Args:
             root: the local checkpoint folder, used by nobody else meanwhile.
             best: the newest good one here; None: there is none.
             least: nothing older than this step would do.
+            progress: called with (bytes here, bytes in all) while it is fetched.
 
         Returns:
             The step that was fetched; None: the mirror has nothing that is newer and would do, or cannot be reached
@@ -109,7 +116,7 @@ class RunMirror:
         try:
             found = try_again(
                 self.settings,
-                partial(call, self.place, self.settings, work, say=self.say, log=self.log),
+                partial(call, self.place, self.settings, work, say=self.say, progress=progress, log=self.log),
                 lambda text: self.say(f"the mirror {self.name}: {text}"),
             )
         except MirrorError as error:
