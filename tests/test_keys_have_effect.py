@@ -1,17 +1,17 @@
 """Every key of what is trained, on what and how changes what a run is built from: a key that nothing reads fails here.
 
 What is built is compared as the values that it holds, for the key as it is and changed; the configuration itself, and
-what merely keeps all keys of a node, are left out. The keys come from `conf/`, so a new one needs no entry here, unless
-another value of its cannot be made up.
+what merely keeps all keys of a node, are left out. An algorithm keeps them all, so of those it is what comes of a
+step: loss, gradient and metrics on made-up log-probs. The keys come from `conf/`, so a new one needs no entry here,
+unless another value of its cannot be made up, or it matters in no run of `RUNS`.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, SimpleNamespace
@@ -19,19 +19,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tests.explorer.helpers import ARCHITECTURE
+from tests.trainer.losses import LENGTHS, drawn, step
 from trinity_sync import config
 from trinity_sync.config import typed
+from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.spec import explorer_spec
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.models.factory import make_model
-from trinity_sync.trainer.spec import worker_spec
+from trinity_sync.trainer.algorithms.grpo import Grpo
+from trinity_sync.trainer.spec import WorkerSpec, worker_spec
 
-ROOT = Path(config.__file__).parents[1]
 GROUPS = ("trainer", "algorithm", "samples", "task")
 NAMES = ("_target_", "_partial_", "_convert_", "kind")
 """Keys that say which class it is, and how it is built."""
@@ -47,6 +50,10 @@ OBJECTS = {
     "kit": [],
 }
 """Of each row."""
+
+NOW, SAMPLED, BEFORE, REFERENCE = (drawn(seed, 4.0) for seed in (1, 2, 3, 4))
+"""Log-probs of the tokens of a step: those of the policy, and of those before it."""
+AGES = [np.arange(response) for _, response in LENGTHS]
 
 CLOCK = "_progress"
 """An attribute that says when it was made."""
@@ -68,19 +75,31 @@ OTHERS: Mapping[str, Any] = {
     "task.reward.function_name": "another",
     "task.reward.reward_kwargs": {"method": "flexible"},
     "algorithm.kl.reference": "another",
-    "algorithm.rollout_correction.rollout_rs": "token_k1",
-    "algorithm.rollout_correction.rollout_rs_threshold": "0.5_2.0",
+    "algorithm.old_log_probs": "recomputed",
+    "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
+    "algorithm.rollout_correction.rollout_rs_threshold": "0.9_1.1",
 }
 """Other values of texts and lists. Of all else one is made up."""
 
+CORRECTION, LOSS = "algorithm.rollout_correction.rollout", "algorithm.policy_loss"
 RUNS = {
     "copy_digits": ["task.validation.prompts=4"],
     "jsonl": ["task=jsonl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "free": ["trainer.schedule=free"],
+    "sampled": ["task.validation.prompts=4", "task.validation.temperature=1"],
     "sft": ["algorithm=sft", "task=pairs", "task.path=some.jsonl"],
     "verl": ["task=verl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "conversations": ["algorithm=sft", "task=conversations", "task.path=some.jsonl"],
-    "compared": ["algorithm.kl.measure=true", "algorithm.overlong.buffer=2"],
+    "compared": ["algorithm.kl.coeff=0.1", "algorithm.overlong.buffer=2"],
+    "corrected": [f"{CORRECTION}_is=token", f"{CORRECTION}_rs=token_k1", f"{CORRECTION}_rs_threshold='0.5_2.0'"],
+    "dr_grpo": ["algorithm.loss_agg_mode=seq-mean-token-sum-norm", "algorithm.loss_scale_factor=8"],
+    "clip_cov": [
+        "algorithm.loss_mode=clip_cov",
+        *(f"{LOSS}.clip_cov_{key}" for key in ("ratio=0.4", "lb=-4", "ub=-0.8")),
+    ],
+    "kl_cov": ["algorithm.loss_mode=kl_cov", f"{LOSS}.kl_cov_ratio=1"],
+    "dro": ["algorithm.loss_mode=dro"],
+    "sapo": ["algorithm.loss_mode=sapo", "algorithm.loss_agg_mode=seq-mean-token-mean"],
 }
 
 
@@ -143,15 +162,32 @@ def built(cfg: DictConfig, folder: Path) -> Any:
     run = typed(cfg)
     worker = worker_spec(run, model, "logs")
     algorithm = worker.algorithm
-    loss = algorithm.loss(cfg.backend.strategy)
-    closure = [cell.cell_contents for cell in getattr(loss, "__closure__", None) or ()]
-    parts = [vars(worker) | {"algorithm": None}, algorithm.recomputes, algorithm.needs_entropy, loss, closure]
+    parts = [vars(worker) | {"algorithm": None}, algorithm.recomputes, algorithm.needs_entropy]
     if algorithm.explores:
         explorer = explorer_spec(run, model, "logs")
         parts += [vars(explorer) | {"task": None, "member": None}]
     task, validating = config.build_task(cfg.task, cfg.seed), config.validation_task(cfg)
     asked = () if validating is None else validating.validation_prompts(cfg.task.validation.prompts)
-    return content([*parts, task, loop_of(cfg, model, Scanned(task, None, asked))])
+    return content([*parts, task, loop_of(cfg, model, Scanned(task, None, asked)), trained(worker)])
+
+
+def trained(spec: WorkerSpec) -> Any:
+    """What comes of a step with the algorithm of a rank: of samples that are far off the policy, some of them longer
+    ago. Of supervised training nothing, whose loss has no keys.
+    """
+    algorithm = spec.algorithm
+    if not algorithm.explores:
+        return None
+    torch.manual_seed(0)
+    return step(
+        algorithm.loss(spec.backend.strategy),
+        NOW,
+        SAMPLED,
+        BEFORE if algorithm.recomputes else None,
+        reference=None if spec.reference is None else REFERENCE,
+        staleness=AGES,
+        entropy=algorithm.needs_entropy,
+    )
 
 
 def loop_of(cfg: DictConfig, model: str, scanned: Scanned) -> Any:
@@ -185,6 +221,8 @@ def content(value: Any, above: tuple[int, ...] = ()) -> Any:
         return f"{value.__module__}.{value.__qualname__}"
     if isinstance(value, np.ndarray):
         return value.tolist()
+    if isinstance(value, np.number | torch.Tensor):
+        return value.item()
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if is_dataclass(value) and not isinstance(value, type):
         return {"is": kind} | {each.name: inside(getattr(value, each.name, None)) for each in fields(value)}
@@ -194,23 +232,22 @@ def content(value: Any, above: tuple[int, ...] = ()) -> Any:
 
 
 @cache
-def unchanged(run: str, folder: Path) -> Any:
-    return built(config.compose(RUNS[run]), folder)
+def composed(run: str) -> DictConfig:
+    return config.compose(RUNS[run])
 
 
 @cache
-def read_in_trainer() -> frozenset[str]:
-    """Names of attributes that the code of trainer ranks reads. They have the algorithm's keys, all of them."""
-    files = (ROOT / "trainer").rglob("*.py")
-    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())))
-    return frozenset(node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load))
+def unchanged(run: str, folder: Path) -> Any:
+    return built(composed(run), folder)
 
 
 def has_effect(key: str, run: str, folder: Path) -> bool:
-    cfg = config.compose(RUNS[run])
-    if built(changed(cfg, key), folder) != unchanged(run, folder):
-        return True
-    return key.startswith("algorithm.") and key.rpartition(".")[2] in read_in_trainer()
+    other = changed(composed(run), key)
+    try:
+        config.check(other)
+    except ConfigError:
+        return False  # with another one of this run's keys it cannot be
+    return bool(built(other, folder) != unchanged(run, folder))
 
 
 @pytest.mark.parametrize("key", sorted(frozenset().union(*KEYS.values())))
@@ -222,3 +259,18 @@ def test_a_key_changes_what_a_run_is_built_from(key: str, folder: Path) -> None:
 def test_of_the_same_the_same_is_built_so_a_dead_key_is_found(run: str, folder: Path) -> None:
     assert built(config.compose(RUNS[run]), folder) == unchanged(run, folder)
     assert built(config.compose([*RUNS[run], "+samples.dead=1", "+trainer.dead=1"]), folder) == unchanged(run, folder)
+
+
+@dataclass(kw_only=True)
+class Careless(Grpo):
+    """A key that nobody reads. Its name is that of an attribute that ranks do read, of something else."""
+
+    rank: int = 0
+
+
+def test_a_key_of_an_algorithm_that_nobody_reads_is_found(folder: Path) -> None:
+    one, two = (
+        config.compose([f"+algorithm.rank={rank}", f"algorithm._target_={__name__}.Careless"]) for rank in (1, 2)
+    )
+    assert [vars(typed(cfg).algorithm)["rank"] for cfg in (one, two)] == [1, 2]
+    assert built(one, folder) == built(two, folder)

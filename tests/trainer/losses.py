@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,14 +31,17 @@ def padded(rows: list[np.ndarray]) -> torch.Tensor:
     return torch.nested.to_padded_tensor(jagged(rows), 0.0)
 
 
-def model_output(log_probs: list[np.ndarray], of: slice) -> dict[str, torch.Tensor]:
-    """As an engine gives them: the log-prob of the next token at each position, jagged; to be differentiated."""
+def model_output(log_probs: list[np.ndarray], of: slice, *, entropy: bool = False) -> dict[str, torch.Tensor]:
+    """As an engine gives them: the log-prob of the next token at each position, jagged; to be differentiated. An
+    entropy is made up of it.
+    """
     rows = []
     for (prompt, response), row in list(zip(LENGTHS, log_probs, strict=True))[of]:
         whole = torch.full((prompt + response,), -9.0)
         whole[prompt - 1 : -1] = torch.from_numpy(row)
         rows.append(whole)
-    return {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged).requires_grad_()}
+    output = {"log_probs": torch.nested.as_nested_tensor(rows, layout=torch.jagged).requires_grad_()}
+    return {**output, "entropy": output["log_probs"] * -0.5} if entropy else output
 
 
 def of_responses(gradient: np.ndarray) -> list[np.ndarray]:
@@ -69,7 +72,6 @@ def loss(
         settings: of verl's `ActorConfig`.
         micro_batches: of the four sequences.
     """
-    from verl.utils import tensordict_utils as tu
     from verl.workers.config import ActorConfig
 
     from trinity_sync.trainer.algorithms.policy_loss import policy_loss
@@ -79,6 +81,28 @@ def loss(
         rollout_is=level, rollout_is_threshold=threshold, rollout_rs=rules, rollout_rs_threshold=bounds
     )
     function: Any = policy_loss(ActorConfig(**{**common, **(settings or {})}), correction, recomputed=old is not None)
+    return step(function, now, sampled, old, reference=reference, staleness=staleness, micro_batches=micro_batches)
+
+
+def step(
+    function: Callable[..., Any],
+    now: list[np.ndarray],
+    sampled: list[np.ndarray],
+    old: list[np.ndarray] | None = None,
+    *,
+    reference: list[np.ndarray] | None = None,
+    staleness: list[np.ndarray] | None = None,
+    entropy: bool = False,
+    micro_batches: tuple[slice, ...] = (slice(None),),
+) -> tuple[float, np.ndarray, dict[str, Any]]:
+    """As `loss`, of a function that an algorithm has made.
+
+    Args:
+        function: as verl's worker calls it.
+        entropy: the engine computes entropies, too.
+    """
+    from verl.utils import tensordict_utils as tu
+
     total, gradients, metrics = 0.0, [], {}
     for of in micro_batches:
         prompts = [np.arange(1, prompt + 1) for prompt, _ in LENGTHS[of]]
@@ -91,6 +115,7 @@ def loss(
             temperature=1.0,
             micro_batch=4,
             global_mini_batch=4,
+            entropy=entropy,
             staleness=None if staleness is None else staleness[of],
         )
         if old is not None:
@@ -98,7 +123,7 @@ def loss(
         if reference is not None:
             data["ref_log_prob"] = jagged(reference[of])
         tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=TOKENS)
-        output = model_output(now, of)
+        output = model_output(now, of, entropy=entropy)
         result, found = function(model_output=output, data=data, dp_group=None)
         (gradient,) = torch.autograd.grad(result, output["log_probs"])
         total += result.item()
