@@ -56,6 +56,12 @@ def advice(*overrides: str) -> list[str]:
             ["algorithm.old_log_probs=sampler", "algorithm.rollout_correction.rollout_is=token"],
             "algorithm.rollout_correction.rollout_is is set, but with algorithm.old_log_probs=sampler",
         ),
+        (["algorithm.filter_groups.metric=std"], "filter_groups.metric is std; must be one of reward, score, acc"),
+        (
+            ["algorithm.filter_groups.max_num_gen_batches=0"],
+            "filter_groups.max_num_gen_batches is 0; must be at least 1",
+        ),
+        (["algorithm.filter_groups.on_shortage=go"], "filter_groups.on_shortage is go; must be one of fill, stop"),
         (["algorithm.overlong.buffer=4"], "algorithm.overlong.buffer is 4, more than task.response_length (3)"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -80,7 +80,7 @@ RUNS = {
     "sft": ["algorithm=sft", "task=pairs", "task.path=some.jsonl"],
     "verl": ["task=verl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "conversations": ["algorithm=sft", "task=conversations", "task.path=some.jsonl"],
-    "compared": ["algorithm.kl.measure=true", "algorithm.overlong.buffer=2"],
+    "compared": ["algorithm.kl.measure=true", "algorithm.overlong.buffer=2", "algorithm.filter_groups.enable=true"],
 }
 
 

@@ -89,6 +89,16 @@ class OverlongConfig:
 
 
 @dataclass(kw_only=True)
+class FilterGroupsConfig:
+    """Groups that are left out, and the prompts that are answered in their place; keys as verl's, but the last."""
+
+    enable: bool = MISSING
+    metric: str = choice("reward", "score", "acc")
+    max_num_gen_batches: int = number(at_least=1)
+    on_shortage: str = choice("fill", "stop")
+
+
+@dataclass(kw_only=True)
 class GrpoConfig(AlgorithmConfig):
     """Group relative policy optimization."""
 
@@ -107,6 +117,7 @@ class GrpoConfig(AlgorithmConfig):
     loss_scale_factor: int | None = number(at_least=1)
     normalise_advantages: bool = MISSING
     overlong: OverlongConfig = MISSING
+    filter_groups: FilterGroupsConfig = MISSING
     kl: KlConfig = MISSING
     old_log_probs: str = choice("auto", "sampler", "recomputed")
     entropy_coeff: float = number(at_least=0)

@@ -28,7 +28,7 @@ from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line
-from trinity_sync.samples.metrics import batch_metrics
+from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
@@ -48,6 +48,10 @@ class SampleSource(Protocol):
 
     def take(self, step: int) -> SampleBatch:
         """Return the samples for the update of this step; wait while too few are ready."""
+        ...
+
+    def drawn(self) -> Drawn | None:
+        """Return all that was drawn for the batch that was taken last; None: the batch is all."""
         ...
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
@@ -143,6 +147,7 @@ class FreeLoop:
         with timing.of("generate"):  # what the trainer waited for samples
             batch = self._source.take(step)
         lags = self._steps.staleness(batch, step)
+        measured = self._steps.measure(step, batch, self._source.drawn())
         with timing.of("train"):
             advantages = self._source.advantages(batch)
             metrics = self._steps.train(step, batch, advantages)
@@ -153,10 +158,10 @@ class FreeLoop:
                 self._begin_version(step, needed=save or not self._can_do_without(step))
         if save:
             with timing.of("save"):
-                self._save(step, {**metrics, **batch_metrics(batch)})
+                self._save(step, {**metrics, **measured})
         timing.step(time.perf_counter() - started, batch.token_count)
         facts = self._source.metrics()
-        self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **facts, **timing.seconds})
+        self._log.metrics(step, {**measured, **metrics, **lags, **facts, **timing.seconds})
         if settings.records(step):
             self._log.samples(step, self._source.excerpt(batch, advantages, settings.record_groups))
         self._saves.poll()

@@ -23,7 +23,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.excerpt import Line
-from trinity_sync.samples.metrics import batch_metrics
+from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
 from trinity_sync.trainer.saves import FullSaves
@@ -35,6 +35,10 @@ class Data(Protocol):
 
     def batch(self, step: int) -> SampleBatch | PairBatch:
         """Return the batch of a step, the same whenever it is asked for."""
+        ...
+
+    def drawn(self) -> Drawn | None:
+        """Return all that was drawn for the batch that was given last; None: the batch is all."""
         ...
 
     def advantages(self, batch: Any) -> np.ndarray | None:
@@ -142,6 +146,7 @@ class TrainingLoop:
         with timing.of("generate"):
             batch = self._data.batch(step)
         lags = self._steps.staleness(batch, step)
+        measured = self._steps.measure(step, batch, self._data.drawn())
         with timing.of("train"):
             advantages = self._data.advantages(batch)
             metrics = self._steps.train(step, batch, advantages)
@@ -161,11 +166,11 @@ class TrainingLoop:
                 self._steps.discard(version)
             if save:
                 with timing.of("save"):
-                    numbers = {**metrics, **batch_metrics(batch), **validated}
+                    numbers = {**metrics, **measured, **validated}
                     data = self._data.position(step)
                     self._saves.begin(step, staged.sealed.digest, numbers, published=publish, data=data)
         timing.step(time.perf_counter() - started, batch.token_count)
-        self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **validated, **timing.seconds})
+        self._log.metrics(step, {**measured, **metrics, **lags, **validated, **timing.seconds})
         if settings.records(step):
             self._log.samples(step, self._data.excerpt(batch, advantages, settings.record_groups))
         self._saves.poll()

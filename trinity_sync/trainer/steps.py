@@ -20,6 +20,8 @@ from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.filtering import Drawn
+from trinity_sync.samples.metrics import batch_metrics, drawn_metrics
 from trinity_sync.samples.staleness import staleness
 from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.algorithms.base import REJECTED
@@ -146,17 +148,34 @@ class Steps:
         self._parts = parts
         self._log = log
 
+    def measure(self, step: int, batch: SampleBatch | PairBatch, drawn: Drawn | None) -> dict[str, float]:
+        """Return the metrics of what a step trains on. Responses that could not be judged are an event, and so is a
+        batch that lacks groups with a difference.
+
+        Args:
+            step: the step.
+            batch: what is trained on.
+            drawn: all that was drawn for it; None: the batch is all.
+        """
+        found = batch_metrics(batch)
+        if drawn is not None:
+            found |= drawn_metrics(drawn)
+            if drawn.filled:
+                self._log.event("filled_batch", step=step, count=drawn.filled, drawn=drawn.groups)
+        made = batch if drawn is None else drawn.samples
+        if isinstance(made, SampleBatch) and (errors := [error for error in made.errors if error]):
+            self._log.event("failed_rewards", step=step, count=len(errors), error=errors[0])
+        return found
+
     def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
         """Have all ranks train on a batch; return their metrics, with a `loss` where the batch has something to learn.
-        Updates that were skipped, since their gradient was not finite, are an event; so are responses that could not be
-        judged, and a step of whose tokens each was left out.
+        Updates that were skipped, since their gradient was not finite, are an event, and so is a step of whose tokens
+        each was left out.
 
         Raises:
             RunError: the loss is not finite, or missing.
         """
         interrupts.check()
-        if isinstance(batch, SampleBatch) and (errors := [error for error in batch.errors if error]):
-            self._log.event("failed_rewards", step=step, count=len(errors), error=errors[0])
         shared = ray.put(batch)
         results = self._trainer.all(
             lambda rank: rank.train_step(step, shared, advantages), self._settings.step_timeout_s
