@@ -98,7 +98,7 @@ def test_what_has_to_differ_is_the_reward_with_its_penalty_the_score_or_whether_
 
 
 def test_a_task_that_does_not_say_what_is_right_cannot_be_filtered_by_it() -> None:
-    with pytest.raises(RunError, match="algorithm.filter_groups.metric is acc, but the task does not say"):
+    with pytest.raises(RunError, match="metric is acc, but the task does not say"):
         group_filter(metric="acc").differing(SampleBatch.of([sample(exact=None), sample(number=1, exact=None)]))
     failed = SampleBatch.of([sample(exact=None, reward=0.0, error="it raised"), sample(number=1), sample(number=2)])
     assert group_filter(metric="acc").differing(failed).tolist() == [False]
