@@ -81,6 +81,7 @@ RUNS = {
     "verl": ["task=verl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "conversations": ["algorithm=sft", "task=conversations", "task.path=some.jsonl"],
     "compared": ["algorithm.kl.measure=true", "algorithm.overlong.buffer=2", "algorithm.filter_groups.enable=true"],
+    "adaptive": ["algorithm.kl.in_reward.coeff=1", "algorithm.kl.in_reward.type=adaptive"],
 }
 
 

@@ -150,8 +150,8 @@ class World:
         self.happened.append("close")
 
     # saves and log
-    def begin(self, step: int, digest: str, metrics: dict[str, float], *, data: Any) -> None:
-        self.happened.append(("save", step, digest, data))
+    def begin(self, step: int, digest: str, metrics: dict[str, float], *, state: Any) -> None:
+        self.happened.append(("save", step, digest, state["data"]))
 
     def poll(self) -> None:
         pass

@@ -71,6 +71,17 @@ class PolicyLossConfig:
 
 
 @dataclass(kw_only=True)
+class InRewardConfig:
+    """What of the divergence is taken from rewards; the last three keys as verl's."""
+
+    coeff: float = number(at_least=0)
+    estimator: str = choice("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+    type: str = choice("fixed", "adaptive")
+    target_kl: float = number(more_than=0)
+    horizon: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
 class KlConfig:
     """How far the policy may go from a reference."""
 
@@ -78,6 +89,7 @@ class KlConfig:
     estimator: str = choice("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "low_var_kl+", "k3", "k3+")
     reference: str | None = MISSING
     measure: bool = MISSING
+    in_reward: InRewardConfig = MISSING
 
 
 @dataclass(kw_only=True)

@@ -211,9 +211,9 @@ def _numbering(start: Start, count: int, key: str, task: object, by_number: str)
 
 def _saved(start: Start) -> Mapping[str, Any] | None:
     """Where the data were when the checkpoint was saved with which the run begins; None: it does not say."""
-    from trinity_sync.trainer.saves import data_position
+    from trinity_sync.trainer.saves import driver_state
 
-    return None if start.folder is None else data_position(start.folder)
+    return None if start.folder is None else driver_state(start.folder, "data")
 
 
 def _tell_inexact(start: Start, before: int, key: str, task: object, by_number: str) -> None:
