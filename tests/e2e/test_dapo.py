@@ -27,7 +27,7 @@ def run_of(folder: Path, *overrides: str) -> Run:
     rows = [
         {
             "data_source": "numbers",
-            "prompt": [{"role": "user", "content": f"{number}="}],
+            "prompt": f"{number}=",
             "reward_model": {"ground_truth": str(number)},
         }
         for number in range(ROWS)
