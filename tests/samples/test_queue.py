@@ -154,7 +154,7 @@ def test_explorers_do_not_make_flat_groups_without_end_while_the_trainer_trains(
     made = queue(max_staleness=3, max_open=2 * GROUPS, most_made=3 * GROUPS)
     make(made, 0, most=GROUPS)
     handed = 0
-    while groups := made.hand_out("a", 1):
+    while handed < 10 * GROUPS and (groups := made.hand_out("a", 1)):
         made.deliver(groups[0], 0, "flat", flat=True)
         handed += 1
     assert handed == 2 * GROUPS
