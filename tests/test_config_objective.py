@@ -56,6 +56,18 @@ def advice(*overrides: str) -> list[str]:
             ["algorithm.old_log_probs=sampler", "algorithm.rollout_correction.rollout_is=token"],
             "algorithm.rollout_correction.rollout_is is set, but with algorithm.old_log_probs=sampler",
         ),
+        (["algorithm.filter_groups.metric=std"], "filter_groups.metric is std; must be one of reward, score, acc"),
+        (
+            ["algorithm.filter_groups.max_num_gen_batches=0"],
+            "filter_groups.max_num_gen_batches is 0; must be at least 1",
+        ),
+        (["algorithm.kl.in_reward.estimator=k3+"], "in_reward.estimator is k3+; must be one of kl, k1"),
+        (["algorithm.kl.in_reward.type=adaptive"], "in_reward.type is adaptive, but nothing grows from"),
+        (
+            ["algorithm.kl.in_reward={coeff: 1, type: adaptive, horizon: 102}"],
+            "in_reward.horizon is 102: with 512 samples a step the coefficient could reach 0",
+        ),
+        (["algorithm.filter_groups.on_shortage=go"], "filter_groups.on_shortage is go; must be one of fill, stop"),
         (["algorithm.overlong.buffer=4"], "algorithm.overlong.buffer is 4, more than task.response_length (3)"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

@@ -100,6 +100,8 @@ RUNS = {
     "kl_cov": ["algorithm.loss_mode=kl_cov", f"{LOSS}.kl_cov_ratio=1"],
     "dro": ["algorithm.loss_mode=dro"],
     "sapo": ["algorithm.loss_mode=sapo", "algorithm.loss_agg_mode=seq-mean-token-mean"],
+    "filtered": ["algorithm.filter_groups.enable=true"],
+    "adaptive": ["algorithm.kl.in_reward.coeff=1", "algorithm.kl.in_reward.type=adaptive"],
 }
 
 

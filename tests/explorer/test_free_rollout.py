@@ -19,6 +19,7 @@ from trinity_sync.explorer.free_rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.filtering import GroupFilter
 from trinity_sync.samples.queue import QueueRules
 from trinity_sync.samples.record import Prompt, Sample
 
@@ -45,6 +46,7 @@ class Pretend:
         self.calls: list[tuple[str, Work]] = []
         self.killed: dict[str, threading.Event] = {name: threading.Event() for name in names}
         self.replaced: list[str] = []
+        self.flat: frozenset[str] = frozenset()
 
     def join(self, name: str) -> None:
         for order in self.joining[name]:
@@ -64,7 +66,7 @@ class Pretend:
                 response_ids=(2,),
                 log_probs=(-1.0,),
                 version=(0, version),
-                reward=float(number),
+                reward=0.0 if prompt.text in self.flat else float(number),
                 exact=None,
                 text=f"{name}:{prompt.text}",
                 finished=True,
@@ -114,7 +116,13 @@ class Runs:
         self.faults: list[tuple[str, str]] = []
 
     def start(
-        self, members: Pretend, *, overdue_s: float = LIMIT, timeout_s: float = LIMIT, **rules: Any
+        self,
+        members: Pretend,
+        *,
+        overdue_s: float = LIMIT,
+        timeout_s: float = LIMIT,
+        group_filter: GroupFilter | None = None,
+        **rules: Any,
     ) -> FreeRollout:
         given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "max_open": 2 * GROUPS}
         rollout = FreeRollout(
@@ -128,6 +136,7 @@ class Runs:
             timeout_s=timeout_s,
             on_load=self.loads.append,
             on_fault=lambda where, error: self.faults.append((where, error)),
+            group_filter=group_filter,
         )
         self.made.append(rollout)
         rollout.start()
@@ -170,6 +179,45 @@ def test_every_batch_is_whole_and_sorted_and_every_prompt_is_trained_on_once(run
     facts = rollout.metrics()
     assert facts["samples/explorers"] == 3
     assert rollout.metrics()["samples/waited_s"] <= facts["samples/waited_s"] + LIMIT
+
+
+def filtered(*, fill: bool) -> dict[str, Any]:
+    made = GroupFilter(wanted=GROUPS, metric="reward", batches=2, fill=fill)
+    return {"group_filter": made, "most_made": made.most}
+
+
+def test_groups_without_a_difference_are_left_out_and_told_of(runs: Runs) -> None:
+    members = Pretend("a")
+    members.flat = frozenset(f"{step}-{index}" for step in (1, 2) for index in (0, 2))
+    rollout = runs.start(members, **filtered(fill=True), max_staleness=0)
+    batch, another = train(rollout, members, 1), train(rollout, members, 2)
+    trained = {(item.step, item.prompt) for item in batch[0]}
+    assert len(trained) == GROUPS
+    assert not {f"{step}-{index}" for step, index in trained} & members.flat
+    drawn = rollout.drawn()
+    assert drawn is not None
+    assert len(another[0]) == GROUPS * SAMPLES
+    assert drawn.groups == GROUPS + drawn.flat
+    assert (drawn.filled, drawn.surplus) == (0, 0)
+    assert rollout.position()["waiting"] == []
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_a_step_that_finds_too_few_takes_others_or_ends_the_run(runs: Runs, fill: bool) -> None:
+    members = Pretend("a", "b")
+    members.flat = frozenset(f"{step}-{index}" for step in range(1, 9) for index in range(GROUPS)) - {"2-1"}
+    rollout = runs.start(members, **filtered(fill=fill), max_staleness=0)
+    if not fill:
+        with pytest.raises(RunError, match="answered for step 1, 1 have samples whose reward differs"):
+            rollout.take(1)
+        return
+    batch = rollout.take(1)
+    assert (2, 1) in {(item.step, item.prompt) for item in batch}
+    assert len(batch) == GROUPS * SAMPLES
+    drawn = rollout.drawn()
+    assert drawn is not None
+    assert (drawn.groups, drawn.flat, drawn.filled) == (2 * GROUPS, 2 * GROUPS - 1, GROUPS - 1)
+    assert len(drawn.samples) == 2 * GROUPS * SAMPLES
 
 
 def test_the_others_go_on_without_a_dead_one_and_make_its_groups_anew(runs: Runs) -> None:

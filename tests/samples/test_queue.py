@@ -72,8 +72,9 @@ def test_explorers_run_as_far_ahead_as_the_bound_allows_and_then_wait(bound: int
 def test_room_bounds_what_is_out_and_ready() -> None:
     made = queue(max_staleness=5, max_open=GROUPS + 1)
     assert len(made.hand_out("a", 100)) == GROUPS + 1
-    with pytest.raises(ValueError, match="room for 2 groups, but an update takes 3"):
-        rules(max_open=2)
+    for places in ("max_open", "most_made"):
+        with pytest.raises(ValueError, match="room for 2 groups, but an update takes 3"):
+            rules(**{places: 2})
 
 
 def test_dropping_begins_more_than_can_be_used_and_makes_what_turned_over_stale_anew() -> None:
@@ -82,14 +83,14 @@ def test_dropping_begins_more_than_can_be_used_and_makes_what_turned_over_stale_
     for update in (1, 2):
         taken = made.take()
         assert taken is not None
-        assert {ready.group.step for ready in taken} == {update}
+        assert {ready.group.step for ready in taken.groups} == {update}
         made.publish(update)
     assert made.take() is None  # version 0 is two steps behind update 3
     assert made.dropped == GROUPS
     assert step_of(make(made, 2, most=GROUPS)) == [3] * GROUPS
     taken = made.take()
     assert taken is not None
-    assert {ready.version_step for ready in taken} == {2}
+    assert {ready.version_step for ready in taken.groups} == {2}
 
 
 def test_what_arrives_over_stale_is_dropped_though_explorers_wait() -> None:
@@ -113,7 +114,50 @@ def test_the_oldest_versions_are_trained_on_first_and_groups_stay_in_order() -> 
         made.deliver(group, 0, "")
     taken = made.take()
     assert taken is not None
-    assert [ready.group for ready in taken] == first[:GROUPS]
+    assert [ready.group for ready in taken.groups] == first[:GROUPS]
+
+
+def test_flat_groups_are_laid_aside_and_done_with() -> None:
+    made = queue(max_staleness=0, most_made=3 * GROUPS)
+    flat = made.hand_out("a", GROUPS)
+    for group in flat:
+        assert made.deliver(group, 0, "flat", flat=True)
+    assert made.take() is None
+    others = make(made, 0)
+    assert not {*flat} & {*others}
+    taken = made.take()
+    assert taken is not None
+    assert [ready.group for ready in taken.groups] == others
+    assert [ready.group for ready in taken.left_out] == flat
+    assert taken.filled == made.aside == []
+    assert made.position()["waiting"] == []
+
+
+def test_an_update_that_finds_too_few_others_takes_flat_groups_and_no_more_are_made_for_it() -> None:
+    made = queue(max_staleness=0, most_made=2 * GROUPS)
+    good, *flat = made.hand_out("a", GROUPS)
+    made.deliver(good, 0, "")
+    for group in flat:
+        made.deliver(group, 0, "flat", flat=True)
+    while made.take() is None:
+        (more,) = made.hand_out("a", 1)
+        made.deliver(more, 0, "flat", flat=True)
+        flat.append(more)
+        assert len(flat) < 2 * GROUPS
+        last = made.hand_out("a", 0)
+    assert last == []
+    assert len(flat) == 2 * GROUPS - 1
+    assert made.step == 2
+
+
+def test_explorers_do_not_make_flat_groups_without_end_while_the_trainer_trains() -> None:
+    made = queue(max_staleness=3, max_open=2 * GROUPS, most_made=3 * GROUPS)
+    make(made, 0, most=GROUPS)
+    handed = 0
+    while handed < 10 * GROUPS and (groups := made.hand_out("a", 1)):
+        made.deliver(groups[0], 0, "flat", flat=True)
+        handed += 1
+    assert handed == 2 * GROUPS
 
 
 def test_what_a_lost_explorer_was_to_make_goes_to_the_others_at_once() -> None:
@@ -143,7 +187,7 @@ def test_a_hanging_explorer_keeps_the_trainer_waiting_for_the_limit_and_no_longe
     assert not made.deliver(hanging[0], 0, "by b")
     taken = made.take()
     assert taken is not None
-    assert "by a" in [ready.samples for ready in taken]
+    assert "by a" in [ready.samples for ready in taken.groups]
 
 
 def test_a_run_goes_on_with_the_groups_that_were_not_trained_on() -> None:
@@ -172,16 +216,26 @@ class Runs(RuleBasedStateMachine):
     """Explorers of any speed that die, hang and come back, and a trainer that takes and publishes."""
 
     @initialize(
-        groups=st.integers(1, 4), bound=st.integers(0, 3), wait=st.booleans(), more=st.integers(0, 6), data=st.data()
+        groups=st.integers(1, 4),
+        bound=st.integers(0, 3),
+        wait=st.booleans(),
+        more=st.integers(0, 6),
+        made=st.none() | st.integers(0, 9),
     )
-    def begin(self, groups: int, bound: int, wait: bool, more: int, data: Any) -> None:
+    def begin(self, groups: int, bound: int, wait: bool, more: int, made: int | None) -> None:
         self.clock = Clock()
         self.bound, self.groups = bound, groups
         self.rules = QueueRules(
-            groups_per_step=groups, max_staleness=bound, wait=wait, max_open=groups + more, overdue_s=10.0
+            groups_per_step=groups,
+            max_staleness=bound,
+            wait=wait,
+            max_open=groups + more,
+            overdue_s=10.0,
+            most_made=None if made is None else groups + made,
         )
         self.queue: GroupQueue[GroupId] = GroupQueue(self.rules, 1, self.clock)
         self.trained: Counter[GroupId] = Counter()
+        self.left_out: set[GroupId] = set()
         self.working: dict[str, tuple[int, list[GroupId]]] = {}
         self.published = 0
         self.queue.publish(0)
@@ -194,11 +248,11 @@ class Runs(RuleBasedStateMachine):
             if groups:
                 self.working[name] = (self.published, groups)
 
-    @rule(name=st.sampled_from("abc"))
-    def bring(self, name: str) -> None:
+    @rule(name=st.sampled_from("abc"), flat=st.booleans())
+    def bring(self, name: str, flat: bool) -> None:
         version, groups = self.working.pop(name, (0, []))
         for group in groups:
-            self.queue.deliver(group, version, group)
+            self.queue.deliver(group, version, group, flat=flat and self.rules.most_made is not None)
 
     @rule(name=st.sampled_from("abc"))
     def die(self, name: str) -> None:
@@ -215,9 +269,12 @@ class Runs(RuleBasedStateMachine):
         taken = self.queue.take()
         if taken is None:
             return
-        assert len(taken) == self.groups
-        assert all(0 <= update - 1 - ready.version_step <= self.bound for ready in taken)
-        self.trained.update(ready.group for ready in taken)
+        trained = [*taken.groups, *taken.filled]
+        assert len(trained) == self.groups
+        assert all(0 <= update - 1 - ready.version_step <= self.bound for ready in trained)
+        self.trained.update(ready.group for ready in trained)
+        self.left_out.update(ready.group for ready in taken.left_out)
+        assert self.queue.aside == []
 
     @precondition(lambda self: hasattr(self, "queue") and self.published < self.queue.step - 1)
     @rule()
@@ -228,21 +285,25 @@ class Runs(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "queue"))
     @rule()
     def resume(self) -> None:
+        self.left_out.update(ready.group for ready in self.queue.aside)
         self.queue = GroupQueue(self.rules, self.queue.step, self.clock, json.loads(json.dumps(self.queue.position())))
         self.working.clear()
         self.published = self.queue.step - 1
         self.queue.publish(self.published)
 
     @invariant()
-    def every_group_is_trained_on_at_most_once_and_none_is_lost(self) -> None:
+    def every_group_is_trained_on_at_most_once_or_was_flat_and_none_is_lost(self) -> None:
         if not hasattr(self, "queue"):
             return
         assert all(count == 1 for count in self.trained.values())
         position = self.queue.position()
         known = {*self.trained, *(GroupId(*group) for group in position["waiting"])}
         following = GroupId(*position["next"])
+        assert not self.left_out & known
+        known |= self.left_out | {ready.group for ready in self.queue.aside}
         assert len(known) == (following.step - 1) * self.groups + following.prompt
         assert self.queue.ready <= self.rules.max_open
+        assert len(self.queue.aside) <= max(self.rules.max_open, self.rules.most_made or 0)
 
     def teardown(self) -> None:
         """Whatever happened, one explorer that works is enough for the next update."""
@@ -255,7 +316,7 @@ class Runs(RuleBasedStateMachine):
             groups = self.queue.hand_out("a", 100)
             assert groups, "nothing is admitted, and nothing is on its way"
             for group in groups:
-                self.queue.deliver(group, self.queue.step - 1, group)
+                self.queue.deliver(group, self.queue.step - 1, group, flat=self.rules.most_made is not None)
 
 
 TestRuns = Runs.TestCase

@@ -45,6 +45,12 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         {"step": 12, "count": 2, "error": "the reward function f failed"},
         "step 12: 2 of the responses could not be judged, the first: the reward function f failed",
     ),
+    (
+        "filled_batch",
+        {"step": 12, "count": 3, "drawn": 40},
+        "step 12: 3 of its prompts have samples without a difference, as too few of the 40 that were answered have one "
+        "(algorithm.filter_groups)",
+    ),
     ("all_rejected", {"step": 12}, "step 12: nothing learnt, rollout_rs leaves out each of its tokens"),
     (
         "commit",

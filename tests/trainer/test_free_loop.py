@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.samples.helpers import sample
 from tests.trainer.ranks import Asked
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.actors.synchronizer import Sealed, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.filtering import Drawn
 from trinity_sync.samples.record import Sample
 from trinity_sync.trainer.free_loop import FreeLoop
 from trinity_sync.trainer.steps import LoopSettings
@@ -48,6 +50,7 @@ class World:
         self.dies_in: int | None = None
         self.losses: dict[int, float | None] = {}
         self.skipped: dict[int, int] = {}
+        self.drawn_all: Drawn | None = None
         self.unjudged: dict[int, str] = {}
         self.given_up: str | None = None
         self.refused: str | None = None
@@ -117,6 +120,9 @@ class World:
             [Sample(step=step, prompt=0, sample=0, version=(0, step - 1), reward=1.0, text="", finished=True, **fixed)]
         )
 
+    def drawn(self) -> Drawn | None:
+        return self.drawn_all
+
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         return np.zeros(len(batch))
 
@@ -144,8 +150,8 @@ class World:
         self.happened.append("close")
 
     # saves and log
-    def begin(self, step: int, digest: str, metrics: dict[str, float], *, data: Any) -> None:
-        self.happened.append(("save", step, digest, data))
+    def begin(self, step: int, digest: str, metrics: dict[str, float], *, state: Any) -> None:
+        self.happened.append(("save", step, digest, state["data"]))
 
     def poll(self) -> None:
         pass
@@ -285,6 +291,17 @@ def test_responses_that_could_not_be_judged_are_an_event() -> None:
     world.unjudged = {2: "the reward function f failed"}
     world.loop().run()
     assert world.times("failed_rewards") == [2]
+
+
+def test_a_batch_that_was_filled_is_an_event_and_rewards_are_those_of_all_that_was_drawn() -> None:
+    world = World()
+    samples = [sample(prompt=prompt, number=number, reward=0.25) for prompt in (0, 1) for number in (0, 1)]
+    samples += [sample(prompt=1, number=2, reward=None, error="it raised")]
+    world.drawn_all = Drawn(SampleBatch.of(samples), groups=2, flat=2, filled=1, surplus=0)
+    world.loop(steps=1).run()
+    assert world.times("filled_batch") == world.times("failed_rewards") == [1]
+    (line,) = world.lines
+    assert (line["reward/mean"], line["batch/samples"], line["filter_groups/filled"]) == (0.25, 1, 1)
 
 
 def test_a_loss_that_nobody_gives_ends_the_run() -> None:

@@ -68,6 +68,20 @@ class RankInfo:
     left_out: Untrained | None = None
 
 
+class Divergences(NamedTuple):
+    """How far responses are from what the reference would have said, of the samples that a rank has.
+
+    Attributes:
+        rows: int64, numbers of these samples in their batch.
+        sums: float64, over the tokens of each response, nats.
+        means: float32, likewise.
+    """
+
+    rows: np.ndarray
+    sums: np.ndarray
+    means: np.ndarray
+
+
 class RankClient(Client):
     """See `trinity_sync.trainer.worker.TrinityWorker`, of which each method here has one. Those that are collective are
     called on all ranks.
@@ -112,6 +126,16 @@ class RankClient(Client):
     ) -> Call[dict[str, float]]:
         """Have it train on its share of the batch; the answer is its metrics. Collective."""
         return self._call(f"train step {step}", "train_step", step, batch, advantages)
+
+    def divergences(self, step: int, batch: ObjectRef[SampleBatch]) -> Call[Divergences | None]:
+        """Have it measure how far its share of the batch is from the reference, before it trains on it; None: it is
+        not the one that can. Collective.
+        """
+        return self._call(f"compare step {step} with the reference", "divergences", step, batch)
+
+    def adapted(self, coefficient: float, divergence: float, samples: int) -> Call[float]:
+        """Have it compute the next coefficient of the divergence; see `trainer.divergence.adapted`."""
+        return self._call("adapt the coefficient", "adapted", coefficient, divergence, samples)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> Call[float]:
         """Have it copy its shards into a slot and tell the agent; the answer is how many seconds it stood still so far.

@@ -71,6 +71,17 @@ class PolicyLossConfig:
 
 
 @dataclass(kw_only=True)
+class InRewardConfig:
+    """What of the divergence is taken from rewards; the last three keys as verl's."""
+
+    coeff: float = number(at_least=0)
+    estimator: str = choice("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+    type: str = choice("fixed", "adaptive")
+    target_kl: float = number(more_than=0)
+    horizon: int = number(at_least=1)
+
+
+@dataclass(kw_only=True)
 class KlConfig:
     """How far the policy may go from a reference."""
 
@@ -78,6 +89,7 @@ class KlConfig:
     estimator: str = choice("kl", "k1", "k1+", "abs", "mse", "k2", "low_var_kl", "low_var_kl+", "k3", "k3+")
     reference: str | None = MISSING
     measure: bool = MISSING
+    in_reward: InRewardConfig = MISSING
 
 
 @dataclass(kw_only=True)
@@ -86,6 +98,16 @@ class OverlongConfig:
 
     buffer: int = number(at_least=0)
     penalty: float = number(more_than=0)
+
+
+@dataclass(kw_only=True)
+class FilterGroupsConfig:
+    """Groups that are left out, and the prompts that are answered in their place; keys as verl's, but the last."""
+
+    enable: bool = MISSING
+    metric: str = choice("reward", "score", "acc")
+    max_num_gen_batches: int = number(at_least=1)
+    on_shortage: str = choice("fill", "stop")
 
 
 @dataclass(kw_only=True)
@@ -107,6 +129,7 @@ class GrpoConfig(AlgorithmConfig):
     loss_scale_factor: int | None = number(at_least=1)
     normalise_advantages: bool = MISSING
     overlong: OverlongConfig = MISSING
+    filter_groups: FilterGroupsConfig = MISSING
     kl: KlConfig = MISSING
     old_log_probs: str = choice("auto", "sampler", "recomputed")
     entropy_coeff: float = number(at_least=0)

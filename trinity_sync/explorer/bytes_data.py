@@ -28,6 +28,9 @@ class NoData:
     def advantages(self, batch: PairBatch) -> None:
         return None
 
+    def drawn(self) -> None:
+        """Return nothing: the batch is all that there is."""
+
     def position(self, step: int) -> None:
         """Return nothing: there are no data."""
 

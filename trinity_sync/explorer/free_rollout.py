@@ -24,8 +24,9 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
+from trinity_sync.samples.filtering import Drawn, GroupFilter
 from trinity_sync.samples.position import GroupId
-from trinity_sync.samples.queue import GroupQueue, QueueRules
+from trinity_sync.samples.queue import GroupQueue, QueueRules, Ready, Taken
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import prompts_of
 
@@ -88,6 +89,7 @@ class FreeRollout:
         timeout_s: limit of the trainer's wait while nobody brings anything, seconds.
         on_load: told of each load, on an explorer's thread.
         on_fault: told of each explorer that is gone for good, and of loads that failed: (where, error).
+        group_filter: says which groups are flat, where `rules` count them; None: none is.
     """
 
     def __init__(
@@ -103,7 +105,10 @@ class FreeRollout:
         timeout_s: float,
         on_load: Callable[[LoadReport], None],
         on_fault: Callable[[str, str], None],
+        group_filter: GroupFilter | None = None,
     ) -> None:
+        self._filter = group_filter
+        self._drawn: Drawn | None = None
         self._task = task
         self._members = members
         self._rules = rules
@@ -145,7 +150,8 @@ class FreeRollout:
         """Return the samples for an update, sorted. Waits while too few are ready.
 
         Raises:
-            RunError: no explorer is left, one of them made an error that no restart mends, or `fail` was called.
+            RunError: no explorer is left, one of them made an error that no restart mends, or `fail` was called; or too
+                few groups differ, and others are not to be taken.
             WaitTimeout: nobody brought anything for too long.
         """
         began = time.monotonic()  # before that nobody may have had anything to do
@@ -164,7 +170,14 @@ class FreeRollout:
                     who = ", ".join(self._queue.explorers_out()) or "the explorers"
                     raise WaitTimeout(who, f"make the samples of step {step}", self._timeout_s)
                 self._changed.wait(left)
-        return _assemble([ready.samples for ready in taken])
+        if self._filter is not None:
+            self._drawn = _drawn(taken)
+            self._filter.check_filled(step, self._drawn.filled, self._drawn.groups)
+        return _assemble([*taken.groups, *taken.filled])
+
+    def drawn(self) -> Drawn | None:
+        """Return all groups that were done with for the batch that was taken last; None: these are the batch."""
+        return self._drawn
 
     def metrics(self) -> dict[str, float]:
         """Count, since the last call, dropped samples, those that more than one version made, and the seconds that
@@ -295,13 +308,17 @@ class FreeRollout:
             for step, prompt in {*zip(batch.steps.tolist(), batch.prompts.tolist(), strict=True)}
         }
         oldest = batch.version_steps
+        flat = {group: self._is_flat(_Piece(batch, rows)) for group, rows in pieces.items()}
         with self._changed:
             self._progress = time.monotonic()
             self._mixed += int(batch.spans.mixed.sum())
             for group in sorted(pieces):
                 rows = pieces[group]
-                self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows))
+                self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
             self._changed.notify_all()
+
+    def _is_flat(self, piece: _Piece) -> bool:
+        return self._filter is not None and not self._filter.differing(piece.batch.take(piece.rows)).all()
 
     def _tell_loads(self, first: LoadReport | None, beside: Beside) -> None:
         for load in (first, *(load for _, load in beside)):
@@ -356,8 +373,15 @@ class FreeRollout:
                 self._busy.discard(name)
 
 
-def _assemble(pieces: Sequence[_Piece]) -> SampleBatch:
-    """Join the samples of all pieces, sorted. Pieces of one batch are cut out of it together."""
+def _drawn(taken: Taken[_Piece]) -> Drawn:
+    filled, left_out = len(taken.filled), len(taken.left_out)
+    groups = [*taken.groups, *taken.filled, *taken.left_out]
+    return Drawn(_assemble(groups), len(groups), flat=filled + left_out, filled=filled, surplus=0)
+
+
+def _assemble(groups: Sequence[Ready[_Piece]]) -> SampleBatch:
+    """Join the samples of all groups, sorted. Pieces of one batch are cut out of it together."""
+    pieces = [group.samples for group in groups]
     rows: dict[int, list[NDArray[np.int64]]] = {}
     batches = {id(piece.batch): piece.batch for piece in pieces}
     for piece in pieces:

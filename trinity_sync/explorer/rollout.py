@@ -13,6 +13,7 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line, excerpt
+from trinity_sync.samples.filtering import Drawn, GroupFilter
 from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
@@ -32,6 +33,7 @@ class RolloutData:
         numbering: which prompts a step has.
         samples_per_prompt: size of a group.
         judge: makes the advantages of a batch.
+        group_filter: leaves groups out, for which further prompts are answered; None: none is.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RolloutData:
         numbering: Numbering,
         samples_per_prompt: int,
         judge: Judge,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         self._task = task
         self._pool = pool
@@ -50,17 +53,38 @@ class RolloutData:
         self._numbering = numbering
         self._samples_per_prompt = samples_per_prompt
         self._judge = judge
+        self._filter = group_filter
+        self._following = numbering
+        self._drawn: Drawn | None = None
         self._prompts: tuple[int, Sequence[Prompt]] = (0, ())
 
     def batch(self, step: int) -> SampleBatch:
-        self._prompts = step, prompts_of(self._task, self._numbering, step)
-        return self._pool.generate(step, self._prompts[1], self._samples_per_prompt, self._mode.deliver)
+        if step >= self._following.step:
+            self._numbering = self._following
+        self._prompts, self._drawn = (step, ()), None
+        drawn = self._draw(step)
+        if self._filter is None:
+            return drawn
+        while (chosen := self._filter.choose(step, drawn)) is None:
+            drawn = SampleBatch.concatenate([drawn, self._draw(step)])
+        self._following, self._drawn = self._numbering.after(step, chosen.used), chosen.drawn
+        return chosen.batch
+
+    def _draw(self, step: int) -> SampleBatch:
+        """Have as many more prompts answered as a step has."""
+        before = self._prompts[1]
+        prompts = prompts_of(self._task, self._numbering, step, len(before))
+        self._prompts = step, [*before, *prompts]
+        return self._pool.generate(step, prompts, self._samples_per_prompt, self._mode.deliver)
+
+    def drawn(self) -> Drawn | None:
+        return self._drawn
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         return np.asarray(self._judge(batch))
 
     def position(self, step: int) -> Mapping[str, object]:
-        return Position(self._numbering, GroupId(step + 1, 0)).to_json()
+        return Position(self._following, GroupId(step + 1, 0)).to_json()
 
     def load(self, version: Version) -> list[LoadReport]:
         return self._pool.load(version, self._mode.deliver)

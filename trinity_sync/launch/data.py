@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.rollout import RolloutData
     from trinity_sync.explorer.validation import Validation
     from trinity_sync.launch.row_scan import Scanned
-    from trinity_sync.samples.advantages import Judge
+    from trinity_sync.samples.advantages import Judge, Overlong
+    from trinity_sync.samples.filtering import GroupFilter
     from trinity_sync.samples.position import Numbering
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.sft import PairsData
@@ -65,6 +66,7 @@ def lockstep_data(
         numbering=_numbering(start, cfg.algorithm.prompts_per_step, key, task, "prompts_from"),
         samples_per_prompt=cfg.algorithm.samples_per_prompt,
         judge=_judge(cfg),
+        group_filter=_filter(cfg),
     )
 
 
@@ -119,7 +121,7 @@ def free_data(cfg: DictConfig, task: Any, start: Start, pool: ExplorerPool, reco
     from trinity_sync.samples.queue import QueueRules
     from trinity_sync.trainer.steps import record_load
 
-    groups = cfg.algorithm.prompts_per_step
+    groups, group_filter = cfg.algorithm.prompts_per_step, _filter(cfg)
     saved = _saved(start)
     if saved is not None and saved["groups_per_step"] != groups and not hasattr(task, "prompts_from"):
         _tell_inexact(start, saved["groups_per_step"], "algorithm.prompts_per_step", task, "prompts_from")
@@ -133,6 +135,7 @@ def free_data(cfg: DictConfig, task: Any, start: Start, pool: ExplorerPool, reco
             wait=cfg.samples.over_stale == "wait",
             max_open=groups * cfg.samples.buffer,
             overdue_s=cfg.explorer.timeout_s,
+            most_made=None if group_filter is None else group_filter.most,
         ),
         samples_per_prompt=cfg.algorithm.samples_per_prompt,
         judge=_judge(cfg),
@@ -141,18 +144,41 @@ def free_data(cfg: DictConfig, task: Any, start: Start, pool: ExplorerPool, reco
         timeout_s=cfg.explorer.timeout_s + cfg.cluster.start_timeout_s,
         on_load=partial(record_load, recorder),
         on_fault=recorder.fault,
+        group_filter=group_filter,
     )
 
 
 def _judge(cfg: DictConfig) -> Judge:
     """How samples are judged against the others of their prompt."""
-    from trinity_sync.samples.advantages import Overlong, group_advantages
+    from trinity_sync.samples.advantages import group_advantages
 
-    overlong = None
+    return partial(group_advantages, normalise=cfg.algorithm.normalise_advantages, overlong=_overlong(cfg))
+
+
+def _overlong(cfg: DictConfig) -> Overlong | None:
+    """The penalty on long responses; None: there is none."""
+    from trinity_sync.samples.advantages import Overlong
+
     node = cfg.algorithm.get("overlong")  # an algorithm of the user's own may have none
-    if node is not None and node.buffer:
-        overlong = Overlong(longest=cfg.task.response_length, buffer=node.buffer, penalty=node.penalty)
-    return partial(group_advantages, normalise=cfg.algorithm.normalise_advantages, overlong=overlong)
+    if node is None or not node.buffer:
+        return None
+    return Overlong(longest=cfg.task.response_length, buffer=node.buffer, penalty=node.penalty)
+
+
+def _filter(cfg: DictConfig) -> GroupFilter | None:
+    """Which groups are left out; None: none is."""
+    from trinity_sync.samples.filtering import GroupFilter
+
+    node = cfg.algorithm.get("filter_groups")
+    if node is None or not node.enable:
+        return None
+    return GroupFilter(
+        wanted=cfg.algorithm.prompts_per_step,
+        metric=node.metric,
+        batches=node.max_num_gen_batches,
+        fill=node.on_shortage == "fill",
+        overlong=_overlong(cfg),
+    )
 
 
 def _numbering(start: Start, count: int, key: str, task: object, by_number: str) -> Numbering:
@@ -185,9 +211,9 @@ def _numbering(start: Start, count: int, key: str, task: object, by_number: str)
 
 def _saved(start: Start) -> Mapping[str, Any] | None:
     """Where the data were when the checkpoint was saved with which the run begins; None: it does not say."""
-    from trinity_sync.trainer.saves import data_position
+    from trinity_sync.trainer.saves import driver_state
 
-    return None if start.folder is None else data_position(start.folder)
+    return None if start.folder is None else driver_state(start.folder, "data")
 
 
 def _tell_inexact(start: Start, before: int, key: str, task: object, by_number: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trinity_sync.config import build, config_digest, plain
+from trinity_sync.config import build, config_digest, plain, typed
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.data import free_data, lockstep_data, validation_of
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.loop import TrainingLoop
     from trinity_sync.trainer.published import PublishedState
+    from trinity_sync.trainer.reward_penalty import RewardPenalty
     from trinity_sync.trainer.saves import FullSaves, SaveSettings
 
 # How long a run that ends early waits for a save that is on its way to the disk.
@@ -160,12 +161,26 @@ class Job:
             "log": self._recorder,
             "stop": self._stop,
         }
+        common["penalty"] = self._penalty(settings.step_timeout_s)
         if actors.free and actors.pool is not None:
             source = free_data(cfg, self._scanned.task, self._start, actors.pool, self._recorder)
             return FreeLoop(settings, source=source, **common)
         data = lockstep_data(cfg, self._scanned.task, self._start, actors.model_path, actors.pool, mode)
         validation = validation_of(cfg, self._scanned, self._start, actors.pool, mode, self._last_step)
         return TrainingLoop(settings, data=data, restored=self._restored(published), validation=validation, **common)
+
+    def _penalty(self, timeout_s: float) -> RewardPenalty | None:
+        """What takes the divergence from a reference from rewards; None: nothing does."""
+        from trinity_sync.trainer.algorithms.base import algorithm_of
+        from trinity_sync.trainer.reward_penalty import RewardPenalty
+        from trinity_sync.trainer.saves import driver_state
+
+        asked = None if self._cfg.workload.kind == "bytes" else algorithm_of(typed(self._cfg).algorithm).in_reward
+        if asked is None:
+            return None
+        folder = self._start.folder
+        saved = None if folder is None else driver_state(folder, "algorithm")
+        return RewardPenalty(self.actors.trainer, asked, timeout_s, saved)
 
     def _restored(self, published: PublishedState) -> tuple[int, Callable[[Version, int], None]] | None:
         """Return what explorers held when the checkpoint was saved from which this run goes on: the step of that

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from trinity_sync.samples.advantages import relative_rewards
 from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.filtering import Drawn
 
 
 def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
@@ -39,6 +40,25 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     if len(exact) and np.isfinite(exact).all():
         metrics["reward/exact"] = float(exact.mean())
     return metrics
+
+
+def drawn_metrics(drawn: Drawn) -> dict[str, float]:
+    """Measure all that was drawn for a step, where only some of it is trained on.
+
+    Returns:
+        What `batch_metrics` says of these samples but their number, to stand in place of what it says of the batch:
+        the rewards of groups that were chosen for a difference are no measure of the policy. And how many groups were
+        drawn (``filter_groups/drawn``), are without a difference (``flat``), in the batch all the same (``filled``),
+        and are left out with one (``surplus``).
+    """
+    of_all = batch_metrics(drawn.samples)
+    return {
+        **{name: value for name, value in of_all.items() if not name.startswith("batch/")},
+        "filter_groups/drawn": float(drawn.groups),
+        "filter_groups/flat": float(drawn.flat),
+        "filter_groups/filled": float(drawn.filled),
+        "filter_groups/surplus": float(drawn.surplus),
+    }
 
 
 def of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:

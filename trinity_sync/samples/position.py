@@ -42,6 +42,10 @@ class Numbering(NamedTuple):
         """The number of a step's first prompt."""
         return self.number(GroupId(step, 0))
 
+    def after(self, step: int, used: int) -> Numbering:
+        """The same for the steps after one that used so many prompts, which may be more than it is meant to have."""
+        return self if used == self.per_step else Numbering(step + 1, self.first_of(step) + used, self.per_step)
+
 
 @dataclass(frozen=True)
 class Position:

@@ -7,7 +7,8 @@ the step whose number it bears: an update takes the oldest that are ready, so on
 
     waiting -> out (an explorer makes it) -> ready -> taken
 
-A group goes back to waiting when its explorer is gone or keeps the trainer waiting, and when it turned over-stale.
+A group goes back to waiting when its explorer is gone or keeps the trainer waiting, and when it turned over-stale. One
+that is *flat* teaches nothing: it is laid aside, and done with, unless too few others are found for the next update.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ class Ready(NamedTuple, Generic[T]):
     samples: T
 
 
+class Taken(NamedTuple, Generic[T]):
+    """What an update takes: its groups; flat ones, where it lacks others; and flat ones that it leaves out."""
+
+    groups: list[Ready[T]]
+    filled: list[Ready[T]]
+    left_out: list[Ready[T]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueueRules:
     """What the queue goes by.
@@ -42,6 +51,8 @@ class QueueRules:
             if it were the next, and drop it when it is not.
         max_open: groups that may be out or ready at a time, at least `groups_per_step`.
         overdue_s: how long a group that is out may keep the trainer waiting before another explorer makes it too.
+        most_made: groups, flat ones included, of which an update that lacks others takes flat ones, at least
+            `groups_per_step`; None: no group is flat.
     """
 
     groups_per_step: int
@@ -49,10 +60,12 @@ class QueueRules:
     wait: bool
     max_open: int
     overdue_s: float
+    most_made: int | None = None
 
     def __post_init__(self) -> None:
-        if self.max_open < self.groups_per_step:
-            raise ValueError(f"room for {self.max_open} groups, but an update takes {self.groups_per_step}")
+        for places in (self.max_open, self.most_made):
+            if places is not None and places < self.groups_per_step:
+                raise ValueError(f"room for {places} groups, but an update takes {self.groups_per_step}")
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class GroupQueue(Generic[T]):
         step: the next update that takes groups.
         newest: the newest version that explorers can load, None before the first.
         dropped: groups that were thrown away as over-stale.
+        aside: flat groups that were made since the last update, and not taken.
         numbering: which prompts of the data the groups of a step are.
     """
 
@@ -91,6 +105,7 @@ class GroupQueue(Generic[T]):
         self._out: dict[GroupId, _Out] = {}
         self._ready: dict[GroupId, Ready[T]] = {}
         self._starved_since: float | None = None
+        self.aside: list[Ready[T]] = []
         self.step = step
         self.newest: int | None = None
         self.dropped = 0
@@ -115,7 +130,7 @@ class GroupQueue(Generic[T]):
             handed.append(group)
         return handed
 
-    def deliver(self, group: GroupId, version_step: int, samples: T) -> bool:
+    def deliver(self, group: GroupId, version_step: int, samples: T, *, flat: bool = False) -> bool:
         """Take a group that is made. False where it is not needed: another explorer was faster, or it is over-stale."""
         if self._out.pop(group, None) is None:
             if group not in self._waiting:
@@ -125,7 +140,11 @@ class GroupQueue(Generic[T]):
         if self._over_stale(version_step):
             self._drop(group)
             return False
-        self._ready[group] = Ready(version_step, group, samples)
+        made = Ready(version_step, group, samples)
+        if flat:
+            self.aside.append(made)
+        else:
+            self._ready[group] = made
         return True
 
     def give_back(self, explorer: str) -> None:
@@ -134,23 +153,30 @@ class GroupQueue(Generic[T]):
             del self._out[group]
             heapq.heappush(self._waiting, group)
 
-    def take(self) -> list[Ready[T]] | None:
+    def take(self) -> Taken[T] | None:
         """Take the groups of the next update, the oldest versions first; None while too few are within the bound."""
         for group, ready in list(self._ready.items()):
             if self._over_stale(ready.version_step):
                 del self._ready[group]
                 self._drop(group)
         wanted = self._rules.groups_per_step
-        if len(self._ready) < wanted:
+        if len(self._ready) < wanted and not self._all_made():
             if self._starved_since is None:
                 self._starved_since = self._clock()
             return None
-        taken = heapq.nsmallest(wanted, self._ready.values(), key=lambda ready: ready[:2])
-        for ready in taken:
+        groups = heapq.nsmallest(wanted, self._ready.values(), key=lambda ready: ready[:2])
+        for ready in groups:
             del self._ready[ready.group]
+        aside, self.aside = sorted(self.aside, key=lambda made: made[:2]), []
+        missing = wanted - len(groups)
         self._starved_since = None
         self.step += 1
-        return taken
+        return Taken(groups, aside[:missing], aside[missing:])
+
+    def _all_made(self) -> bool:
+        """Tell whether no more groups are made for the next update than there are, flat ones included."""
+        most = self._rules.most_made
+        return most is not None and len(self._ready) + len(self.aside) >= most
 
     def explorers_out(self) -> list[str]:
         """Return the explorers that have groups out."""
@@ -171,6 +197,8 @@ class GroupQueue(Generic[T]):
         ahead = len(self._ready) + len(self._out)
         if self.newest is None or ahead >= self._rules.max_open:
             return False
+        if ahead + len(self.aside) >= max(self._rules.max_open, self._rules.most_made or 0):
+            return False  # all are flat while the trainer trains
         place = ahead // self._rules.groups_per_step if self._rules.wait else 0
         return staleness(self.newest, self.step + place) <= self._rules.max_staleness
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.errors import RunError
@@ -45,7 +46,10 @@ class Task(Protocol):
     """
 
     def prompts(self, step: int, count: int) -> list[Prompt]:
-        """Return the prompts of a trainer step (from 1), numbered from 0 by `Prompt.index`."""
+        """Return the prompts of a trainer step (from 1), numbered from 0 by `Prompt.index`. With
+        `algorithm.filter_groups` a task without ``prompts_from`` is asked for more of a step, and has to give the same
+        first ones then.
+        """
         ...
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
@@ -59,12 +63,35 @@ class Task(Protocol):
         ...
 
 
-def prompts_of(task: Task, numbering: Numbering, step: int) -> list[Prompt]:
-    """The prompts of a step, of a run that may have had other numbers of them per step before."""
+def prompts_of(task: Task, numbering: Numbering, step: int, at: int = 0) -> list[Prompt]:
+    """The prompts of a step, of a run that may have had other numbers of them per step before.
+
+    Args:
+        task: of the run.
+        numbering: which prompts a step has, and how many.
+        step: a step.
+        at: the number within the step from which on they are; above 0 where a step has more than it is meant to have.
+
+    Raises:
+        RunError: more are asked for, and the task gives other first ones then.
+    """
+    count = numbering.per_step
     prompts_from: Callable[[int, int], list[Prompt]] | None = getattr(task, "prompts_from", None)
-    if prompts_from is None:
-        return task.prompts(step, numbering.per_step)
-    return prompts_from(numbering.first_of(step), numbering.per_step)
+    if prompts_from is not None:
+        following = prompts_from(numbering.first_of(step) + at, count)
+        return [replace(prompt, index=at + prompt.index) for prompt in following]
+    prompts = task.prompts(step, at + count)
+    if at and [*map(_asked, task.prompts(step, at))] != [*map(_asked, prompts[:at])]:
+        raise RunError(
+            f"step {step} needs more than {at} prompts, but the first ones of {type(task).__name__}.prompts({step}, "
+            f"{at + count}) are others than those of prompts({step}, {at}); have it begin with the same, or give it a "
+            "method prompts_from(), or set algorithm.filter_groups.enable=false"
+        )
+    return prompts[at:]
+
+
+def _asked(prompt: Prompt) -> tuple[object, ...]:
+    return prompt.index, prompt.text, prompt.messages
 
 
 @runtime_checkable

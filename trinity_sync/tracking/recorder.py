@@ -43,6 +43,7 @@ EVENT_FIELDS: dict[str, tuple[str, ...]] = {
     "skip": ("version", "reason"),
     "skipped_update": ("step", "count"),
     "failed_rewards": ("step", "count", "error"),
+    "filled_batch": ("step", "count", "drawn"),
     "all_rejected": ("step",),
     "save": ("step",),
     "commit": ("step", "kind", "digest", "bytes", "blocked_s", "total_s"),

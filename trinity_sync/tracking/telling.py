@@ -71,6 +71,11 @@ def told_event(event: Mapping[str, object]) -> str:
                 f"{'of its validation ' if event.get('validation') else ''}could not be judged, the first: "
                 f"{event['error']}"
             )
+        case "filled_batch":
+            text = (
+                f"step {event['step']}: {event['count']} of its prompts have samples without a difference, as too few "
+                f"of the {event['drawn']} that were answered have one (algorithm.filter_groups)"
+            )
         case "all_rejected":
             text = f"step {event['step']}: nothing learnt, rollout_rs leaves out each of its tokens"
         case "commit":

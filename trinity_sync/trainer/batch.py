@@ -96,7 +96,7 @@ def grpo_batch(
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
     log_probs: Sequence[np.ndarray],
-    advantages: np.ndarray,
+    advantages: np.ndarray | None,
     *,
     temperature: float,
     entropy: bool = False,
@@ -110,7 +110,7 @@ def grpo_batch(
         prompts: int64 token ids per sequence, at least one.
         responses: int64 token ids per sequence, at least one, end-of-sequence included.
         log_probs: float32 log-probs of the response tokens under the sampler.
-        advantages: float64, one per sequence, given to each of its response tokens.
+        advantages: see `with_advantages`, which does it later for None.
         temperature: the sampler's temperature.
         entropy: have the engine compute the entropy of each token's distribution beside its log-prob.
         staleness: int64, of each response token, in steps; None: it is not known.
@@ -118,7 +118,6 @@ def grpo_batch(
     """
     lengths = [len(response) for response in responses]
     sampled = _jagged(np.concatenate(log_probs), lengths)
-    of_tokens = np.repeat(np.asarray(advantages, np.float32), lengths)
     tensors = {
         **_sequences(prompts, responses),
         "prompts": _jagged(np.concatenate(prompts), [len(prompt) for prompt in prompts]),
@@ -126,11 +125,24 @@ def grpo_batch(
         "response_mask": _jagged(np.ones(sum(lengths), np.int64), lengths),
         "rollout_log_probs": sampled,
         "old_log_probs": sampled,
-        "advantages": _jagged(of_tokens, lengths),
     }
     if staleness is not None:
         tensors["staleness"] = _jagged(np.concatenate(staleness), lengths)
-    return _with_settings(tensors, batching, temperature=temperature, entropy=entropy)
+    data = _with_settings(tensors, batching, temperature=temperature, entropy=entropy)
+    return data if advantages is None else with_advantages(data, advantages)
+
+
+def with_advantages(data: TensorDict, advantages: np.ndarray) -> TensorDict:
+    """Return a rank's share of a GRPO step with its advantages.
+
+    Args:
+        data: from `grpo_batch`.
+        advantages: float64, one per sequence, given to each of its response tokens.
+    """
+    lengths = data["response_mask"].offsets().diff().tolist()
+    data = data.copy()
+    data["advantages"] = _jagged(np.repeat(np.asarray(advantages, np.float32), lengths), lengths)
+    return data
 
 
 def sft_batch(

@@ -28,9 +28,10 @@ from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.excerpt import Line
-from trinity_sync.samples.metrics import batch_metrics
+from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
+from trinity_sync.trainer.reward_penalty import RewardPenalty
 from trinity_sync.trainer.saves import FullSaves
 from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing
 
@@ -48,6 +49,10 @@ class SampleSource(Protocol):
 
     def take(self, step: int) -> SampleBatch:
         """Return the samples for the update of this step; wait while too few are ready."""
+        ...
+
+    def drawn(self) -> Drawn | None:
+        """Return all that was drawn for the batch that was taken last; None: the batch is all."""
         ...
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
@@ -92,6 +97,7 @@ class FreeLoop:
         saves: full checkpoints.
         log: takes what is reported.
         stop: once set, the step under way is finished and saved, and is the last.
+        penalty: takes the divergence from the rewards; None: nothing is taken.
     """
 
     def __init__(
@@ -106,8 +112,9 @@ class FreeLoop:
         saves: FullSaves,
         log: Log,
         stop: threading.Event | None = None,
+        penalty: RewardPenalty | None = None,
     ) -> None:
-        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log)
+        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log, penalty=penalty)
         self._settings = settings
         self._source = source
         self._mode = mode
@@ -143,9 +150,9 @@ class FreeLoop:
         with timing.of("generate"):  # what the trainer waited for samples
             batch = self._source.take(step)
         lags = self._steps.staleness(batch, step)
+        measured = self._steps.measure(step, batch, self._source.drawn())
         with timing.of("train"):
-            advantages = self._source.advantages(batch)
-            metrics = self._steps.train(step, batch, advantages)
+            advantages, metrics = self._steps.train(step, batch, self._source.advantages)
         publish, stops = settings.publishes(step), self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
         if publish or save:
@@ -153,10 +160,10 @@ class FreeLoop:
                 self._begin_version(step, needed=save or not self._can_do_without(step))
         if save:
             with timing.of("save"):
-                self._save(step, {**metrics, **batch_metrics(batch)})
+                self._save(step, {**metrics, **measured})
         timing.step(time.perf_counter() - started, batch.token_count)
         facts = self._source.metrics()
-        self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **facts, **timing.seconds})
+        self._log.metrics(step, {**measured, **metrics, **lags, **facts, **timing.seconds})
         if settings.records(step):
             self._log.samples(step, self._source.excerpt(batch, advantages, settings.record_groups))
         self._saves.poll()
@@ -170,7 +177,8 @@ class FreeLoop:
         """Begin a checkpoint. It bears the digest of its weights, so it waits for their version, but for no load."""
         staged = self._wait_published()
         assert staged is not None, "a step that is saved begins a version"
-        self._saves.begin(step, staged.sealed.digest, metrics, data=self._source.position())
+        state = {"data": self._source.position(), "algorithm": self._steps.state()}
+        self._saves.begin(step, staged.sealed.digest, metrics, state=state)
 
     # -- versions
 

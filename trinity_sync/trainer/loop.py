@@ -23,9 +23,10 @@ from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.excerpt import Line
-from trinity_sync.samples.metrics import batch_metrics
+from trinity_sync.samples.filtering import Drawn
 from trinity_sync.sync.base import Publisher
 from trinity_sync.trainer.group import TrainerGroup
+from trinity_sync.trainer.reward_penalty import RewardPenalty
 from trinity_sync.trainer.saves import FullSaves
 from trinity_sync.trainer.steps import Log, LoopSettings, Staged, Steps, Timing, record_load
 
@@ -35,6 +36,10 @@ class Data(Protocol):
 
     def batch(self, step: int) -> SampleBatch | PairBatch:
         """Return the batch of a step, the same whenever it is asked for."""
+        ...
+
+    def drawn(self) -> Drawn | None:
+        """Return all that was drawn for the batch that was given last; None: the batch is all."""
         ...
 
     def advantages(self, batch: Any) -> np.ndarray | None:
@@ -91,6 +96,7 @@ class TrainingLoop:
         restored: the step of the version that explorers begin with, where it is not the trainer's, and what fills a
             slot with it.
         stop: once set, the step under way is finished and saved, and is the last.
+        penalty: takes the divergence from the rewards; None: nothing is taken.
         validation: asked after each publish, while the explorers have nothing else to do; None: nobody is.
     """
 
@@ -107,9 +113,10 @@ class TrainingLoop:
         log: Log,
         restored: tuple[int, Callable[[Version, int], None]] | None = None,
         stop: threading.Event | None = None,
+        penalty: RewardPenalty | None = None,
         validation: Validation | None = None,
     ) -> None:
-        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log)
+        self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log, penalty=penalty)
         self._stop = stop
         self._restored = restored
         self._settings = settings
@@ -142,9 +149,9 @@ class TrainingLoop:
         with timing.of("generate"):
             batch = self._data.batch(step)
         lags = self._steps.staleness(batch, step)
+        measured = self._steps.measure(step, batch, self._data.drawn())
         with timing.of("train"):
-            advantages = self._data.advantages(batch)
-            metrics = self._steps.train(step, batch, advantages)
+            advantages, metrics = self._steps.train(step, batch, self._data.advantages)
         validated: dict[str, float] = {}
         publish = settings.publishes(step)
         stops = self._stop is not None and self._stop.is_set()
@@ -161,11 +168,11 @@ class TrainingLoop:
                 self._steps.discard(version)
             if save:
                 with timing.of("save"):
-                    numbers = {**metrics, **batch_metrics(batch), **validated}
-                    data = self._data.position(step)
-                    self._saves.begin(step, staged.sealed.digest, numbers, published=publish, data=data)
+                    numbers = {**metrics, **measured, **validated}
+                    state = {"data": self._data.position(step), "algorithm": self._steps.state()}
+                    self._saves.begin(step, staged.sealed.digest, numbers, published=publish, state=state)
         timing.step(time.perf_counter() - started, batch.token_count)
-        self._log.metrics(step, {**batch_metrics(batch), **metrics, **lags, **validated, **timing.seconds})
+        self._log.metrics(step, {**measured, **metrics, **lags, **validated, **timing.seconds})
         if settings.records(step):
             self._log.samples(step, self._data.excerpt(batch, advantages, settings.record_groups))
         self._saves.poll()

@@ -116,7 +116,7 @@ class FullSaves:
         metrics: dict[str, float],
         *,
         published: bool = True,
-        data: Mapping[str, object] | None = None,
+        state: Mapping[str, Mapping[str, object] | None] | None = None,
     ) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps. It is not committed before
         the next call of `poll`.
@@ -126,7 +126,9 @@ class FullSaves:
             digest: version digest of the weights, None where versions are not digested.
             metrics: the step's metrics, for the manifest and the retention policies.
             published: the explorers hold the version of this step; else what they hold is saved, too.
-            data: where the run is in its data (`samples.position.Position`), where it has some.
+            state: what of the driver a resume needs: under ``data`` where the run is in its data
+                (`samples.position.Position`), under ``algorithm`` what changes from step to step; empty ones are not
+                written.
 
         Raises:
             TrinityError: a rank is gone, or the monitor.
@@ -134,7 +136,7 @@ class FullSaves:
         self.poll()
         self._log.saving(step)
         try:
-            self._begin(step, digest, metrics, published, data)
+            self._begin(step, digest, metrics, published, state or {})
         except _SaveFailed as failure:
             self._monitor.fail_step(step, str(failure), attempt=self._settings.attempt)
             self._fail(step, self._first_failure(step) or failure)
@@ -145,7 +147,7 @@ class FullSaves:
         digest: str | None,
         metrics: dict[str, float],
         published: bool,
-        data: Mapping[str, object] | None,
+        given: Mapping[str, Mapping[str, object] | None],
     ) -> None:
         settings = self._settings
         behind = self._published if not published else None
@@ -161,8 +163,7 @@ class FullSaves:
         self._pending[call] = (step, max(blocked), began)
         state: dict[str, object] = {"step": step, "attempt": settings.attempt, "seed": settings.seed}
         state["next_data_step"] = step + 1
-        if data is not None:
-            state["data"] = data
+        state |= {name: value for name, value in given.items() if value}
         texts = {TRAINER_STATE: json.dumps(state, indent=2) + "\n"}
         if behind is not None:
             texts |= dict([behind.save(step, folder)])
@@ -267,15 +268,15 @@ class FullSaves:
             raise RunError(f"the newest checkpoint could not be saved: {error}") from error
 
 
-def data_position(folder: Path) -> Mapping[str, object] | None:
-    """Read what `FullSaves.begin` was given as `data` for the checkpoint in this folder; None: nothing, as of
-    earlier releases and other programs.
+def driver_state(folder: Path, name: str) -> Mapping[str, object] | None:
+    """Read what `FullSaves.begin` was given as `state`, under one of its names, for the checkpoint in this folder;
+    None: nothing, as of earlier releases and other programs.
     """
     try:
         state: dict[str, Any] = json.loads((folder / TRAINER_STATE).read_text())
     except FileNotFoundError:  # verl's and Trinity's checkpoints have no such file
         return None
-    return state.get("data")
+    return state.get(name)
 
 
 class _SaveFailed(RunError):  # noqa: N818 - it says what happened

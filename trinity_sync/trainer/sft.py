@@ -58,6 +58,9 @@ class PairsData:
             return self._task.pairs(step, self._numbering.per_step)
         return pairs_from(self._numbering.first_of(step), self._numbering.per_step)
 
+    def drawn(self) -> None:
+        """Return nothing: the batch is all that there is."""
+
     def position(self, step: int) -> Mapping[str, object]:
         """Return where the run is in its data after a step."""
         return Position(self._numbering, GroupId(step + 1, 0)).to_json()

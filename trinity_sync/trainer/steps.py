@@ -5,10 +5,10 @@ driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import ray
@@ -20,10 +20,13 @@ from trinity_sync.errors import RunError
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.filtering import Drawn
+from trinity_sync.samples.metrics import batch_metrics, drawn_metrics
 from trinity_sync.samples.staleness import staleness
 from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.algorithms.base import REJECTED
 from trinity_sync.trainer.group import TrainerGroup
+from trinity_sync.trainer.reward_penalty import RewardPenalty
 
 _ROUNDING = 1e-6
 """Of shares that were added up."""
@@ -129,6 +132,7 @@ class Steps:
         synchronizer: the run's synchronizer.
         parts: names of the parts that make a version.
         log: takes what is reported.
+        penalty: takes the divergence from the rewards; None: nothing is taken.
     """
 
     def __init__(
@@ -139,25 +143,55 @@ class Steps:
         synchronizer: SynchronizerClient,
         parts: list[str],
         log: Log,
+        penalty: RewardPenalty | None = None,
     ) -> None:
+        self._penalty = penalty
         self._settings = settings
         self._trainer = trainer
         self._synchronizer = synchronizer
         self._parts = parts
         self._log = log
 
-    def train(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> dict[str, float]:
-        """Have all ranks train on a batch; return their metrics, with a `loss` where the batch has something to learn.
-        Updates that were skipped, since their gradient was not finite, are an event; so are responses that could not be
-        judged, and a step of whose tokens each was left out.
+    def measure(self, step: int, batch: SampleBatch | PairBatch, drawn: Drawn | None) -> dict[str, float]:
+        """Return the metrics of what a step trains on. Responses that could not be judged are an event, and so is a
+        batch that lacks groups with a difference.
+
+        Args:
+            step: the step.
+            batch: what is trained on.
+            drawn: all that was drawn for it; None: the batch is all.
+        """
+        found = batch_metrics(batch)
+        if drawn is not None:
+            found |= drawn_metrics(drawn)
+            if drawn.filled:
+                self._log.event("filled_batch", step=step, count=drawn.filled, drawn=drawn.groups)
+        made = batch if drawn is None else drawn.samples
+        if isinstance(made, SampleBatch) and (errors := [error for error in made.errors if error]):
+            self._log.event("failed_rewards", step=step, count=len(errors), error=errors[0])
+        return found
+
+    def train(
+        self, step: int, batch: SampleBatch | PairBatch, judge: Callable[[Any], np.ndarray | None]
+    ) -> tuple[np.ndarray | None, dict[str, float]]:
+        """Have all ranks train on a batch; return its advantages and the metrics, with a `loss` where the batch has
+        something to learn. Updates that were skipped, since their gradient was not finite, are an event, and so is a
+        step of whose tokens each was left out.
+
+        Args:
+            step: the step.
+            batch: what is trained on.
+            judge: makes the advantages, of samples with the rewards that count.
 
         Raises:
             RunError: the loss is not finite, or missing.
         """
         interrupts.check()
-        if isinstance(batch, SampleBatch) and (errors := [error for error in batch.errors if error]):
-            self._log.event("failed_rewards", step=step, count=len(errors), error=errors[0])
         shared = ray.put(batch)
+        judged, penalised = batch, dict[str, float]()
+        if self._penalty is not None and isinstance(batch, SampleBatch):
+            judged, penalised = self._penalty.apply(step, batch, shared)
+        advantages = judge(judged)
         results = self._trainer.all(
             lambda rank: rank.train_step(step, shared, advantages), self._settings.step_timeout_s
         )
@@ -170,7 +204,11 @@ class Steps:
             self._log.event("skipped_update", step=step, count=skipped)
         if metrics.get(REJECTED, 0.0) > 1 - _ROUNDING:
             self._log.event("all_rejected", step=step)
-        return metrics
+        return advantages, {**metrics, **penalised}
+
+    def state(self) -> dict[str, object]:
+        """Return what of the algorithm changes from step to step, for a checkpoint, as JSON values."""
+        return {} if self._penalty is None else self._penalty.state()
 
     def staleness(self, batch: SampleBatch | PairBatch, step: int) -> dict[str, float]:
         """Measure the staleness of a batch's samples, as metrics.

@@ -17,13 +17,14 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 from transformers import AutoConfig
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
-from trinity_sync.actors.rank import RankInfo, Untrained
+from trinity_sync.actors.rank import Divergences, RankInfo, Untrained
 from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.engines import Engine
 from trinity_sync.backends.lora import check_adapter
@@ -31,6 +32,7 @@ from trinity_sync.backends.packing import ATTENTION
 from trinity_sync.backends.saved import check_causal, left_out_by
 from trinity_sync.checkpoint.export_checks import digest_left_out
 from trinity_sync.checkpoint.reading.hugging_face import open_hugging_face
+from trinity_sync.config.training_schema import InRewardConfig
 from trinity_sync.host.logs import story
 from trinity_sync.models.attention import check_attention
 from trinity_sync.models.deterministic import use_deterministic_kernels
@@ -38,7 +40,16 @@ from trinity_sync.models.hub import local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
 from trinity_sync.trainer.base_model import check_held
-from trinity_sync.trainer.batch import Batching, check_fits, grpo_batch, micro_batch_size, sft_batch, share
+from trinity_sync.trainer.batch import (
+    Batching,
+    check_fits,
+    grpo_batch,
+    micro_batch_size,
+    sft_batch,
+    share,
+    with_advantages,
+)
+from trinity_sync.trainer.divergence import adapted, divergences
 from trinity_sync.trainer.log_probs import recomputed
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.reference import BaseOfAdapter, ReferenceModel, reference_digest, reference_spec
@@ -56,6 +67,7 @@ class TrinityWorker(Member, TrainingWorker):
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
+        self._compared: tuple[int, TensorDict] | None = None
         if spec.deterministic:
             use_deterministic_kernels()
         # verl's own call would name gloo twice on a CPU, which torch refuses, and sets no timeout. It leaves a group
@@ -126,37 +138,7 @@ class TrinityWorker(Member, TrainingWorker):
         """
         started = time.perf_counter()
         spec = self._spec
-        ranks = self.engine.get_data_parallel_size()
-        check_fits(batch.lengths, spec.max_tokens, spec.backend.ranks_per_sequence)
-        balanced = batch.lengths if spec.balance_tokens else None
-        mine = share(len(batch), self.engine.get_data_parallel_rank(), ranks, spec.mini_batches, balanced=balanced)
-        local = len(mine) // spec.mini_batches
-        batching = Batching(
-            micro_batch=micro_batch_size(local, spec.micro_batch_size),
-            global_mini_batch=len(batch) // spec.mini_batches,
-            max_tokens=spec.max_tokens,
-            packed=self.model_config.use_remove_padding,
-        )
-        prompts, responses = [batch.prompt_ids(i) for i in mine], [batch.response_ids(i) for i in mine]
-        if isinstance(batch, PairBatch):
-            data = sft_batch(prompts, responses, learnt=[batch.learnt_of(i) for i in mine], **batching)
-        else:
-            assert advantages is not None, "samples come with advantages"
-            sampled = [batch.log_probs_of(i) for i in mine]
-            data = grpo_batch(
-                prompts,
-                responses,
-                sampled,
-                advantages[mine],
-                temperature=spec.temperature,
-                entropy=spec.algorithm.needs_entropy,
-                staleness=[batch.spans.staleness(i, step) for i in mine],
-                **batching,
-            )
-            if spec.algorithm.recomputes:
-                data = recomputed(self.engine, data)
-            if self._reference is not None:
-                data = self._reference.compared(data)
+        data = self._data_of(step, batch, advantages)
         tu.assign_non_tensor(
             data,
             mini_batch_size=len(batch) // spec.mini_batches,
@@ -171,6 +153,71 @@ class TrinityWorker(Member, TrainingWorker):
         if output is None:
             return {}
         return {**step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes), "lr": rate}
+
+    def divergences(self, step: int, batch: SampleBatch) -> Divergences | None:
+        """Measure how far this rank's share of a step is from the reference, which is then trained on; None: another
+        pipeline stage can. Collective.
+
+        Args:
+            step: the trainer's global step.
+            batch: the whole batch, the same on every rank.
+        """
+        rows, batching = self._share_of(batch)
+        data = self._samples(step, batch, rows, batching)
+        self._compared = step, data
+        return divergences(data, rows, self._in_reward().estimator)
+
+    def adapted(self, coefficient: float, divergence: float, samples: int) -> float:
+        """Compute the next coefficient of the divergence; see `trainer.divergence.adapted`."""
+        return adapted(coefficient, divergence, samples, self._in_reward())
+
+    def _in_reward(self) -> InRewardConfig:
+        asked = self._spec.algorithm.in_reward
+        assert asked is not None, "who calls it has looked"
+        return asked
+
+    def _data_of(self, step: int, batch: SampleBatch | PairBatch, advantages: np.ndarray | None) -> TensorDict:
+        """This rank's share of a step, as the engine takes it; where it was compared with the reference, that."""
+        rows, batching = self._share_of(batch)
+        if isinstance(batch, PairBatch):
+            prompts, responses = [batch.prompt_ids(i) for i in rows], [batch.response_ids(i) for i in rows]
+            return sft_batch(prompts, responses, learnt=[batch.learnt_of(i) for i in rows], **batching)
+        assert advantages is not None, "samples come with advantages"
+        compared, self._compared = self._compared, None
+        data = compared[1] if compared and compared[0] == step else self._samples(step, batch, rows, batching)
+        return with_advantages(data, advantages[rows])
+
+    def _share_of(self, batch: SampleBatch | PairBatch) -> tuple[np.ndarray, Batching]:
+        """Which sequences of a step this rank has, and how they meet."""
+        spec = self._spec
+        ranks = self.engine.get_data_parallel_size()
+        check_fits(batch.lengths, spec.max_tokens, spec.backend.ranks_per_sequence)
+        balanced = batch.lengths if spec.balance_tokens else None
+        mine = share(len(batch), self.engine.get_data_parallel_rank(), ranks, spec.mini_batches, balanced=balanced)
+        local = len(mine) // spec.mini_batches
+        return mine, Batching(
+            micro_batch=micro_batch_size(local, spec.micro_batch_size),
+            global_mini_batch=len(batch) // spec.mini_batches,
+            max_tokens=spec.max_tokens,
+            packed=self.model_config.use_remove_padding,
+        )
+
+    def _samples(self, step: int, batch: SampleBatch, rows: np.ndarray, batching: Batching) -> TensorDict:
+        """These samples without advantages, with the log-probs that the algorithm wants. Collective."""
+        spec = self._spec
+        data = grpo_batch(
+            [batch.prompt_ids(i) for i in rows],
+            [batch.response_ids(i) for i in rows],
+            [batch.log_probs_of(i) for i in rows],
+            None,
+            temperature=spec.temperature,
+            entropy=spec.algorithm.needs_entropy,
+            staleness=[batch.spans.staleness(i, step) for i in rows],
+            **batching,
+        )
+        if spec.algorithm.recomputes:
+            data = recomputed(self.engine, data)
+        return data if self._reference is None else self._reference.compared(data)
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar
 
 from trinity_sync.config import Check, Get, Problem, build
-from trinity_sync.config.training_schema import AlgorithmConfig
+from trinity_sync.config.training_schema import AlgorithmConfig, InRewardConfig
 
 MISMATCH = "rollout_corr/"
 """Metrics of a loss that say how far the samplers' log-probs are from the trainer's own, under verl's prefix. They mean
@@ -73,6 +73,11 @@ class Algorithm(ABC):
         `ref_log_prob`.
         """
         return False
+
+    @property
+    def in_reward(self) -> InRewardConfig | None:
+        """What of the divergence from that reference is taken from rewards; None: nothing."""
+        return None
 
     @property
     def reference_path(self) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import ClassVar
 
 from trinity_sync.config import Check, Get
-from trinity_sync.config.training_schema import GrpoConfig
+from trinity_sync.config.training_schema import GrpoConfig, InRewardConfig
 from trinity_sync.trainer.algorithms import grpo_checks
 from trinity_sync.trainer.algorithms.base import Algorithm
 
@@ -24,6 +24,7 @@ class Grpo(GrpoConfig, Algorithm):
         grpo_checks.check_correction,
         grpo_checks.check_overlong,
         grpo_checks.check_reference,
+        grpo_checks.check_in_reward,
     )
     advice: ClassVar[tuple[Check, ...]] = (
         grpo_checks.advise_truncation,
@@ -41,7 +42,9 @@ class Grpo(GrpoConfig, Algorithm):
     @property
     def recomputes(self) -> bool:
         if self.old_log_probs == "auto":
-            return self.rollout_correction.rollout_is is not None or self.rollout_correction.rollout_rs is not None
+            correction = self.rollout_correction
+            corrected = correction.rollout_is is not None or correction.rollout_rs is not None
+            return corrected or self.in_reward is not None
         return self.old_log_probs == "recomputed"
 
     @property
@@ -50,7 +53,11 @@ class Grpo(GrpoConfig, Algorithm):
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl.coeff > 0 or self.kl.measure
+        return self.kl.coeff > 0 or self.kl.measure or self.in_reward is not None
+
+    @property
+    def in_reward(self) -> InRewardConfig | None:
+        return self.kl.in_reward if self.kl.in_reward.coeff > 0 else None
 
     @property
     def reference_path(self) -> str | None:

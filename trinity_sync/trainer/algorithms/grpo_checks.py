@@ -18,6 +18,8 @@ _RULES = frozenset(
 _BY_SEQUENCE = "seq-mean-token-mean"
 _OWN_MEANS = ("sapo", "geo_mean")
 """Losses of verl's that bring tokens together as `_BY_SEQUENCE`, whatever they are told."""
+_LARGEST_CHANGE = 0.2
+"""By how much verl's adaptive controller changes its coefficient within its horizon, at most, as a share of it."""
 _NORMED = "seq-mean-token-sum-norm"
 
 
@@ -134,8 +136,9 @@ def check_reference(get: Get) -> Iterator[Problem]:
     path, key = get("algorithm.kl.reference"), "algorithm.kl.reference"
     if path is None:
         return
-    if get("algorithm.kl.coeff") == 0 and not get("algorithm.kl.measure"):
-        yield Problem(key, f"is {path}, but nothing is compared with it; set algorithm.kl.coeff, or kl.measure=true")
+    if not (get("algorithm.kl.coeff") or get("algorithm.kl.in_reward.coeff") or get("algorithm.kl.measure")):
+        keys = "algorithm.kl.coeff, kl.in_reward.coeff, or kl.measure=true"
+        yield Problem(key, f"is {path}, but nothing is compared with it; set {keys}")
         return
     if text := hub_or_folder_problem(path):
         yield Problem(key, text)
@@ -147,6 +150,25 @@ def check_reference(get: Get) -> Iterator[Problem]:
             key,
             f"is {path}, with a vocabulary of {tokens} tokens, the trained model has one of {wanted}; a reference has "
             "to give the same tokens a probability",
+        )
+
+
+def check_in_reward(get: Get) -> Iterator[Problem]:
+    """That a coefficient that adapts can."""
+    node = "algorithm.kl.in_reward"
+    if get(f"{node}.type") != "adaptive":
+        return
+    if get(f"{node}.coeff") == 0:
+        yield Problem(
+            f"{node}.type", f"is adaptive, but nothing grows from {node}.coeff=0; set that above 0, or type=fixed"
+        )
+    horizon = get(f"{node}.horizon")
+    sequences = get("algorithm.prompts_per_step") * get("algorithm.samples_per_prompt")
+    if horizon <= sequences * _LARGEST_CHANGE:
+        yield Problem(
+            f"{node}.horizon",
+            f"is {horizon}: with {sequences} samples a step the coefficient could reach 0 or change its sign in one "
+            f"step; set it above {sequences * _LARGEST_CHANGE:g}",
         )
 
 
