@@ -23,7 +23,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine_workers import TrainingWorker
 
-from trinity_sync.actors.rank import RankInfo, Untrained
+from trinity_sync.actors.rank import LossSum, RankInfo, Untrained
 from trinity_sync.backends import log_probs, packed_attention
 from trinity_sync.backends.engines import Engine
 from trinity_sync.backends.lora import check_adapter
@@ -40,6 +40,7 @@ from trinity_sync.tracking import units
 from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.batch import Batching, check_fits, grpo_batch, micro_batch_size, sft_batch, share
 from trinity_sync.trainer.log_probs import recomputed
+from trinity_sync.trainer.measured_loss import loss_sum
 from trinity_sync.trainer.member import Member
 from trinity_sync.trainer.reference import BaseOfAdapter, ReferenceModel, reference_digest, reference_spec
 from trinity_sync.trainer.rendezvous import join_group
@@ -171,6 +172,10 @@ class TrinityWorker(Member, TrainingWorker):
         if output is None:
             return {}
         return {**step_metrics(tu.get(output, "metrics"), recomputed=spec.algorithm.recomputes), "lr": rate}
+
+    def measure_loss(self, batch: PairBatch) -> LossSum | None:
+        """Measure the loss of this rank's share of a batch; see `loss_sum`. Collective."""
+        return loss_sum(self.engine, self._spec, batch)
 
     def begin_at(self, step: int) -> None:
         """Go to the place in the learning-rate schedule after `step`, with the optimizer as it is. Collective."""
