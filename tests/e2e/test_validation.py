@@ -90,6 +90,7 @@ def test_measuring_the_loss_changes_nothing_of_a_supervised_run(tmp_path: Path, 
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
     settings = (
         f"backend={backend}",
+        "live=line",
         "algorithm=sft",
         "task=pairs",
         f"task.path={tmp_path / 'train.jsonl'}",
@@ -98,9 +99,9 @@ def test_measuring_the_loss_changes_nothing_of_a_supervised_run(tmp_path: Path, 
         "checkpoint.interval=2",
         "+model.architecture.attention_dropout=0.3",
     )
-    without = launch(tmp_path / "without", *settings)
+    without = launch(tmp_path / "without", *settings, small=False)
     asked = (f"task.validation.path={tmp_path / 'held_out.jsonl'}", "task.validation.interval=1")
-    run = launch(tmp_path / "run", *settings, *asked)
+    run = launch(tmp_path / "run", *settings, *asked, small=False)
     assert (without.code, run.code) == (0, 0), without.output + run.output
     measured = [line for line in run.lines("metrics.jsonl") if "val/loss" in line]
     assert [line["step"] for line in measured] == [0, 1, 2, 3, 4]
