@@ -80,7 +80,6 @@ def test_what_stands_in_a_file_of_validation_is_looked_at_before_the_start(tmp_p
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["trainer.schedule=free"], "task.validation is given, but with trainer.schedule=free explorers would go on"),
         (["task.validation.samples_per_prompt=4"], "task.validation.samples_per_prompt is 4, but at temperature 0"),
         (
             ["sync.interval=3", "sync.max_staleness=2", "task.validation.interval=4"],
@@ -112,17 +111,26 @@ def test_the_best_by_a_validation_that_there_is_not_is_refused() -> None:
     config.check(config.compose([*BEST, ASKED, "task.validation.interval=0", "checkpoint.interval=0"]))
 
 
-def test_pairs_have_no_explorers_that_could_be_asked(tmp_path: Path) -> None:
+def test_pairs_are_validated_on_the_first_rows_of_a_file(tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text('{"prompt": "a", "response": "b"}\n')
-    told = refusal("algorithm=sft", "task=pairs", f"task.path={pairs}", f"+task.validation={{path: {pairs}}}")
-    assert told.startswith("task.validation")
+    pairs.write_text("".join(json.dumps({"prompt": prompt, "response": "b"}) + "\n" for prompt in "acd"))
+    asked = ["algorithm=sft", "task=pairs", f"task.path={pairs}"]
+    config.check(config.compose(asked))
+    cfg = config.compose([*asked, f"task.validation.path={pairs}", "task.validation.rows=2"])
+    look_at(cfg)
+    assert [pair.prompt for pair in config.validation_items(cfg, config.validation_task(cfg))] == ["a", "c"]
+    assert refusal(*asked, "task.validation.rows=2") == (
+        "task.validation.rows is 2, but there is no file; give task.validation.path"
+    )
+    assert refusal(*asked, f"task.validation.path={pairs}", "task.validation.interval=-1").startswith(
+        "task.validation.interval is -1"
+    )
 
 
 def test_a_task_of_ones_own_has_to_have_the_prompts_and_its_option_the_keys() -> None:
     own = ["~task", "+task._target_=tests.test_config_validation.Own", "+task.response_length=3"]
     assert refusal(*own, "+task.validation.prompts=2") == (
-        "task.validation.interval has no value; list '/base/validation@validation' among the defaults of the task's "
+        "task.validation.at_start has no value; list '/base/validation@validation' among the defaults of the task's "
         "option file"
     )
     all_keys = "{prompts: 2, interval: 1, at_start: true, samples_per_prompt: 1, temperature: 0}"

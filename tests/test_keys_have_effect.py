@@ -87,7 +87,7 @@ RUNS = {
     "jsonl": ["task=jsonl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "free": ["trainer.schedule=free"],
     "sampled": ["task.validation.prompts=4", "task.validation.temperature=1"],
-    "sft": ["algorithm=sft", "task=pairs", "task.path=some.jsonl"],
+    "sft": ["algorithm=sft", "task=pairs", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "verl": ["task=verl", "task.path=some.jsonl", "task.validation.path=some.jsonl"],
     "conversations": ["algorithm=sft", "task=conversations", "task.path=some.jsonl"],
     "compared": ["algorithm.kl.coeff=0.1", "algorithm.overlong.buffer=2"],
@@ -169,7 +169,7 @@ def built(cfg: DictConfig, folder: Path) -> Any:
         explorer = explorer_spec(run, model, "logs")
         parts += [vars(explorer) | {"task": None, "member": None}]
     task, validating = config.build_task(cfg.task, cfg.seed), config.validation_task(cfg)
-    asked = () if validating is None else validating.validation_prompts(cfg.task.validation.prompts)
+    asked = () if validating is None else config.validation_items(cfg, validating)
     return content([*parts, task, loop_of(cfg, model, Scanned(task, None, asked)), trained(worker)])
 
 
@@ -200,6 +200,7 @@ def loop_of(cfg: DictConfig, model: str, scanned: Scanned) -> Any:
     job._scanned = scanned
     job._cfg, job._last_step, job._stop = cfg, cfg.trainer.steps, threading.Event()
     job._recorder = SimpleNamespace(attempt=0, fault=None)  # type: ignore[assignment]
+    job._folder = SimpleNamespace(metrics=Path("metrics.jsonl"))  # type: ignore[assignment]
     job._start = Start(0, False, Path("checkpoints"), None)
     nothing = dict.fromkeys(("trainer", "synchronizer", "published_base"))
     job.actors = SimpleNamespace(**nothing, infos=[], pool=pool, explores=explores, free=free, model_path=model)  # type: ignore[assignment]

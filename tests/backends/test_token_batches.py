@@ -10,6 +10,7 @@ import pytest
 
 from tests.backends.engines import Ranks
 from tests.backends.gradients import assert_as_by_hand
+from tests.backends.measuring import assert_measured
 from tests.backends.recomputing import assert_recomputed
 from tests.backends.token_ranks import MAX_TOKENS, of_fsdp, of_megatron
 
@@ -58,6 +59,11 @@ def test_learning_is_the_same_however_sequences_are_batched(facts: Facts, case: 
     assert_as_by_hand([rank["gradients"] for rank in ranks])
     assert_recomputed([rank["recomputing"] for rank in ranks])
     assert len({rank["micro_batches"] for rank in ranks}) == 1, "ranks wait for each other"
+
+
+@pytest.mark.parametrize("case", named(FSDP | MEGATRON))
+def test_the_loss_of_a_validation_is_the_mean_over_tokens_however_it_is_batched(facts: Facts, case: str) -> None:
+    assert_measured([rank["measuring"] for rank in facts[case]])
 
 
 @pytest.mark.parametrize("case", named({name: case for name, case in FSDP.items() if case["max_tokens"]}))

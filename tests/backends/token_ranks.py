@@ -10,6 +10,7 @@ from typing import Any
 from tests.backends import megatron_ranks
 from tests.backends.engines import _facts_file, go_through, join_group, packing, padding
 from tests.backends.gradients import gradients
+from tests.backends.measuring import measuring
 from tests.backends.recomputing import recomputing
 
 MAX_TOKENS = 30
@@ -65,8 +66,15 @@ def _found(engine: Any, model: Path, sharing: int = 1, **batching: Any) -> dict[
         return forward_step(*args, **kwargs)
 
     engine.forward_step = counting
+    measured = measuring(engine, model, max_tokens=batching["max_tokens"], sharing=sharing)
+    micro_batches.clear()
     found = gradients(engine, model, longer=5, **batching)
     counted = len(micro_batches)
     if batching["max_tokens"]:  # for two sequences of six tokens each
         batching["max_tokens"] = 12 // sharing
-    return {"gradients": found, "micro_batches": counted, "recomputing": recomputing(engine, **batching)}
+    return {
+        "gradients": found,
+        "micro_batches": counted,
+        "recomputing": recomputing(engine, **batching),
+        "measuring": measured,
+    }

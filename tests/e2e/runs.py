@@ -21,6 +21,7 @@ from tests.report.test_trace import check
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.report import activity, trace
 from trinity_sync.report.data import load_run
+from trinity_sync.tracking import jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -177,6 +178,17 @@ class Started:
         while not (self.folder / path).exists():
             assert self.process.poll() is None, f"the run ended without writing {path}"
             assert time.monotonic() < ends, f"the run did not write {path} in {limit_s} s"
+            time.sleep(0.005)
+
+    def wait_for_event(self, wanted: Callable[[dict[str, Any]], bool], limit_s: float = LIMIT_S) -> dict[str, Any]:
+        """Block until the run has told such an event, and return it."""
+        ends = time.monotonic() + limit_s
+        while True:
+            found = next(filter(wanted, jsonl.read(self.folder / "events.jsonl")), None)
+            if found is not None:
+                return found
+            assert self.process.poll() is None, "the run ended without telling it"
+            assert time.monotonic() < ends, f"the run did not tell it in {limit_s} s"
             time.sleep(0.005)
 
     def finish(self, limit_s: float = LIMIT_S) -> Run:

@@ -35,12 +35,17 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("sft")
     model = make_model(ARCHITECTURE, 0, folder / "model")
     chat_tokenizer().save_pretrained(model)
-    rows = [{"messages": said(f"{n}=", f"{n}", f"{n + 1}=", f"{n + 1}")} for n in range(10, 40)]
+    rows, held_out = (
+        [{"messages": said(f"{n}=", f"{n}", f"{n + 1}=", f"{n + 1}")} for n in numbers]
+        for numbers in (range(10, 40), range(40, 44))
+    )
     run = launch(
         folder / "run",
         "algorithm=sft",
         "task=conversations",
         f"task.path={written(folder / 'chats.jsonl', [*rows, {'messages': said('1=' * 40, '1')}])}",
+        f"task.validation.path={written(folder / 'held_out.jsonl', [*held_out, rows[3]])}",
+        "task.validation.interval=3",
         "task.max_length=64",
         "task.too_long=filter",
         f"model.path={model}",
@@ -49,6 +54,8 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "algorithm.batch_size=4",
         "trainer.steps=6",
         "checkpoint.interval=3",
+        "retention=[keep_best]",
+        "retention.policies.keep_best={metric: val/loss, mode: min, n: 2}",
         "live=line",
         small=False,
     )
@@ -57,7 +64,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_conversations_are_learnt_without_those_that_are_too_long(learnt: Run) -> None:
-    lines = learnt.lines("metrics.jsonl")
+    lines = learnt.lines("metrics.jsonl")[1:]
     assert lines[-1]["loss"] < lines[0]["loss"]
     # two answers of two digits and what ends them, in each of four conversations
     assert {line["batch/tokens"] for line in lines} == {4 * 2 * 3}
@@ -65,11 +72,33 @@ def test_conversations_are_learnt_without_those_that_are_too_long(learnt: Run) -
     assert "1 of 31 rows of" in learnt.output
 
 
+def test_the_loss_of_what_is_not_learnt_is_measured(learnt: Run) -> None:
+    lines = [line for line in learnt.lines("metrics.jsonl") if "val/loss" in line]
+    assert [(line["step"], line["val/rows"], line["val/tokens"]) for line in lines] == [
+        (step, 5, 5 * 2 * 3) for step in (0, 3, 6)
+    ]
+    losses = [line["val/loss"] for line in lines]
+    assert losses[0] > losses[1] > losses[2] > 0
+    kept = {step: manifest["metrics"]["val/loss"] for step, manifest in learnt.manifests.items()}
+    assert kept == {3: losses[1], 6: losses[2]}
+    assert learnt.summary["validation"] == {
+        "metric": "val/loss",
+        "first": losses[0],
+        "last": losses[2],
+        "best": losses[2],
+        "best_step": 6,
+    }
+    assert "Loss of each validation by step" in (learnt.folder / "report.html").read_text()
+    assert "note: 1 of the 5 rows of task.validation.path=" in learnt.output
+    assert "held_out.jsonl:5: the validation is not of new ones alone" in learnt.output
+
+
 @pytest.mark.all
 def test_a_supervised_run_goes_on_in_other_batches_where_it_was(learnt: Run) -> None:
     again = resume(learnt.folder, "algorithm.batch_size=6", "trainer.steps=8")
     assert again.code == 0, again.output
-    assert {line["batch/tokens"] for line in again.lines("metrics.jsonl")[6:]} == {6 * 2 * 3}
+    assert {line["batch/tokens"] for line in again.lines("metrics.jsonl")[7:]} == {6 * 2 * 3}
+    assert [line["step"] for line in again.lines("metrics.jsonl") if "val/loss" in line] == [0, 3, 6, 8]
     saved = json.loads((learnt.folder / "checkpoints" / "global_step_8" / "trainer_state.json").read_text())
     assert saved["data"] == {
         "groups_per_step": 6,

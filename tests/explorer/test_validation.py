@@ -14,6 +14,7 @@ from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.drawing import Drawing
 from trinity_sync.samples.keys import Purpose
 from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.validation import ValidationTimes
 
 PROMPTS = [Prompt(index=index, text=str(index)) for index in range(5)]
 
@@ -41,15 +42,9 @@ class Mode:
 
 
 def validation(pool: Pool, **changes: Any) -> Validation:
-    settings = {
-        "interval": 4,
-        "last": 10,
-        "at_start": True,
-        "samples_per_prompt": 2,
-        "temperature": 0.5,
-        "at_a_time": 5,
-    }
-    return Validation(PROMPTS, pool, Mode(), ValidationSettings(**settings | changes))  # type: ignore[arg-type]
+    times = ValidationTimes(**{"interval": 4, "last": 10, "at_start": True} | changes)
+    settings = ValidationSettings(times=times, samples_per_prompt=2, temperature=0.5, at_a_time=5)
+    return Validation(PROMPTS, pool, Mode(), settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("interval", "steps"), [(4, [4, 8, 10]), (5, [5, 10]), (0, [10]), (20, [10])])
@@ -64,6 +59,16 @@ def test_all_prompts_are_asked_a_few_at_a_time_with_random_numbers_of_their_own(
     drawing = Drawing(purpose=Purpose.VALIDATION, temperature=0.5)
     assert pool.asked == [([0, 1], 2, drawing), ([2, 3], 2, drawing), ([4], 2, drawing)]
     assert (metrics["val/samples"], metrics["val/reward/mean"]) == (10.0, 2.0)
+
+
+def test_samples_of_its_first_prompts_are_written_out_with_a_mark() -> None:
+    done = validation(Pool(held=8))
+    done.run(8)
+    lines = done.excerpt(2)
+    assert [(line["prompt"], line["sample"], line["text"]) for line in lines] == [
+        (prompt, number, str(prompt)) for prompt in (0, 1) for number in (0, 1)
+    ]
+    assert all((line["validation"], line["version"], line["advantage"]) == (True, 8, None) for line in lines)
 
 
 def test_samples_of_another_version_are_no_validation() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.launch.data import _numbering
+from trinity_sync.config import compose
+from trinity_sync.launch.data import _numbering, validation_times
 from trinity_sync.launch.start import Start
 from trinity_sync.samples.position import GroupId, Numbering, Position
 
@@ -66,3 +67,21 @@ def test_from_free_to_lockstep_it_says_how_many_are_missed_or_come_twice(
     start = after(2, tmp_path, Position(Numbering(1, 0, 4), GroupId(3, 2), [GroupId(1, 3), GroupId(2, 0)]))
     assert numbering(start, 4).first_of(3) == 8
     assert "2 prompts are missed and 2 trained on twice" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("start", "on_record", "validates"),
+    [(0, [], True), (4, [0, 2], True), (4, [0, 4], False), (3, [0, 2], False), (6, [0, 4], True)],
+)
+def test_a_run_that_goes_on_validates_what_it_begins_with_where_that_is_missing(
+    tmp_path: Path, start: int, on_record: list[int], validates: bool
+) -> None:
+    """Each second step is due, and the last, which is 6 here."""
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps({"step": step, "val/reward/mean": 0.5}) + "\n" for step in on_record))
+    cfg = compose(["task.validation.prompts=4", "task.validation.interval=2"])
+    begun = Start(start, start > 0, tmp_path, tmp_path / "global_step" if start else None)
+    times = validation_times(cfg, begun, metrics, 6)
+    assert times is not None
+    assert times.at_start is validates
+    assert validation_times(compose([]), Start(0, False, tmp_path, None), metrics, 6) is None

@@ -95,6 +95,7 @@ def test_all_samples_of_the_first_groups_are_written_out() -> None:
     ]
     assert sorted(asked) == [(1, 0), (1, 1)]
     assert lines[0] == {
+        "validation": False,
         "for_step": 1,
         "prompt": 0,
         "sample": 0,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.record import Prompt, Sample
-from trinity_sync.samples.validation import pass_at, shared_prompts, validation_metrics
+from trinity_sync.samples.record import Sample
+from trinity_sync.samples.validation import pass_at, validation_metrics
 
 
 @pytest.mark.parametrize("made", [1, 2, 5, 7])
@@ -67,13 +67,3 @@ def test_k_are_powers_of_two_and_all_samples_and_none_where_the_task_does_not_sa
     silent = validation_metrics(batch_of([[None, None]]))
     assert "val/exact" not in silent
     assert not any("@" in name for name in silent)
-
-
-def test_prompts_that_are_trained_on_are_counted_by_all_that_they_say() -> None:
-    def chat(*contents: str) -> Prompt:
-        messages = tuple({"role": "user", "content": content} for content in contents)
-        return Prompt(index=0, text=contents[-1], messages=messages)
-
-    trained = [Prompt(index=0, text="a"), Prompt(index=1, text="b"), chat("first", "c")]
-    asked = [Prompt(index=5, text="b"), Prompt(index=6, text="c"), chat("first", "c"), chat("other", "c")]
-    assert shared_prompts(trained, asked) == 2

@@ -55,6 +55,8 @@ class World:
         self.given_up: str | None = None
         self.refused: str | None = None
         self.lines: list[dict[str, Any]] = []
+        self.validations: Any = None
+        self.late: dict[int, Any] = {}
 
     # the ranks
     def all(self, ask: Callable[[RankClient], Any], timeout_s: float) -> Any:
@@ -150,8 +152,9 @@ class World:
         self.happened.append("close")
 
     # saves and log
-    def begin(self, step: int, digest: str, metrics: dict[str, float], *, state: Any) -> None:
+    def begin(self, step: int, digest: str, metrics: dict[str, float], *, state: Any, late: Any) -> None:
         self.happened.append(("save", step, digest, state["data"]))
+        self.late[step] = late
 
     def poll(self) -> None:
         pass
@@ -177,6 +180,7 @@ class World:
             saves=me,
             log=me,
             stop=stop,
+            validations=self.validations,
         )
 
     def times(self, what: str) -> list[int]:
@@ -326,3 +330,79 @@ def test_a_run_that_is_told_to_stop_saves_the_step_it_is_in() -> None:
     stop.set()
     assert not world.loop(stop=stop).run()
     assert world.times("train") == world.times("save") == [1]
+
+
+class Validating:
+    """Validates each second version, in the background: `finish` brings what was done by then."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.done: list[Any] = []
+        self.given_up = ""
+
+    def due(self, step: int) -> bool:
+        return step % 2 == 0
+
+    def open(self, step: int) -> bool:
+        told = {line["step"] for line in self.world.lines if "val/failed" in line}
+        finished = told | {one.answers.step for one in self.done}
+        due = {one for one in self.world.published_steps if self.due(one) and one <= step}
+        return not self.given_up and bool(due - finished)
+
+    def finish(self, *steps: int, failed: int = 0) -> None:
+        for step in steps:
+            metrics = {"val/reward/mean": step / 10, "val/failed": float(failed)}
+            answers = SimpleNamespace(step=step, metrics=metrics, failure="f failed", excerpt=lambda groups: [groups])
+            self.done.append(SimpleNamespace(answers=answers, total_s=2.0))
+
+    def taken(self) -> list[Any]:
+        done, self.done = self.done, []
+        return done
+
+    def wait(self) -> None:
+        self.world.happened.append("wait for validations")
+        self.finish(*(step for step in self.world.published_steps if self.due(step)))
+
+    def give_up(self, why: str) -> None:
+        self.given_up = why
+
+
+def test_what_a_validation_measured_stands_in_a_line_of_its_version_and_nobody_waits_but_the_end() -> None:
+    world = World(slots_taken=frozenset({2}))
+    world.validations = Validating(world)
+    world.validations.finish(0, failed=3)
+    assert world.loop(save_interval=4, record_interval=2, record_groups=7).run()
+    validated = [line for line in world.lines if "val/reward/mean" in line]
+    assert [(line["step"], line["val/reward/mean"], line["val/seconds"]) for line in validated] == [
+        (0, 0.0, 2.0),
+        (0, 0.0, 2.0),
+        (2, 0.2, 2.0),
+        (4, 0.4, 2.0),
+    ]
+    assert world.lines.index(validated[0]) == 1, "after the line of the first step"
+    assert world.times("failed_rewards") == [0]
+    assert world.happened.index(("train", 4)) < world.happened.index("wait for validations")
+    assert ("samples", 2, [7]) in world.happened
+    assert 2 in world.published_steps, "a version that is due is not left out, though no slot was free at once"
+
+
+def test_a_checkpoint_is_told_what_its_validation_measured_once_all_before_it_are_done() -> None:
+    world = World()
+    world.validations = Validating(world)
+    loop = world.loop(save_interval=1)
+    waited: list[Any] = []
+    world.poll = lambda: waited.append({step: late(step) for step, late in world.late.items()})  # type: ignore[method-assign]
+    world.validations.finish(0)
+    assert loop.run()
+    assert waited == [{1: {}}, {1: {}, 2: None}, {1: {}, 2: None, 3: None}, {1: {}, 2: None, 3: None, 4: None}]
+    assert world.late[3](3) == {}
+    assert [world.late[step](step)["val/reward/mean"] for step in (2, 4)] == [0.2, 0.4]
+
+
+def test_a_run_that_is_told_to_stop_waits_for_no_validation() -> None:
+    world, stop = World(), threading.Event()
+    world.validations = Validating(world)
+    stop.set()
+    assert not world.loop(stop=stop).run()
+    assert world.validations.given_up == "the run was told to stop"
+    assert "wait for validations" not in world.happened

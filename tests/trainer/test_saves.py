@@ -211,6 +211,40 @@ def test_no_step_is_committed_before_it_is_on_record(run: Run, step: int) -> Non
     assert verification.verify(run.root / f"global_step_{step}").ok
 
 
+def test_a_commit_waits_for_what_comes_late_and_so_do_those_after_it(run: Run, step: int) -> None:
+    late: dict[int, dict[str, float] | None] = {step: None, step + 1: {}}
+    next(_steps)
+    for one in late:
+        run.saves.begin(one, "d1", {"reward/mean": 0.5}, late=late.get)
+        run.group.finish_saves()
+        run.saves.poll()
+    assert run.log.events == []
+    late[step] = {"val/reward/mean": 0.25}
+    run.saves.poll()
+    run.saves.finish()
+    assert [event["step"] for event in run.log.named("commit")] == [step, step + 1]
+    metrics = [read_manifest(run.root / f"global_step_{one}").metrics for one in late]
+    assert metrics == [{"reward/mean": 0.5, "val/reward/mean": 0.25}, {"reward/mean": 0.5}]
+
+
+def test_what_never_comes_is_waited_for_half_of_the_limit_only(run: Run, step: int) -> None:
+    run.wait_no_longer_than(LIMIT / 300)
+    run.saves.begin(step, "d1", {"reward/mean": 0.5}, late=lambda step: None)
+    run.wait_no_longer_than(LIMIT)
+    run.saves._pending = {}  # its own wait had the short limit
+    run.group.finish_saves()
+    limit = time.monotonic() + LIMIT
+    while not (run.root / f"global_step_{step}").exists() and time.monotonic() < limit:
+        run.saves.poll()
+    assert read_manifest(run.root / f"global_step_{step}").metrics == {"reward/mean": 0.5}
+
+
+def test_the_end_of_a_run_waits_for_nothing_that_comes_late(run: Run, step: int) -> None:
+    run.saves.begin(step, "d1", {}, late=lambda step: None)
+    run.saves.finish()
+    assert [event["step"] for event in run.log.named("commit")] == [step]
+
+
 def test_a_checkpoint_says_what_a_resume_needs(run: Run, step: int) -> None:
     run.saves.begin(step, "d2", {"reward/mean": 0.5})
     run.saves.finish()

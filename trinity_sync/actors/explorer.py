@@ -25,6 +25,10 @@ Beside = tuple[tuple[float, "LoadReport"], ...]
 """Loads while samples were made: seconds after that began, and the load."""
 
 
+LOAD_TRIES = 3
+"""Loads in a row that may fail before an explorer, or what a version was to be loaded for, is taken for lost."""
+
+
 class LoadFailed(RunError):  # noqa: N818 - it says what happened
     """The explorer could not take the newest version, and holds none until a load succeeds.
 

@@ -38,6 +38,20 @@ class Untrained(NamedTuple):
     digest: str
 
 
+class LossSum(NamedTuple):
+    """The loss of a share of some pairs.
+
+    Attributes:
+        share: of which data-parallel rank; ranks that share a model compute the same.
+        loss: of all tokens that are learnt together, in nats.
+        tokens: how many these are.
+    """
+
+    share: int
+    loss: float
+    tokens: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
     """What a rank tells the driver once its engine is up.
@@ -136,6 +150,12 @@ class RankClient(Client):
     def adapted(self, coefficient: float, divergence: float, samples: int) -> Call[float]:
         """Have it compute the next coefficient of the divergence; see `trainer.divergence.adapted`."""
         return self._call("adapt the coefficient", "adapted", coefficient, divergence, samples)
+
+    def measure_loss(self, batch: ObjectRef[PairBatch]) -> Call[LossSum | None]:
+        """Have it measure the loss of its share of a batch, without learning; None: another stage of the pipeline has
+        it. Collective.
+        """
+        return self._call("measure the loss of the validation", "measure_loss", batch)
 
     def stage(self, version: Version, slot: int, *, lazily: bool = False) -> Call[float]:
         """Have it copy its shards into a slot and tell the agent; the answer is how many seconds it stood still so far.

@@ -51,6 +51,14 @@ class Engine(Protocol):
         """Whether the optimizer's states are on the CPU while they are not used."""
         ...
 
+    def get_data_parallel_rank(self) -> int:
+        """Which share of the data this rank takes."""
+        ...
+
+    def get_data_parallel_size(self) -> int:
+        """How many shares there are."""
+        ...
+
     def eval_mode(self) -> AbstractContextManager[None]:
         """Inside, the engine infers. Collective where it offloads."""
         ...

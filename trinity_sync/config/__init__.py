@@ -20,7 +20,7 @@ from trinity_sync.config.registration import register
 from trinity_sync.config.retention import build_policy, retention_policies
 from trinity_sync.config.saved import check_saved_target, only_trusted, only_trusted_places
 from trinity_sync.config.schema import SCHEMA, Config
-from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_task
+from trinity_sync.config.targets import build_task, check_inputs, instantiate_target, validation_items, validation_task
 
 __all__ = [
     "ABSENT",
@@ -56,6 +56,7 @@ __all__ = [
     "register",
     "retention_policies",
     "typed",
+    "validation_items",
     "validation_task",
 ]
 

@@ -16,9 +16,8 @@ from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load, missing
 from trinity_sync.config.options import TARGET
 from trinity_sync.config.retention import retention_policies
-from trinity_sync.config.validation_checks import KEY, validates
+from trinity_sync.config.validation_checks import KEY, ROWS, validates
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.tasks.base import ValidatingTask
 from trinity_sync.tasks.judging import Judging
 
 # Named as text, since the packages of these classes lie above this one.
@@ -95,8 +94,8 @@ def _judging(values: dict[Any, Any]) -> dict[str, Judging]:
     return {"judging": judging}
 
 
-def validation_task(cfg: DictConfig) -> ValidatingTask | None:
-    """Build what has the prompts that a run validates on; None where it does not.
+def validation_task(cfg: DictConfig) -> Any:
+    """Build what has the prompts (`ValidatingTask`) or the rows that a run validates on; None where it does not.
 
     Args:
         cfg: a configuration that has passed `check`.
@@ -108,9 +107,17 @@ def validation_task(cfg: DictConfig) -> ValidatingTask | None:
         return None
     file = {"path": cfg.task.validation.path} if "path" in cfg.task else {}
     task = build_task(plain(cfg.task) | file, cfg.seed)
-    if not isinstance(task, ValidatingTask):
-        raise ConfigError(f"{KEY} is given, but task._target_={cfg.task._target_} has no validation_prompts()")
+    method = "validation_rows" if ROWS in cfg.task.validation else "validation_prompts"
+    if not hasattr(task, method):
+        raise ConfigError(f"{KEY} is given, but task._target_={cfg.task._target_} has no {method}()")
     return task
+
+
+def validation_items(cfg: DictConfig, task: Any) -> list[Any]:
+    """Return the prompts of a `validation_task`, or its rows for a validation by the loss."""
+    asked = cfg.task.validation
+    found: list[Any] = task.validation_rows(asked.rows) if ROWS in asked else task.validation_prompts(asked.prompts)
+    return found
 
 
 def _check_text(value: object, key: str) -> None:

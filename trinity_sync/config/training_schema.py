@@ -145,12 +145,18 @@ class SftConfig(AlgorithmConfig):
 
 
 @dataclass(kw_only=True)
-class ValidationConfig:
+class ValidationTimesConfig:
+    """When a validation takes place."""
+
+    interval: int = number(at_least=0)
+    at_start: bool = MISSING
+
+
+@dataclass(kw_only=True)
+class ValidationConfig(ValidationTimesConfig):
     """When the explorers answer prompts that are not trained on, and how."""
 
     prompts: int | None = number(at_least=1)
-    interval: int = number(at_least=0)
-    at_start: bool = MISSING
     samples_per_prompt: int = number(at_least=1)
     temperature: float = number(at_least=0)
 
@@ -160,6 +166,14 @@ class FileValidationConfig(ValidationConfig):
     """The same with prompts from a file."""
 
     path: str | None = MISSING
+
+
+@dataclass(kw_only=True)
+class LossValidationConfig(ValidationTimesConfig):
+    """When the trainer measures the loss of rows that it does not learn."""
+
+    path: str | None = MISSING
+    rows: int | None = number(at_least=1)
 
 
 @dataclass(kw_only=True)
@@ -213,6 +227,7 @@ class PairsConfig:
     max_length: int = number(at_least=2)
     too_long: str = choice(*TOO_LONG)
     chat_template: dict[str, Any] = MISSING
+    validation: LossValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)
@@ -228,6 +243,7 @@ class ConversationsConfig:
     too_long: str = choice(*TOO_LONG)
     chat_template: dict[str, Any] = MISSING
     ignore_input_ids_mismatch: bool = MISSING
+    validation: LossValidationConfig = MISSING
 
 
 @dataclass(kw_only=True)

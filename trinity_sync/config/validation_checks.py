@@ -9,15 +9,23 @@ from typing import Any
 from omegaconf import DictConfig
 
 from trinity_sync.config.problems import Get, Problem
-from trinity_sync.config.training_schema import ValidationConfig
+from trinity_sync.config.training_schema import LossValidationConfig, ValidationConfig
 
 KEY = "task.validation"
+ROWS = "rows"
+"""The key that a validation by the loss has in place of `prompts`."""
 
 
 def validates(task: Mapping[Any, Any] | DictConfig) -> bool:
     """Whether a task's node asks for validation: by a file, or, where the task has none, by a number of prompts."""
     asked = task.get("validation") or {}
-    return asked.get("path") is not None if "path" in task else asked.get("prompts") is not None
+    return asked.get("path") is not None if "path" in task else _count(asked) is not None
+
+
+def _count(asked: Mapping[Any, Any] | DictConfig) -> int | None:
+    """How many prompts or rows are asked for."""
+    found: int | None = asked.get(ROWS if ROWS in asked else "prompts")
+    return found
 
 
 def check_validation(get: Get) -> Iterator[Problem]:
@@ -27,33 +35,28 @@ def check_validation(get: Get) -> Iterator[Problem]:
         yield from _check_best(get, None)
         return
     if not validates(task):
-        if task.validation.get("prompts") is not None:
-            yield Problem(f"{KEY}.prompts", f"is {task.validation.prompts}, but there is no file; give {KEY}.path")
+        if (count := _count(task.validation)) is not None:
+            key = f"{KEY}.{ROWS if ROWS in task.validation else 'prompts'}"
+            yield Problem(key, f"is {count}, but there is no file; give {KEY}.path")
         yield from _check_best(get, None)
         return
     if get("workload.kind") != "train":
         yield Problem(KEY, f"is given, but with workload={get('workload.kind')} nothing is generated; leave it out")
         return
-    lacking = [
-        name for name in ValidationConfig.__dataclass_fields__ if get(f"{KEY}.{name}") is None and name != "prompts"
-    ]
-    if lacking:
+    by_loss = ROWS in task.validation
+    schema, base = (LossValidationConfig, "loss_validation") if by_loss else (ValidationConfig, "validation")
+    needed = schema.__dataclass_fields__.keys() - {"prompts", "path", ROWS}
+    if lacking := sorted(name for name in needed if get(f"{KEY}.{name}") is None):
         yield Problem(
             f"{KEY}.{lacking[0]}",
-            "has no value; list '/base/validation@validation' among the defaults of the task's option file",
+            f"has no value; list '/base/{base}@validation' among the defaults of the task's option file",
         )
         return
     path = task.validation.get("path")
     if path is not None and not Path(path).is_file():
         yield Problem(f"{KEY}.path", f"is {path}, which is no file; name an existing one")
-    if get("trainer.schedule") == "free":
-        yield Problem(
-            KEY,
-            "is given, but with trainer.schedule=free explorers would go on to the next version while one is "
-            "validated; set trainer.schedule=lockstep",
-        )
     many, temperature = get(f"{KEY}.samples_per_prompt"), get(f"{KEY}.temperature")
-    if many > 1 and temperature == 0:
+    if not by_loss and many > 1 and temperature == 0:
         yield Problem(
             f"{KEY}.samples_per_prompt",
             f"is {many}, but at temperature 0 all samples of a prompt are the same; set it to 1, or give "

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer import Beside, ExplorerClient, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer import LOAD_TRIES, Beside, ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.samples.advantages import Judge
 from trinity_sync.samples.batch import SampleBatch
@@ -31,10 +31,8 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import prompts_of
 
 if TYPE_CHECKING:
+    from trinity_sync.explorer.version_validations import VersionValidations
     from trinity_sync.tasks.base import Task
-
-LOAD_TRIES = 3
-"""Loads in a row that may fail before an explorer is taken for lost."""
 
 GRACE_S = 5.0
 """How long an explorer may go on with what it is in the middle of when the run ends."""
@@ -90,6 +88,7 @@ class FreeRollout:
         on_load: told of each load, on an explorer's thread.
         on_fault: told of each explorer that is gone for good, and of loads that failed: (where, error).
         group_filter: says which groups are flat, where `rules` count them; None: none is.
+        validations: what explorers do first where there is something to do; None: nothing is validated.
     """
 
     def __init__(
@@ -106,9 +105,11 @@ class FreeRollout:
         on_load: Callable[[LoadReport], None],
         on_fault: Callable[[str, str], None],
         group_filter: GroupFilter | None = None,
+        validations: VersionValidations | None = None,
     ) -> None:
         self._filter = group_filter
         self._drawn: Drawn | None = None
+        self._validations = validations
         self._task = task
         self._members = members
         self._rules = rules
@@ -142,6 +143,8 @@ class FreeRollout:
 
     def published(self, step: int) -> None:
         """Take note that the version of this step can be loaded. Any thread."""
+        if self._validations is not None:
+            self._validations.published(step)
         with self._changed:
             self._queue.publish(step)
             self._changed.notify_all()
@@ -210,6 +213,8 @@ class FreeRollout:
 
     def fail(self, error: BaseException) -> None:
         """Tell whoever waits for samples this instead. Any thread; the first error counts."""
+        if self._validations is not None:
+            self._validations.fail(error)
         with self._changed:
             if self._error is None and not self._closed:
                 self._error = error
@@ -253,8 +258,12 @@ class FreeRollout:
     def _work(self, name: str) -> Exception | None:
         """Have an explorer make samples until the run ends (None), or the explorer is lost: return why."""
         failures = 0
-        while groups := self._wait_for_groups(name):
-            work = self._work_of(groups)
+        while (asked := self._wait_for_work(name)) is not None:
+            if isinstance(asked, int):
+                if (lost := self._validate(name, asked)) is not None:
+                    return lost
+                continue
+            work = self._work_of(asked)
             try:
                 with self._inside(name):
                     produced = self._members.produce(name, work, self._samples_per_prompt)
@@ -276,18 +285,38 @@ class FreeRollout:
                 self._bring(produced)
         return None
 
-    def _wait_for_groups(self, name: str) -> list[GroupId]:
-        """Return what to make next; nothing: the run is over."""
+    def _validate(self, name: str, step: int) -> Exception | None:
+        """Have an explorer validate the version of a step; where it is lost, return why."""
+        assert self._validations is not None, "who else asked for it?"
+        try:
+            with self._inside(name):
+                self._validations.run(name, step, self._note_progress)
+        except (MemberDied, WaitTimeout) as error:
+            return error
+        finally:
+            self._note_progress()
+        return None
+
+    def _note_progress(self) -> None:
+        with self._changed:
+            self._progress = time.monotonic()
+            self._changed.notify_all()
+
+    def _wait_for_work(self, name: str) -> list[GroupId] | int | None:
+        """Return what to make next: groups, or the step of a version to validate; None: the run is over."""
         began = time.monotonic()
         with self._changed:
             most = -(-self._rules.groups_per_step // max(1, len(self._alive)))
             while not self._closed and self._error is None:
+                step = self._validations.hand_out(name) if self._validations is not None else None
+                if step is not None:
+                    return step
                 groups = self._queue.hand_out(name, most)
                 if groups:
                     self._waited_s += time.monotonic() - began
                     return groups
                 self._changed.wait(self._queue.overdue_in())
-            return []
+            return None
 
     def _work_of(self, groups: Collection[GroupId]) -> list[tuple[int, list[Prompt]]]:
         by_step = groupby(sorted(groups), key=lambda group: group.step)

@@ -214,6 +214,22 @@ class ExplorerPool:
         self._on_generated(_generated(name, work[0][0], newest, loaded, time.time()))
         return replace(produced, load=load, beside=beside)
 
+    def take(self, name: str, version: Version) -> LoadReport:
+        """Have one explorer load a version, and hold it until it is asked to `produce`. Any thread; raises as that."""
+        began = time.time()
+        return replace(self.clients[name].load(version).result(self._timeout_s), began=began)
+
+    def answer(
+        self, name: str, version: Version, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing
+    ) -> SampleBatch:
+        """Have one explorer make samples with the version that it was given by `take`. Any thread; raises as
+        `produce`.
+        """
+        began = time.time()
+        batch = self.clients[name].generate(version.step, prompts, samples_per_prompt, drawing).result(self._timeout_s)
+        self._on_generated(_generated(name, version.step, version.step, began, time.time()))
+        return batch
+
     def _told(self, step: int, began: float, call: Call[SampleBatch]) -> None:
         assert self._held is not None, "explorers load before they generate"
         self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))

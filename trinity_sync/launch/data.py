@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 from omegaconf import DictConfig
 
@@ -13,17 +15,28 @@ from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
 if TYPE_CHECKING:
+    from trinity_sync.actors.synchronizer import SynchronizerClient
     from trinity_sync.explorer.bytes_data import NoData
     from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import RolloutData
-    from trinity_sync.explorer.validation import Validation
+    from trinity_sync.explorer.validation import Validation, ValidationSettings
+    from trinity_sync.explorer.version_validations import VersionValidations
     from trinity_sync.launch.row_scan import Scanned
     from trinity_sync.samples.advantages import Judge, Overlong
+    from trinity_sync.samples.batch import PairBatch
     from trinity_sync.samples.filtering import GroupFilter
     from trinity_sync.samples.position import Numbering
+    from trinity_sync.samples.record import Prompt
+    from trinity_sync.samples.validation import ValidationTimes
     from trinity_sync.sync.base import Publisher
-    from trinity_sync.trainer.sft import PairsData
+    from trinity_sync.tasks.pair_encoding import PairEncoder
+    from trinity_sync.trainer.group import TrainerGroup
+    from trinity_sync.trainer.loss_validation import LossValidation
+    from trinity_sync.trainer.sft import Examples, PairsData
+
+_LEAST_SLOTS = 2
+"""One for the newest version and one for the next: with more a version can be held that is neither."""
 
 
 def lockstep_data(
@@ -44,18 +57,10 @@ def lockstep_data(
 
         return NoData(pool, publisher)
     if pool is None:
-        from transformers import AutoConfig, AutoTokenizer
-
-        from trinity_sync.config import plain
-        from trinity_sync.launch.encoders import pair_encoder
         from trinity_sync.trainer.sft import PairsData
 
-        tokenizer, config = (
-            of.from_pretrained(model_path, trust_remote_code=cfg.model.trust_remote_code)
-            for of in (AutoTokenizer, AutoConfig)
-        )
         numbering = _numbering(start, cfg.algorithm.batch_size, "algorithm.batch_size", task, "pairs_from")
-        return PairsData(task, pair_encoder(plain(cfg.task), tokenizer, config), numbering)
+        return PairsData(task, _pair_encoder(cfg, model_path), numbering)
     from trinity_sync.explorer.rollout import RolloutData
 
     key = "algorithm.prompts_per_step"
@@ -71,43 +76,136 @@ def lockstep_data(
 
 
 def validation_of(
-    cfg: DictConfig, scanned: Scanned, start: Start, pool: ExplorerPool | None, publisher: Publisher, last_step: int
+    cfg: DictConfig, scanned: Scanned, times: ValidationTimes, pool: ExplorerPool, publisher: Publisher
 ) -> Validation | None:
-    """Make what validates versions; None where the run does not.
+    """Make what has explorers answer prompts; None where the run validates nothing.
 
     Args:
         cfg: the run's configuration.
         scanned: the run's task, and the prompts to validate on.
-        start: a run that goes on has validated what it begins with.
+        times: when that is done.
         pool: the explorers.
         publisher: the driver's half of the sync mode.
-        last_step: of the run.
     """
-    prompts = scanned.validation
-    if not prompts or pool is None:
+    if not scanned.validation:
         return None
-    from trinity_sync.explorer.validation import Validation, ValidationSettings
-    from trinity_sync.samples.validation import shared_prompts
+    from trinity_sync.explorer.validation import Validation
 
-    if "path" in cfg.task and (shared := shared_prompts(scanned.task.validation_prompts(None), prompts)):
-        print(
-            f"note: {shared} of the {len(prompts)} prompts of task.validation.path={cfg.task.validation.path} are in "
-            f"task.path={cfg.task.path}, too, so the validation is not of new prompts alone",
-            file=sys.stderr,
-        )
+    settings = _validation_settings(cfg, times)
+    return Validation(cast("Sequence[Prompt]", scanned.validation), pool, publisher, settings)
+
+
+def _validation_settings(cfg: DictConfig, times: ValidationTimes) -> ValidationSettings:
+    from trinity_sync.explorer.validation import ValidationSettings
+
     asked, algorithm = cfg.task.validation, cfg.algorithm
-    settings = ValidationSettings(
-        interval=asked.interval,
-        last=last_step,
-        at_start=asked.at_start and not start.continued,
+    return ValidationSettings(
+        times=times,
         samples_per_prompt=asked.samples_per_prompt,
         temperature=asked.temperature,
         at_a_time=algorithm.prompts_per_step * algorithm.samples_per_prompt,
     )
-    return Validation(prompts, pool, publisher, settings)
 
 
-def free_data(cfg: DictConfig, task: Any, start: Start, pool: ExplorerPool, recorder: Recorder) -> FreeRollout:
+def loss_validation_of(
+    cfg: DictConfig,
+    scanned: Scanned,
+    times: ValidationTimes,
+    *,
+    model_path: str,
+    trainer: TrainerGroup,
+    timeout_s: float,
+) -> LossValidation | None:
+    """Make what has the trainer measure the loss of rows; None where the run validates nothing.
+
+    Args:
+        cfg: the run's configuration.
+        scanned: the run's task, and the rows to validate on.
+        times: when that is done.
+        model_path: folder of the model, for its tokenizer.
+        trainer: the group of ranks.
+        timeout_s: limit of as many rows as a step has, seconds.
+    """
+    rows, most = cast("Examples", scanned.validation), cfg.algorithm.batch_size
+    if not rows:
+        return None
+    from trinity_sync.trainer.loss_validation import LossValidation
+
+    return LossValidation(partial(_pair_batches, cfg, model_path, rows, most), trainer, times, timeout_s)
+
+
+def validation_times(cfg: DictConfig, start: Start, metrics: Path, last_step: int) -> ValidationTimes | None:
+    """When a run validates; None: never. One that goes on validates what it begins with where that was due and is not
+    on record.
+
+    Args:
+        cfg: the run's configuration.
+        start: where it begins.
+        metrics: its metrics.jsonl.
+        last_step: of the run.
+    """
+    from trinity_sync.config.validation_checks import validates
+    from trinity_sync.samples.validation import ValidationTimes
+    from trinity_sync.tracking.validation import was_validated
+
+    if not validates(cfg.task):
+        return None
+    asked = cfg.task.validation
+    times = ValidationTimes(interval=asked.interval, last=last_step, at_start=asked.at_start)
+    if not start.continued:
+        return times
+    return replace(times, at_start=times.due(start.step) and not was_validated(metrics, start.step))
+
+
+def version_validations_of(
+    cfg: DictConfig,
+    scanned: Scanned,
+    times: ValidationTimes,
+    *,
+    start: Start,
+    pool: ExplorerPool,
+    synchronizer: SynchronizerClient,
+    recorder: Recorder,
+) -> VersionValidations | None:
+    """Make what has explorers validate versions while others go on; None where the run validates nothing.
+
+    Args:
+        cfg: the run's configuration.
+        scanned: the run's task, and the prompts to validate on.
+        times: when that is done.
+        start: where the run begins.
+        pool: the explorers.
+        synchronizer: knows the versions.
+        recorder: takes loads and faults.
+    """
+    if not scanned.validation:
+        return None
+    from trinity_sync.explorer.version_validations import VersionValidations
+    from trinity_sync.trainer.steps import record_load
+
+    settings = _validation_settings(cfg, times)
+    return VersionValidations(
+        cast("Sequence[Prompt]", scanned.validation),
+        pool,
+        replace(settings, at_a_time=-(-settings.at_a_time // cfg.explorer.replicas)),
+        begins_with=start.step,
+        attempt=recorder.attempt,
+        synchronizer=synchronizer,
+        keep=cfg.sync.slots > _LEAST_SLOTS,
+        timeout_s=cfg.explorer.timeout_s + cfg.cluster.start_timeout_s,
+        on_load=partial(record_load, recorder),
+        on_fault=recorder.fault,
+    )
+
+
+def free_data(
+    cfg: DictConfig,
+    task: Any,
+    start: Start,
+    pool: ExplorerPool,
+    recorder: Recorder,
+    validations: VersionValidations | None = None,
+) -> FreeRollout:
     """Make the source of samples of a run whose explorers go at their own pace.
 
     Args:
@@ -116,6 +214,7 @@ def free_data(cfg: DictConfig, task: Any, start: Start, pool: ExplorerPool, reco
         start: says where the data go on.
         pool: the explorers.
         recorder: takes their loads and faults.
+        validations: what explorers do first.
     """
     from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.samples.queue import QueueRules
@@ -145,7 +244,29 @@ def free_data(cfg: DictConfig, task: Any, start: Start, pool: ExplorerPool, reco
         on_load=partial(record_load, recorder),
         on_fault=recorder.fault,
         group_filter=group_filter,
+        validations=validations,
     )
+
+
+def _pair_encoder(cfg: DictConfig, model_path: str) -> PairEncoder:
+    from transformers import AutoConfig, AutoTokenizer
+
+    from trinity_sync.config import plain
+    from trinity_sync.launch.encoders import pair_encoder
+
+    tokenizer, config = (
+        of.from_pretrained(model_path, trust_remote_code=cfg.model.trust_remote_code)
+        for of in (AutoTokenizer, AutoConfig)
+    )
+    return pair_encoder(plain(cfg.task), tokenizer, config)
+
+
+def _pair_batches(cfg: DictConfig, model_path: str, rows: Examples, most: int) -> list[PairBatch]:
+    """All rows as tokens, so many at a time."""
+    from trinity_sync.trainer.sft import pair_batch
+
+    encoder = _pair_encoder(cfg, model_path)
+    return [pair_batch(encoder, rows[at : at + most]) for at in range(0, len(rows), most)]
 
 
 def _judge(cfg: DictConfig) -> Judge:

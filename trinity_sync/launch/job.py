@@ -11,14 +11,25 @@ from typing import TYPE_CHECKING, Any
 from trinity_sync.config import build, config_digest, plain, typed
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
-from trinity_sync.launch.data import free_data, lockstep_data, validation_of
+from trinity_sync.launch.data import (
+    free_data,
+    lockstep_data,
+    loss_validation_of,
+    validation_of,
+    validation_times,
+    version_validations_of,
+)
 from trinity_sync.launch.start import run_mirror
 
 if TYPE_CHECKING:
+    from trinity_sync.explorer.pool import ExplorerPool
+    from trinity_sync.explorer.validation import Validation
+    from trinity_sync.explorer.version_validations import VersionValidations
     from trinity_sync.protocol.versions import Version
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.loop import TrainingLoop
+    from trinity_sync.trainer.loss_validation import LossValidation
     from trinity_sync.trainer.published import PublishedState
     from trinity_sync.trainer.reward_penalty import RewardPenalty
     from trinity_sync.trainer.saves import FullSaves, SaveSettings
@@ -163,10 +174,11 @@ class Job:
         }
         common["penalty"] = self._penalty(settings.step_timeout_s)
         if actors.free and actors.pool is not None:
-            source = free_data(cfg, self._scanned.task, self._start, actors.pool, self._recorder)
-            return FreeLoop(settings, source=source, **common)
+            validations = self._version_validations(actors.pool)
+            source = free_data(cfg, self._scanned.task, self._start, actors.pool, self._recorder, validations)
+            return FreeLoop(settings, source=source, validations=validations, **common)
         data = lockstep_data(cfg, self._scanned.task, self._start, actors.model_path, actors.pool, mode)
-        validation = validation_of(cfg, self._scanned, self._start, actors.pool, mode, self._last_step)
+        validation = self._validation(mode, settings.step_timeout_s)
         return TrainingLoop(settings, data=data, restored=self._restored(published), validation=validation, **common)
 
     def _penalty(self, timeout_s: float) -> RewardPenalty | None:
@@ -181,6 +193,28 @@ class Job:
         folder = self._start.folder
         saved = None if folder is None else driver_state(folder, "algorithm")
         return RewardPenalty(self.actors.trainer, asked, timeout_s, saved)
+
+    def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:
+        """Return what validates beside training; None: nothing does."""
+        cfg, start = self._cfg, self._start
+        times = validation_times(cfg, start, self._folder.metrics, self._last_step)
+        if times is None:
+            return None
+        synchronizer, recorder = self.actors.synchronizer, self._recorder
+        return version_validations_of(
+            cfg, self._scanned, times, start=start, pool=pool, synchronizer=synchronizer, recorder=recorder
+        )
+
+    def _validation(self, mode: Publisher, timeout_s: float) -> Validation | LossValidation | None:
+        """Return what validates; None: nothing does."""
+        cfg, scanned, actors = self._cfg, self._scanned, self.actors
+        times = validation_times(cfg, self._start, self._folder.metrics, self._last_step)
+        if times is None:
+            return None
+        if actors.pool is not None:
+            return validation_of(cfg, scanned, times, actors.pool, mode)
+        model_path, trainer = actors.model_path, actors.trainer
+        return loss_validation_of(cfg, scanned, times, model_path=model_path, trainer=trainer, timeout_s=timeout_s)
 
     def _restored(self, published: PublishedState) -> tuple[int, Callable[[Version, int], None]] | None:
         """Return what explorers held when the checkpoint was saved from which this run goes on: the step of that

@@ -23,19 +23,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig
 
-from trinity_sync.config import build_task, typed, validation_task
+from trinity_sync.config import build_task, typed, validation_items, validation_task
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import start_child
 from trinity_sync.samples.record import Prompt
+from trinity_sync.tasks.shared_rows import Item, shared_rows
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from trinity_sync.tasks.conversations import Conversation
-    from trinity_sync.tasks.pairs import Pair
-
-    Item = Prompt | Pair | Conversation
 
 _CHUNK = 1000
 _TELL_S = 3.0
@@ -67,12 +63,12 @@ class Scanned(NamedTuple):
         task: of the run; None: it has none.
         counts: what was found; None where its rows were not looked through: it has no file, or the model's tokenizer is
             not to be had here.
-        validation: the prompts that the run validates on, looked through likewise.
+        validation: the prompts or rows that the run validates on, looked through likewise.
     """
 
     task: Any
     counts: RowCounts | None
-    validation: Sequence[Prompt]
+    validation: Sequence[Item]
 
 
 NOTHING = Scanned(None, None, ())
@@ -143,7 +139,28 @@ def scanned_task(cfg: DictConfig) -> Scanned:
     if validating is None:
         return Scanned(task, counts, ())
     _look_through(cfg, validating, cfg.task.validation.get("path"))
-    return Scanned(task, counts, validating.validation_prompts(cfg.task.validation.prompts))
+    items = validation_items(cfg, validating)
+    _tell_shared(cfg, task, validating, len(items))
+    return Scanned(task, counts, items)
+
+
+def _tell_shared(cfg: DictConfig, task: Any, validating: Any, count: int) -> None:
+    """Tell where rows that are validated on are trained on, too.
+
+    Args:
+        cfg: of the run.
+        task: that is trained on.
+        validating: that is validated on: so many of its first rows.
+        count: how many.
+    """
+    if not hasattr(task, "all_rows"):
+        return
+    shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
+    if shared:
+        _note(
+            f"{len(shared)} of the {count} rows of task.validation.path={cfg.task.validation.path} are in "
+            f"task.path={cfg.task.path}, too, the first of them {shared[0]}: the validation is not of new ones alone"
+        )
 
 
 def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | None:

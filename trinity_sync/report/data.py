@@ -18,10 +18,13 @@ from trinity_sync.tracking.record import RunJson, read_record
 from trinity_sync.tracking.run_folder import lock_owner
 from trinity_sync.tracking.summary import Summary, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
+from trinity_sync.tracking.validation import put_to_steps
 
 TARGET_REWARD = 0.9
 _SMOOTH_STEPS = 10
 _MOST_SAMPLES = 32
+_TAIL = 512
+"""Lines of samples.jsonl that are looked through."""
 
 T = TypeVar("T")
 
@@ -35,7 +38,8 @@ class Run:
         checkpoints: its checkpoint folder, None where that is not known.
         record: the content of run.json, empty if missing.
         metrics, events: their lines, oldest first.
-        samples: lines of samples.jsonl: those of the last step that has some, of many the last.
+        samples: lines of samples.jsonl of what was trained on: those of the last step that has some, of many the last.
+        validation_samples: likewise of the last validation.
         summary: the content of summary.json, but made from the lines as they are now.
         status: the status in run.json, but ``interrupted`` for a run that says running and whose folder nobody has
             locked, ``not started`` without a record.
@@ -51,6 +55,7 @@ class Run:
     metrics: Sequence[Record] = ()
     events: Sequence[Record] = ()
     samples: Sequence[Record] = ()
+    validation_samples: Sequence[Record] = ()
     summary: Summary = field(default_factory=lambda: summarise((), (), "not started", None))
     status: str = "not started"
     config_text: str | None = None
@@ -148,7 +153,9 @@ def load_run(path: Path) -> Run:
         run.notes.append("There is no run.json: the run did not start.")
     run.metrics = _read(run, "metrics.jsonl", _read_metrics, [])
     run.events = _read(run, "events.jsonl", _read_events, [])
-    run.samples = _read(run, "samples.jsonl", _read_samples, [])
+    samples: list[Record] = _read(run, "samples.jsonl", _read_samples, [])
+    run.samples = _of_last_step([line for line in samples if not line.get("validation")])
+    run.validation_samples = _of_last_step([line for line in samples if line.get("validation")])
     run.overrides = _read(run, ".hydra/overrides.yaml", _read_list, [])
     nothing: tuple[str | None, Mapping[str, object]] = (None, {})
     run.config_text, run.config = _read(run, ".hydra/config.yaml", _read_config, nothing)
@@ -212,13 +219,17 @@ def _read(run: Run, name: str, reader: Callable[[Path], T], default: T) -> T:
 
 
 def _read_metrics(path: Path) -> list[Record]:
-    return [line for line in jsonl.read(path) if isinstance(jsonl.metrics_step(line), int)]
+    return put_to_steps([line for line in jsonl.read(path) if isinstance(jsonl.metrics_step(line), int)])
 
 
 def _read_samples(path: Path) -> list[Record]:
-    """Read the samples of the last step that has some."""
-    lines = [line for line in jsonl.read_last(path, _MOST_SAMPLES)[-_MOST_SAMPLES:] if _has_spans(line)]
-    return [line for line in lines if line["step"] == lines[-1]["step"]]
+    """Read the last samples, of training and of validations."""
+    return [line for line in jsonl.read_last(path, _TAIL) if _has_spans(line)]
+
+
+def _of_last_step(lines: Sequence[Record]) -> list[Record]:
+    """Of many samples the last."""
+    return [line for line in lines if line["step"] == lines[-1]["step"]][-_MOST_SAMPLES:]
 
 
 def _has_spans(line: Record) -> bool:

@@ -11,7 +11,7 @@ from trinity_sync.report.charts import Series
 from trinity_sync.report.data import Run, smooth
 from trinity_sync.tracking import units
 from trinity_sync.tracking.mismatch import ABS_DIFF, ABS_DIFF_MAX, K3_KL
-from trinity_sync.tracking.validation import EXACT, REWARD
+from trinity_sync.tracking.validation import EXACT, LOSS, REWARD
 
 _MOST_PARTS = 7
 _WHOLE_STEP = ("timing/step", "timing/total")
@@ -35,15 +35,17 @@ def reward(run: Run) -> Markup:
 
 
 def validation(run: Run) -> Markup:
-    """Draw the reward of each validation, and the share that was right where the task says it."""
-    names = {REWARD: "reward", EXACT: "right"}
+    """Draw the reward of each validation, and the share that was right where the task says it; of a supervised run the
+    loss.
+    """
+    series = [
+        Series(name=text, points=points, colour=colour)
+        for colour, (name, text) in enumerate({REWARD: "reward", EXACT: "right", LOSS: "loss"}.items())
+        if (points := sorted((step, value) for step, value in run.series(name) if value is not None))
+    ]
     return charts.line_chart(
-        [
-            Series(name=text, points=points, colour=colour)
-            for colour, (name, text) in enumerate(names.items())
-            if (points := [(step, value) for step, value in run.series(name) if value is not None])
-        ],
-        label="Reward of each validation by step",
+        series,
+        label=f"{'Loss' if run.series(LOSS) else 'Reward'} of each validation by step",
         y_format=metric_text,
         marks=_resumes(run),
         empty="No step has been validated.",

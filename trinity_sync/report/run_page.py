@@ -101,8 +101,8 @@ def _tiles(run: Run) -> list[tuple[str, str, str | None]]:
             [
                 (
                     "Validation",
-                    units.number(validated["reward_last"]),
-                    f"from {units.number(validated['reward_first'])}, {units.number(validated['reward_best'])} at step "
+                    units.number(validated["last"]),
+                    f"from {units.number(validated['first'])}, {units.number(validated['best'])} at step "
                     f"{validated['best_step']}",
                 )
             ]

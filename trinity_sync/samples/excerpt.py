@@ -14,18 +14,24 @@ Line = dict[str, object]
 
 
 def excerpt(
-    batch: SampleBatch, advantages: np.ndarray | None, groups: int, prompt: Callable[[int, int], Prompt]
+    batch: SampleBatch,
+    advantages: np.ndarray | None,
+    groups: int,
+    prompt: Callable[[int, int], Prompt],
+    *,
+    validation: bool = False,
 ) -> list[Line]:
     """Write out all samples of a batch's first groups.
 
     Args:
-        batch: the samples that are trained on.
+        batch: the samples.
         advantages: one per sample, where there are any.
         groups: how many groups, at most.
         prompt: gives the prompt of a step and a number within it.
+        validation: the samples are of a validation.
 
     Returns:
-        For each sample, in the order of the batch: ``for_step`` (the step for which its prompt was given out),
+        For each sample, in the order of the batch: ``validation``; ``for_step`` (for which its prompt was given out),
         ``prompt`` and ``sample`` (numbers), ``text`` (the prompt; of a chat its last message), ``response``,
         ``reward`` (None: it is left out of training), ``exact``, ``advantage``, ``finished``, ``tokens`` (of the
         response), ``version`` (of several, the oldest) and ``spans`` (``[start, end, version]`` of its tokens).
@@ -38,6 +44,7 @@ def excerpt(
         sample = batch[row]
         lines.append(
             {
+                "validation": validation,
                 "for_step": sample.step,
                 "prompt": sample.prompt,
                 "sample": sample.sample,

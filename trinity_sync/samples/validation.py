@@ -1,8 +1,8 @@
-"""What is measured of the samples of a validation, and whether its prompts are new ones."""
+"""When a validation takes place, and what is measured of its samples."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from math import comb
 
 import numpy as np
@@ -10,7 +10,25 @@ from numpy.typing import NDArray
 
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.metrics import of_rewards
-from trinity_sync.samples.record import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationTimes:
+    """When a validation takes place.
+
+    Attributes:
+        interval: steps between validations, 0 for the last step only.
+        last: the run's last step, which is always validated.
+        at_start: whether what a run begins with is validated.
+    """
+
+    interval: int
+    last: int
+    at_start: bool
+
+    def due(self, step: int) -> bool:
+        """Tell whether the version of a step is validated."""
+        return step == self.last or bool(self.interval and step % self.interval == 0)
 
 
 def validation_metrics(batch: SampleBatch) -> dict[str, float]:
@@ -66,16 +84,3 @@ def _sizes(made: int) -> list[int]:
     """The k of ``pass@k``; that of one sample is ``val/exact``."""
     powers = [1 << exponent for exponent in range(1, made.bit_length()) if 1 << exponent < made]
     return [*powers, made] if made > 1 else []
-
-
-def shared_prompts(trained: Sequence[Prompt], validated: Sequence[Prompt]) -> int:
-    """Count the prompts of a validation that say the same as one that is trained on."""
-    known = {_said(prompt) for prompt in trained}
-    return sum(_said(prompt) in known for prompt in validated)
-
-
-def _said(prompt: Prompt) -> object:
-    """All that a prompt says, as something to be looked up."""
-    if prompt.messages is None:
-        return prompt.text
-    return tuple((message["role"], message["content"]) for message in prompt.messages)

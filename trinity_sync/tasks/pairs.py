@@ -72,6 +72,10 @@ class PairsTask:
         """Return each row of the file, with its place."""
         return [(self._file.where(row), self._pairs[row.number]) for row in self._file.rows]
 
+    def validation_rows(self, count: int | None) -> list[Pair]:
+        """Return the first pairs of the file, all for None."""
+        return [self._pairs[row.number] for row in self._file.rows[:count]]
+
     def leave_out(self, rows: Collection[int]) -> None:
         """Give these out no more, numbered from 0 as `all_rows` has them."""
         self._file.leave_out(rows)

@@ -20,6 +20,7 @@ from trinity_sync.tracking.summary import (
     Summary,
     SyncFigures,
 )
+from trinity_sync.tracking.validation import LOSS
 
 _WHOLE = ("folder", "report", "next")
 
@@ -80,9 +81,10 @@ def closing_lines(summary: Summary, run_dir: Path, arrow: str = "->") -> list[tu
     if failed := summary["failed_rewards"]:
         lines.append(("rewards", f"{units.plural(failed, 'response')} could not be judged: see events.jsonl"))
     if (validated := summary["validation"]) is not None:
-        first, last = units.number(validated["reward_first"]), units.number(validated["reward_last"])
-        best = f"best {units.number(validated['reward_best'])} at step {validated['best_step']}"
-        lines.append(("validation", f"reward {first} {arrow} {last}, {best}"))
+        first, last = units.number(validated["first"]), units.number(validated["last"])
+        best = f"best {units.number(validated['best'])} at step {validated['best_step']}"
+        what = "loss" if validated["metric"] == LOSS else "reward"
+        lines.append(("validation", f"{what} {first} {arrow} {last}, {best}"))
     lines.append(("versions", _versions_text(sync)))
     if summary["shapes"] is not None:
         lines.append(("bytes", _shapes_text(summary["shapes"], sync)))

@@ -16,7 +16,7 @@ from trinity_sync.host.durable import replace_file
 from trinity_sync.host.process import environment
 from trinity_sync.host.urls import without_secrets
 from trinity_sync.tracking.record import Status
-from trinity_sync.tracking.sample_table import COLUMNS, NAME, cells
+from trinity_sync.tracking.sample_table import COLUMNS, cells, name_of
 from trinity_sync.tracking.trackers import TrackedRun, read_id
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=points[first : first + _BATCH])
 
     def samples(self, step: int, rows: Sequence[Mapping[str, object]]) -> None:
-        """Add rows to the artifact ``samples.json``, which MLflow shows as a table."""
+        """Add rows to the artifact ``samples.json`` or ``validation_samples.json``, which MLflow shows as a table."""
         assert self._client is not None, "`start` comes first"
         columns = zip(COLUMNS, zip(*cells(rows), strict=True), strict=True)
-        self._client.log_table(self._run_id, {name: list(column) for name, column in columns}, f"{NAME}.json")
+        self._client.log_table(self._run_id, {name: list(column) for name, column in columns}, f"{name_of(rows)}.json")
 
     def end(self, status: Status) -> None:
         """Keep how the run has ended for `close`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trinity_sync.tracking import jsonl, units
 from trinity_sync.tracking.jsonl import Record
+from trinity_sync.tracking.validation import is_late
 
 _TIMED_STEPS = 20
 _STALLED_S, _STALLED_PACES = 10.0, 3.0
@@ -116,7 +117,7 @@ class RunState:
 
     def _take_step(self, line: Record, at: float) -> None:
         step = jsonl.metrics_step(line)
-        if step is None:
+        if step is None or is_late(line):
             return
         if self.stepped is not None and at >= self.stepped:
             # The first step is no measure: it has the start-up in it.

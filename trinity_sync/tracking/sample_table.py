@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 COLUMNS = ("step", "text", "response", "reward", "exact", "advantage", "finished", "tokens", "version", "spans")
 """Keys of a line of samples.jsonl. `text` is the prompt."""
 
-NAME = "samples"
-"""What the table is called in every tracker."""
+
+def name_of(rows: Sequence[Mapping[str, object]]) -> str:
+    """What the table of these samples, all of training or all of a validation, is called in every tracker."""
+    return "validation_samples" if any(row.get("validation") for row in rows) else "samples"
 
 
 def cells(rows: Sequence[Mapping[str, object]]) -> list[list[object]]:

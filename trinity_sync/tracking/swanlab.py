@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.record import Status
-from trinity_sync.tracking.sample_table import NAME, markdown
+from trinity_sync.tracking.sample_table import markdown, name_of
 from trinity_sync.tracking.trackers import TrackedRun, kept_id
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class SwanlabTracker:
         import swanlab
 
         assert self._run is not None, "`start` comes first"
-        self._run.log({NAME: swanlab.Text(markdown(rows))}, step=step)
+        self._run.log({name_of(rows): swanlab.Text(markdown(rows))}, step=step)
 
     def end(self, status: Status) -> None:
         """Keep how the run has ended for `close`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.sample_table import NAME, markdown
+from trinity_sync.tracking.sample_table import markdown, name_of
 from trinity_sync.tracking.trackers import TrackedRun
 
 
@@ -73,7 +73,7 @@ class TensorBoardTracker:
         from tensorboard.plugins.text import summary_v2  # type: ignore[import-untyped]
 
         assert self._writer is not None, "`start` comes first"
-        summary = summary_v2.text_pb(f"{NAME}/text_summary", markdown(rows))
+        summary = summary_v2.text_pb(f"{name_of(rows)}/text_summary", markdown(rows))
         self._writer.add_event(event_pb2.Event(wall_time=self._clock(), step=step, summary=summary))
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.sample_table import COLUMNS, NAME, cells
+from trinity_sync.tracking.sample_table import COLUMNS, cells, name_of
 from trinity_sync.tracking.trackers import TrackedRun, kept_id
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class TrackioTracker:
         import trackio
 
         assert self._run is not None, "`start` comes first"
-        self._run.log({NAME: trackio.Table(columns=list(COLUMNS), data=cells(rows))}, step=step)
+        self._run.log({name_of(rows): trackio.Table(columns=list(COLUMNS), data=cells(rows))}, step=step)
         self._complain()
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.tracking.record import Status
-from trinity_sync.tracking.sample_table import COLUMNS, NAME, cells
+from trinity_sync.tracking.sample_table import COLUMNS, cells, name_of
 from trinity_sync.tracking.trackers import TrackedRun, kept_id
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class WandbTracker:
         assert self._run is not None, "`start` comes first"
         # Of mixed types, as a missing `exact` beside numbers is.
         table = wandb.Table(columns=list(COLUMNS), data=cells(rows), allow_mixed_types=True)
-        self._run.log({NAME: table, "step": step})
+        self._run.log({name_of(rows): table, "step": step})
 
     def end(self, status: Status) -> None:
         """Keep how the run has ended for `close`."""

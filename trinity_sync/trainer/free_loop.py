@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -80,6 +80,69 @@ class SampleSource(Protocol):
         ...
 
 
+class Answers(Protocol):
+    """What a validation came to; `explorer.validation.Answers` is one."""
+
+    @property
+    def step(self) -> int:
+        """Whose version was validated."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured."""
+        ...
+
+    @property
+    def failure(self) -> str:
+        """Why a response could not be judged, the first; empty: all were."""
+        ...
+
+    def excerpt(self, groups: int) -> list[Line]:
+        """Write out samples for so many prompts."""
+        ...
+
+
+class Validated(Protocol):
+    """What became of a validation; `explorer.version_validations.Validated` is one."""
+
+    @property
+    def answers(self) -> Answers:
+        """What was measured."""
+        ...
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that it took."""
+        ...
+
+
+class Validations(Protocol):
+    """Who validates versions meanwhile; `explorer.version_validations.VersionValidations` is that. It is told by the
+    source which are published.
+    """
+
+    def due(self, step: int) -> bool:
+        """Tell whether the version of a step is validated."""
+        ...
+
+    def open(self, step: int) -> bool:
+        """Tell whether a version that was published, of this step or before, is still to be validated."""
+        ...
+
+    def taken(self) -> Sequence[Validated]:
+        """Return what was done since the last call."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until nothing is open."""
+        ...
+
+    def give_up(self, why: str) -> None:
+        """Tell of all that is open that it will not be done."""
+        ...
+
+
 _ENDED_S = 10.0
 """How long the thread of a publication may take to end with its run."""
 
@@ -98,6 +161,7 @@ class FreeLoop:
         log: takes what is reported.
         stop: once set, the step under way is finished and saved, and is the last.
         penalty: takes the divergence from the rewards; None: nothing is taken.
+        validations: of versions; None: nothing is validated.
     """
 
     def __init__(
@@ -113,7 +177,10 @@ class FreeLoop:
         log: Log,
         stop: threading.Event | None = None,
         penalty: RewardPenalty | None = None,
+        validations: Validations | None = None,
     ) -> None:
+        self._validations = validations
+        self._validated: dict[int, Mapping[str, float]] = {}
         self._steps = Steps(settings, trainer=trainer, synchronizer=synchronizer, parts=parts, log=log, penalty=penalty)
         self._settings = settings
         self._source = source
@@ -134,9 +201,10 @@ class FreeLoop:
                 self._wait_published()
                 ending.enter_context(interrupts.finishing_steps(self._stop))
                 for step in range(settings.first, settings.steps + 1):
-                    if self._step(step):
+                    if stopped := self._step(step):
                         break
                 self._wait_published()
+                self._finish_validations(stopped)
             finally:
                 self._source.close()
                 self._end_publishing()
@@ -157,7 +225,8 @@ class FreeLoop:
         save = stops or settings.saves(step)
         if publish or save:
             with timing.of("stage"):
-                self._begin_version(step, needed=save or not self._can_do_without(step))
+                validates = self._validations is not None and self._validations.due(step)
+                self._begin_version(step, needed=save or validates or not self._can_do_without(step))
         if save:
             with timing.of("save"):
                 self._save(step, {**metrics, **measured})
@@ -166,6 +235,7 @@ class FreeLoop:
         self._log.metrics(step, {**measured, **metrics, **lags, **facts, **timing.seconds})
         if settings.records(step):
             self._log.samples(step, self._source.excerpt(batch, advantages, settings.record_groups))
+        self._take_validations()
         self._saves.poll()
         return stops
 
@@ -178,7 +248,42 @@ class FreeLoop:
         staged = self._wait_published()
         assert staged is not None, "a step that is saved begins a version"
         state = {"data": self._source.position(), "algorithm": self._steps.state()}
-        self._saves.begin(step, staged.sealed.digest, metrics, state=state)
+        late = self._of_validation if self._validations is not None else None
+        self._saves.begin(step, staged.sealed.digest, metrics, state=state, late=late)
+
+    # -- validations
+
+    def _of_validation(self, step: int) -> Mapping[str, float] | None:
+        """Return what the validation of a step's version has measured, where there is one. None while one of this step
+        or before is under way: what is committed has its validations on record, so a resume misses none of them.
+        """
+        assert self._validations is not None, "who asks has looked"
+        self._take_validations()
+        return None if self._validations.open(step) else self._validated.pop(step, {})
+
+    def _take_validations(self) -> None:
+        """Write down the validations that were done, each in a line of its own, since it is of an earlier step."""
+        if self._validations is None:
+            return
+        for done in self._validations.taken():
+            answers = done.answers
+            self._log.metrics(answers.step, {**answers.metrics, "val/seconds": done.total_s})
+            if failed := int(answers.metrics["val/failed"]):
+                told = {"count": failed, "error": answers.failure, "validation": True}
+                self._log.event("failed_rewards", step=answers.step, **told)
+            if self._settings.record_interval:
+                self._log.samples(answers.step, answers.excerpt(self._settings.record_groups))
+            self._validated[answers.step] = answers.metrics
+
+    def _finish_validations(self, stopped: bool) -> None:
+        """Wait for those that are under way; where the run is told to stop, nobody waits."""
+        if self._validations is None:
+            return
+        if stopped:
+            self._validations.give_up("the run was told to stop")
+        else:
+            self._validations.wait()
+        self._take_validations()
 
     # -- versions
 

@@ -34,13 +34,26 @@ def with_log_probs(
         inside: entered once the engine infers; left when it has.
     """
     data = data.copy()
+    log_probs = inferred(engine, data, inside)
+    if log_probs is not None:
+        data[name] = response_from_nested(log_probs, data["response_mask"])
+    return data
+
+
+def inferred(
+    engine: Engine, data: TensorDict, inside: AbstractContextManager[None] | None = None
+) -> torch.Tensor | None:
+    """Return the log-prob that an engine gives each next token of a rank's sequences: nested, float32, on the CPU; None
+    on pipeline stages before the last. Collective; arguments as of `with_log_probs`, where `data` may be from
+    `sft_batch`, too, and stays as it is.
+    """
     asked = data.copy()  # the engine notes in it what it has found
     # a reference may be of a family that packs no sequences, or be one where the trained model is none
     packed = engine.model_config.use_remove_padding
     tu.assign_non_tensor(asked, calculate_entropy=False, use_remove_padding=packed)
     with engine.eval_mode(), inside or nullcontext(), torch.no_grad():
         output = engine.infer_batch(asked)
-    if output:
-        log_probs = output["model_output"]["log_probs"].float().cpu()
-        data[name] = response_from_nested(log_probs, data["response_mask"])
-    return data
+    if not output:
+        return None
+    log_probs: torch.Tensor = output["model_output"]["log_probs"].float().cpu()
+    return log_probs

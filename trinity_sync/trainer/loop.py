@@ -60,7 +60,9 @@ class Data(Protocol):
 
 
 class Validation(Protocol):
-    """What looks how good a version is that the explorers hold; `explorer.validation.Validation` is one."""
+    """What looks how good a version is: `explorer.validation.Validation`, of one that the explorers hold, or
+    `loss_validation.LossValidation`.
+    """
 
     @property
     def at_start(self) -> bool:
@@ -78,6 +80,10 @@ class Validation(Protocol):
     @property
     def failure(self) -> str:
         """Why a response of the last validation could not be judged, the first; empty: all were."""
+        ...
+
+    def excerpt(self, groups: int) -> list[Line]:
+        """Write out samples of the last validation for so many prompts; nothing where it has none."""
         ...
 
 
@@ -182,9 +188,11 @@ class TrainingLoop:
         assert self._validation is not None, "who calls it has looked"
         with timing.of("validate"):
             found = self._validation.run(step)
-        if failed := int(found["val/failed"]):
+        if failed := int(found.get("val/failed", 0)):
             error = self._validation.failure
             self._log.event("failed_rewards", step=step, count=failed, error=error, validation=True)
+        if self._settings.record_interval:
+            self._log.samples(step, self._validation.excerpt(self._settings.record_groups))
         return found
 
     def _first_version(self) -> Staged:

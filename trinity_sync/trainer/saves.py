@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from trinity_sync.actors.calls import ANSWER_S, Call, ended
 from trinity_sync.actors.monitor import Committed, MonitorClient
@@ -80,6 +80,21 @@ class SaveSettings:
     of_versions: bool = True
 
 
+Late = Callable[[int], Mapping[str, float] | None]
+"""Gives the metrics of a step that come after its save has begun; None: not yet."""
+
+
+class _Untold(NamedTuple):
+    """A save of which the monitor lacks the driver's part, held back until `until` at the latest."""
+
+    step: int
+    files: list[FileEntry]
+    digest: str | None
+    metrics: dict[str, float]
+    late: Late | None
+    until: float
+
+
 class FullSaves:
     """Full checkpoints of a run.
 
@@ -105,7 +120,7 @@ class FullSaves:
         self._settings = settings
         self._log = log
         self._pending: dict[Call[Committed], tuple[int, float, float]] = {}
-        self._untold: tuple[int, list[FileEntry], str | None] | None = None
+        self._untold: list[_Untold] = []
         self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
 
@@ -117,6 +132,7 @@ class FullSaves:
         *,
         published: bool = True,
         state: Mapping[str, Mapping[str, object] | None] | None = None,
+        late: Late | None = None,
     ) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps. It is not committed before
         the next call of `poll`.
@@ -129,6 +145,8 @@ class FullSaves:
             state: what of the driver a resume needs: under ``data`` where the run is in its data
                 (`samples.position.Position`), under ``algorithm`` what changes from step to step; empty ones are not
                 written.
+            late: see `Late`; the commit waits for it, half of `SaveSettings.timeout_s` at most. None: there is nothing
+                 more to come.
 
         Raises:
             TrinityError: a rank is gone, or the monitor.
@@ -136,7 +154,7 @@ class FullSaves:
         self.poll()
         self._log.saving(step)
         try:
-            self._begin(step, digest, metrics, published, state or {})
+            self._begin(step, digest, metrics, published, state or {}, late)
         except _SaveFailed as failure:
             self._monitor.fail_step(step, str(failure), attempt=self._settings.attempt)
             self._fail(step, self._first_failure(step) or failure)
@@ -148,6 +166,7 @@ class FullSaves:
         metrics: dict[str, float],
         published: bool,
         given: Mapping[str, Mapping[str, object] | None],
+        late: Late | None,
     ) -> None:
         settings = self._settings
         behind = self._published if not published else None
@@ -174,19 +193,30 @@ class FullSaves:
             files = [file_entry(folder, name) for name in texts]
         except OSError as error:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
-        self._untold = (step, files, digest if settings.of_versions else None)
+        digest = digest if settings.of_versions else None
+        until = time.monotonic() + settings.timeout_s / 2
+        self._untold.append(_Untold(step, files, digest, metrics, late, until))
 
-    def _tell(self, timeout_s: float | None = None) -> None:
+    def _tell(self, timeout_s: float | None = None, *, at_once: bool = False) -> None:
         """Tell the monitor of the driver's part, which lets the step be committed: when the step is on record, so that
-        no run goes on from one that is not.
+        no run goes on from one that is not, and what comes late is there. `at_once`: that is not waited for.
         """
-        if self._untold is None:
-            return
-        (step, files, digest), self._untold = self._untold, None
-        told = self._monitor.notify_finished(
-            step, part="driver", attempt=self._settings.attempt, files=files, digest=digest
-        )
-        told.result(self._settings.timeout_s if timeout_s is None else timeout_s)
+        limit = self._settings.timeout_s if timeout_s is None else timeout_s
+        while self._untold:
+            untold = self._untold[0]
+            late = untold.late(untold.step) if untold.late is not None else {}
+            if late is None and not at_once and time.monotonic() < untold.until:
+                return
+            del self._untold[0]
+            if late:
+                metrics = {**untold.metrics, **late}
+                version = Version(self._settings.attempt, untold.step)
+                _begin(self._monitor, version, "full", [], self._settings, metrics)
+            step, attempt = untold.step, self._settings.attempt
+            told = self._monitor.notify_finished(
+                step, part="driver", attempt=attempt, files=untold.files, digest=untold.digest
+            )
+            told.result(limit)
 
     def poll(self) -> None:
         """Let the save be committed that the step began, which is on record by now, and record the saves that ended
@@ -206,7 +236,7 @@ class FullSaves:
             TrinityError: what the newest save failed of.
         """
         settings = self._settings
-        self._tell()
+        self._tell(at_once=True)
         finished = self._trainer.begin(RankClient.finish_saves)  # before: from here on there is nothing to yield to
         for call in list(self._pending):
             self._collect(call, settings.timeout_s + ANSWER_S)
@@ -216,7 +246,7 @@ class FullSaves:
     def settle(self, seconds: float) -> None:
         """For a run that ends early: give the saves under way a last chance to commit, and record what became of it."""
         try:
-            self._tell(seconds)
+            self._tell(seconds, at_once=True)
         finally:
             if self._pending:
                 self._trainer.begin(RankClient.finish_saves)  # by those that live; hurried

@@ -27,6 +27,18 @@ class SupervisedTask(Protocol):
         ...
 
 
+def pair_batch(encoder: PairEncoder, examples: Examples) -> PairBatch:
+    """Make the tokens of pairs or conversations.
+
+    Raises:
+        RunError: one cannot be learnt; names its place in the file.
+    """
+    encoded = encoder.encode(examples)
+    return PairBatch.of(
+        [one.prompt for one in encoded], [one.response for one in encoded], [one.learnt for one in encoded]
+    )
+
+
 class PairsData:
     """A step's batch is what the task gives for it.
 
@@ -47,10 +59,7 @@ class PairsData:
         Raises:
             RunError: a pair cannot be learnt; names its place in the file.
         """
-        encoded = self._encoder.encode(self._of_step(step))
-        return PairBatch.of(
-            [one.prompt for one in encoded], [one.response for one in encoded], [one.learnt for one in encoded]
-        )
+        return pair_batch(self._encoder, self._of_step(step))
 
     def _of_step(self, step: int) -> Examples:
         pairs_from: Callable[[int, int], Examples] | None = getattr(self._task, "pairs_from", None)
