@@ -131,7 +131,8 @@ def loss_validation_of(
         return None
     from trinity_sync.trainer.loss_validation import LossValidation
 
-    return LossValidation(partial(_pair_batches, cfg, model_path, rows, most), trainer, times, timeout_s)
+    batches = partial(_pair_batches, _pair_encoder(cfg, model_path), rows, most)
+    return LossValidation(batches, trainer, times, timeout_s)
 
 
 def validation_times(cfg: DictConfig, start: Start, metrics: Path, last_step: int) -> ValidationTimes | None:
@@ -261,11 +262,10 @@ def _pair_encoder(cfg: DictConfig, model_path: str) -> PairEncoder:
     return pair_encoder(plain(cfg.task), tokenizer, config)
 
 
-def _pair_batches(cfg: DictConfig, model_path: str, rows: Examples, most: int) -> list[PairBatch]:
+def _pair_batches(encoder: PairEncoder, rows: Examples, most: int) -> list[PairBatch]:
     """All rows as tokens, so many at a time."""
     from trinity_sync.trainer.sft import pair_batch
 
-    encoder = _pair_encoder(cfg, model_path)
     return [pair_batch(encoder, rows[at : at + most]) for at in range(0, len(rows), most)]
 
 
