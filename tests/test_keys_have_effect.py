@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
 
 from tests.explorer.helpers import ARCHITECTURE
-from tests.trainer.losses import LENGTHS, drawn, step
+from tests.trainer.losses import LENGTHS, drawn, jagged, step
 from trinity_sync import config
 from trinity_sync.config import typed
 from trinity_sync.errors import ConfigError
@@ -33,6 +34,7 @@ from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.models.factory import make_model
 from trinity_sync.trainer.algorithms.grpo import Grpo
+from trinity_sync.trainer.divergence import adapted, divergences
 from trinity_sync.trainer.spec import WorkerSpec, worker_spec
 
 GROUPS = ("trainer", "algorithm", "samples", "task")
@@ -78,6 +80,7 @@ OTHERS: Mapping[str, Any] = {
     "algorithm.old_log_probs": "recomputed",
     "algorithm.rollout_correction.rollout_rs": "seq_mean_k1",
     "algorithm.rollout_correction.rollout_rs_threshold": "0.9_1.1",
+    "algorithm.kl.in_reward.estimator": "k3",
 }
 """Other values of texts and lists. Of all else one is made up."""
 
@@ -181,7 +184,18 @@ def trained(spec: WorkerSpec) -> Any:
     if not algorithm.explores:
         return None
     torch.manual_seed(0)
-    return step(
+    penalty = None
+    if (asked := algorithm.in_reward) is not None:
+        rows = {
+            "response_mask": [np.ones_like(row) for row in BEFORE],
+            "old_log_probs": BEFORE,
+            "ref_log_prob": REFERENCE,
+        }
+        data = TensorDict({name: jagged(of) for name, of in rows.items()}, batch_size=len(BEFORE))
+        measured = divergences(data, np.arange(len(BEFORE)), asked.estimator)
+        assert measured is not None
+        penalty = [*measured.sums, adapted(1.0, 0.09, 8, asked) if asked.type == "adaptive" else 0.0]
+    return penalty, step(
         algorithm.loss(spec.backend.strategy),
         NOW,
         SAMPLED,

@@ -30,6 +30,7 @@ from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.record import Prompt
+from trinity_sync.samples.validation import ValidationTimes
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.base import Delivery
 
@@ -309,9 +310,8 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
 def test_an_explorer_that_dies_in_a_validation_is_started_again_and_asked_again(pools: Pools) -> None:
     pool = pools.make(replicas=2, max_restarts=1)
     pool.load(FIRST, deliver)
-    settings = ValidationSettings(
-        interval=1, last=1, at_start=True, samples_per_prompt=2, temperature=0.0, at_a_time=100
-    )
+    times = ValidationTimes(interval=1, last=1, at_start=True)
+    settings = ValidationSettings(times=times, samples_per_prompt=2, temperature=0.0, at_a_time=100)
     validation = Validation(PROMPTS, pool, Mode(), settings)  # type: ignore[arg-type]
     before = validation.run(FIRST.step)
     pools.tell_to_die("explorer-1", "generate")
