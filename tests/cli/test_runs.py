@@ -30,7 +30,7 @@ from trinity_sync.cli import invocation
 from trinity_sync.cli import main as cli
 from trinity_sync.config import targets
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import app, elsewhere, settings
+from trinity_sync.launch import app, elsewhere, messages, settings
 from trinity_sync.launch.resume import Resume
 from trinity_sync.tracking.run_folder import RunFolder
 
@@ -1053,7 +1053,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_every_error_of_hydra_is_explained_in_one_line() -> None:
-    assert "\n" not in app.explain(HydraException("one\ntwo\n\nthree"))
+    assert "\n" not in messages.explain(HydraException("one\ntwo\n\nthree"))
 
 
 def launched(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

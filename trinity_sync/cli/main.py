@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from trinity_sync import __version__
 from trinity_sync.cli import listing, reproduce, runs, trace, watch
 from trinity_sync.errors import TrinityError
+from trinity_sync.host.module_path import own_modules_found
 
 _DESCRIPTION = """\
 Trains with reinforcement learning, saves checkpoints without stopping the trainer, and carries each new
@@ -41,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     try:
-        return int(options.command(options))
+        with own_modules_found():
+            return int(options.command(options))
     except TrinityError as error:
         return _refuse(error)
     except BrokenPipeError:
@@ -59,13 +61,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     # argparse takes positional arguments in one go, and so leaves overrides that stand after an option.
     if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest
+    if overrides := [*getattr(options, "overrides", ()), *rest]:
+        from trinity_sync.launch.command_line import plain_override
+
+        options.overrides = [plain_override(text) for text in overrides]
     return options
 
 
 def _refuse(error: TrinityError) -> int:
-    from trinity_sync.launch.app import print_error
+    from trinity_sync.launch.messages import print_error
 
     print_error(str(error))
     return error.exit_code

@@ -93,6 +93,22 @@ def run(
     return 0
 
 
+def look(cfg: DictConfig, run_dir: Path) -> None:
+    """Do all that a new run does before its record begins, and write nothing.
+
+    Args:
+        cfg: composed and checked.
+        run_dir: the folder that the run would have.
+
+    Raises:
+        ConfigError: it could not begin.
+    """
+    _threads()
+    scanned_task(cfg)
+    Start.find(cfg, checkpoint_folder(cfg, run_dir.absolute()), resume=None)
+    run_trackers(cfg)
+
+
 def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, last_step: int) -> Recorder:
     from trinity_sync.report import write_report
 
