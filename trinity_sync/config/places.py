@@ -43,7 +43,7 @@ def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
     for key in _PATHS:
         with suppress(OmegaConfBaseException):  # the checks tell it
             value = OmegaConf.select(found, key)
-            if isinstance(value, str):
+            if isinstance(value, str) and (value.startswith("~") or folder.absolute() != Path.cwd()):
                 OmegaConf.update(found, key, _absolute(key, value, folder))
     return found
 
@@ -78,8 +78,6 @@ def _absolute(key: str, value: str, folder: Path) -> str:
         return value
     if value.startswith("~"):
         return os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
-    if folder.absolute() == Path.cwd():
-        return value
     place = folder / value
     is_there = _OR_NAMES.get(key)
     return value if is_there is not None and not is_there(place) else str(place)

@@ -46,9 +46,7 @@ def explain(error: Exception) -> str:
         told = told if error.override in told else f"Error parsing override '{error.override}' {told}"
         return f"{told}; write key=value, and quote a value with special characters: key='a,b'"
     if file and re.fullmatch(r"Key 'experiment' not in 'Config'", text.splitlines()[1].strip()):
-        return (
-            f"{file[1]}.yaml: its first line has to be '# @package _global_'; else all is put below experiment"
-        )
+        return f"{file[1]}.yaml: its first line has to be '# @package _global_'; else all is put below experiment"
     if named and re.search(r"Key '[^']*' (?:is )?not in", text):
         return where + _explain_unknown_key(named[1], text, cause)
     if named and "is not Optional" in text:
@@ -83,7 +81,8 @@ def _explain_null_group(error: Exception) -> str:
         override = frame.f_locals.get("override")
         if isinstance(override, Override):
             group = override.get_key_element()
-            return f"{group} cannot be null; choose an option, {group}={'|'.join(_options(group))}"
+            none = "; for none: tracker=[]" if group == "tracker" else ""
+            return f"{group} cannot be null; it has {', '.join(_options(group))}{none}"
     return "a group cannot be null; choose one of its options, group=option"
 
 
