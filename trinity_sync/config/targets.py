@@ -101,7 +101,7 @@ def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, J
 
 
 def _leave_out_keys_of_ours(values: dict[Any, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
-    """Of a task that is named in an option of ours (``task._target_=...``), the option's own keys are still there: those
+    """Of a task named in an option of ours (``task._target_=...``), the keys of that option are still there: those
     that it has no parameter for were not meant for it.
     """
     options = own_options("task").values()

@@ -22,7 +22,7 @@ from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
-from trinity_sync.host.interrupts import interruptible
+from trinity_sync.host.interrupts import interruptible, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
@@ -201,15 +201,19 @@ def _run(
             peaks: dict[str, int] = {}
             # The record ends before Ray does: what then hangs in Ray could take this process with it.
             with recorder.ending(peaks):
+                begun = False
                 try:
                     job.start()
+                    begun = True
                     job.loop()
                 finally:
-                    with contextlib.suppress(Exception):
-                        peaks.update(job.actors.peak_memory())
-                    job.actors.close()
+                    with shielded():
+                        with contextlib.suppress(Exception):
+                            peaks.update(job.actors.peak_memory() if begun else {})
+                        job.actors.close()
     finally:
-        _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
+        with shielded():
+            _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
 
 
 def _advise(algorithm: Algorithm, cfg: DictConfig) -> None:
