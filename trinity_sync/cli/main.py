@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from trinity_sync import __version__
-from trinity_sync.cli import listing, reproduce, runs, trace, watch
+from trinity_sync.cli import completion, explain, listing, reproduce, runs, trace, watch
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.module_path import own_modules_found
 
@@ -37,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["run"]:
         # Hydra has options and a help of its own
         return runs.start(arguments[1:])
+    if arguments[:1] == [completion.QUERY]:
+        line = completion.asked_line()
+        completion.answer(line, _parser(line[0]))
+        return 0
     try:
         options = _parse(arguments)
     except SystemExit as end:
@@ -90,6 +94,8 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     watch.add_commands(commands)
     reproduce.add_commands(commands)
     trace.add_commands(commands)
+    explain.add_commands(commands)
+    completion.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # what its commands need is imported only where one is asked for
