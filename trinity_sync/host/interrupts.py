@@ -9,6 +9,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from trinity_sync.host.logs import log_failure
+
 _seen = threading.Event()
 _stop: threading.Event | None = None
 _shields = 0
@@ -84,6 +86,20 @@ def shielded() -> Iterator[None]:
         yield
     finally:
         _shields -= 1
+
+
+@contextlib.contextmanager
+def failing_of_it() -> Iterator[None]:
+    """What fails after an interrupt fails of it: a library may make another error of a `KeyboardInterrupt`. The error
+    is logged, and the interrupt raised again.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _seen.is_set():
+            raise
+        log_failure("what was interrupted", error)
+        raise KeyboardInterrupt from error
 
 
 def interrupted() -> bool:

@@ -22,7 +22,7 @@ from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
-from trinity_sync.host.interrupts import interruptible, shielded
+from trinity_sync.host.interrupts import failing_of_it, interruptible, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
@@ -87,7 +87,8 @@ def run(
             with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
                 if scanned.counts is not None:
                     recorder.event("rows", **scanned.counts._asdict())
-                _run(job or Job, cfg, scanned, folder, start, recorder, threads, last_step, stop)
+                with failing_of_it():
+                    _run(job or Job, cfg, scanned, folder, start, recorder, threads, last_step, stop)
         except KeyboardInterrupt:
             return 130
     return 0
@@ -203,9 +204,10 @@ def _run(
             with recorder.ending(peaks):
                 begun = False
                 try:
-                    job.start()
-                    begun = True
-                    job.loop()
+                    with failing_of_it():
+                        job.start()
+                        begun = True
+                        job.loop()
                 finally:
                     with shielded():
                         with contextlib.suppress(Exception):
