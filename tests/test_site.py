@@ -9,11 +9,13 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from docs import settings as all_settings
@@ -119,3 +121,21 @@ def _strings(node: ast.AST) -> Iterator[str]:
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else " " for part in found.values)
         elif isinstance(found, ast.Constant) and isinstance(found.value, str):
             yield found.value
+
+
+def test_the_citation_is_of_this_version_and_licence() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert (citation["version"], citation["license"]) == (project["version"], project["license"])
+
+
+def test_the_forms_for_issues_and_the_hooks_of_commits_can_be_read() -> None:
+    """Each question of a form has a name, and each hook runs a program of `.venv`."""
+    for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")):
+        form = yaml.safe_load(path.read_text())
+        assert all(part["id"] and part["attributes"]["label"] for part in form.get("body", [])), path.name
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    programs = {hook["entry"].split()[0] for hook in local["hooks"]}
+    lint = re.search(r"^LINT = (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert lint
+    assert set(re.findall(r"\$\(BIN\)/([\w-]+)", lint[1])) == {Path(name).name for name in programs} - {"python"}
