@@ -7,6 +7,7 @@ import importlib
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 
 from tests.pages import PAGES, ROOT, blocks, example_files, settings, settings_named, write_examples
 from trinity_sync import config
+from trinity_sync.checkpoint.option import coordinator_option
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.engine import RolloutEngine
@@ -125,6 +127,7 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         *("my_conf/sync/waves.yaml", "my_conf/backend/gathered.yaml"),
         *("my_rewards.py", "my_algorithms.py", "my_engines.py", "my_conf/experiment/sums_long.yaml"),
         *("my_conf/algorithm/scaled.yaml", "my_conf/explorer/timed.yaml"),
+        *("my_saving.py", "my_conf/checkpoint/timed.yaml"),
     }
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -223,6 +226,22 @@ def test_the_algorithm_of_the_guide_composes_checks_and_scales(examples: Path, m
     cfg.algorithm.scale = 0.0
     with pytest.raises(ConfigError, match=r"algorithm\.scale has to be more than 0"):
         config.check_inputs(cfg)
+
+
+def test_the_coordinator_of_the_guide_composes_and_tells_what_took_long(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config.compose(["checkpoint=timed", "checkpoint.coordinator.slow_s=0.0"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    monkeypatch.setattr("ray.get_runtime_context", SimpleNamespace)
+    make: Any = coordinator_option(config.typed(cfg).checkpoint, None, 3)  # type: ignore[arg-type]
+    saved: list[object] = []
+    kind = "trinity_sync.checkpoint.coordinator.CheckpointCoordinator"
+    monkeypatch.setattr(f"{kind}.save_async", lambda self, name, save_fn, step, **named: saved.append(save_fn()))
+    make(node_id="a node", job_id="rank-1").save_async("model", lambda: "written", 20, part="rank-0")
+    assert saved == ["written"]
+    assert capsys.readouterr().out.startswith("step 20: model took 0.0 s to write")
 
 
 def test_the_engine_of_the_guide_composes_and_tells_what_took_long(
