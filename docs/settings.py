@@ -190,7 +190,7 @@ def _bases(file: OptionFile) -> Iterator[tuple[Path, str]]:
 
 def _schemas(file: OptionFile) -> dict[str, type]:
     """By the place in the whole configuration; those of the file itself say more than those of its bases."""
-    found = {}
+    found: dict[str, type] = {}
     for path, within in file.bases:
         below = _schemas(read(path))
         base = read(path).package
