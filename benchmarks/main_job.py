@@ -3,7 +3,8 @@
     python benchmarks/main_job.py --runs 3 [overrides for launch.py]
 
 Figures are medians over the runs, times in seconds, memory in bytes. `first_step_s` counts from the start of the run
-to the end of the first trainer step, `help_s`, `cfg_s` and `config_error_s` are whole commands.
+to the end of the first trainer step, `reward_0_9_s` to the end of the first one whose mean reward is 0.9 (null where
+there is none), `help_s`, `cfg_s` and `config_error_s` are whole commands.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
             {
                 "command": " ".join(command),
                 "cores": os.cpu_count(),
-                "median": {name: statistics.median(run[name] for run in runs) for name in runs[0]} | answers,
+                "median": {name: _median([run[name] for run in runs]) for name in runs[0]} | answers,
                 "runs": runs,
             },
             indent=2,
@@ -62,10 +63,16 @@ def _run(folder: Path, overrides: list[str]) -> dict[str, Any]:
         "step_s": statistics.median(line["timing/step"] for line in metrics),
         "train_s": statistics.median(line["timing/train"] for line in metrics),
         "generate_s": statistics.median(line["timing/generate"] for line in metrics),
+        "reward_0_9_s": next((line["time"] - began for line in metrics if line["reward/mean"] >= 0.9), None),
         "reward_first": summary["reward_first"],
         "reward_last": summary["reward_last"],
         **{f"peak_rss/{role}": peak for role, peak in summary["peak_memory"].items()},
     }
+
+
+def _median(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if len(known) == len(values) else None
 
 
 def _answers(arguments: list[str], code: int) -> float:
