@@ -90,14 +90,9 @@ def cells() -> list[str]:
     shell = re.compile(r"^!(.+)$", re.MULTILINE)
 
     def run_by_shell(line: re.Match[str]) -> str:
-        return f"subprocess.run({on_checkout(line[1])!r}, shell=True, check=True)"
+        return f"subprocess.run({line[1]!r}, shell=True, check=True)"
 
     return [shell.sub(run_by_shell, "".join(cell["source"])) for cell in found]
-
-
-def on_checkout(command: str) -> str:
-    """A command whose `PYTHONPATH` leaves that of the tests in place: it takes the package from there."""
-    return command.replace("PYTHONPATH=.", "PYTHONPATH=.:$PYTHONPATH")
 
 
 def test_the_notebook_has_cells_that_can_run() -> None:
@@ -117,5 +112,5 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(here: Path) -> None:
 def test_the_commands_of_the_page_run(here: Path) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", (here / "README.md").read_text(), re.DOTALL)
     trained, moved = block.strip().splitlines()
-    assert "completed: 60 of 60 steps" in run("bash", "-c", on_checkout(trained), folder=here)
+    assert "completed: 60 of 60 steps" in run("bash", "-c", trained, folder=here)
     assert "25 tensors" in run("bash", "-c", moved, folder=here)

@@ -76,9 +76,9 @@ def test_every_setting_of_a_composed_configuration_is_on_that_page(option: str) 
     rows = dict(re.findall(r"^\| `([\w.]+)` \| (.+)$", all_settings.PAGE.read_text(), re.MULTILINE))
     named = set(_leaves(OmegaConf.to_container(config.compose([option])), ""))  # type: ignore[arg-type]
     assert not {key for key in named if not any(f"{key}.".startswith(f"{row}.") for row in rows)}
-    assert rows["sync.slots"].startswith("int ≥ 2 | `2` | versions that fit")
-    assert rows["task.validation.temperature"].startswith("float ≥ 0 | `0.0` |")
-    assert rows["retention.policies.keep_last.n"].startswith("int")
+    assert rows["sync.slots"].startswith("whole number, at least 2 | `2` | versions that fit")
+    assert rows["task.validation.temperature"].startswith("number, at least 0 | `0.0` |")
+    assert rows["retention.policies.keep_last.n"].startswith("whole number")
 
 
 def _leaves(values: dict[str, object], above: str) -> Iterator[str]:

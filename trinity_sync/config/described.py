@@ -13,10 +13,11 @@ from typing import Any
 import yaml
 
 from trinity_sync.config.composition import conf_dir
+from trinity_sync.config.fields import LONGEST_S
 from trinity_sync.config.schema import SCHEMA
 
 _HEADER = "# @package "
-_NOT_OPTIONS = ("base", "experiment", "hydra")
+_NOT_OPTIONS = ("base", "experiment", "hydra/help", "hydra/job_logging")
 _KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping", list: "list"}
 _BOUNDS = {"at_least": "at least", "more_than": "more than", "at_most": "at most"}
 
@@ -115,7 +116,7 @@ def _title(file: Path) -> str:
 
 def _package(file: Path, group: str) -> str:
     first = file.read_text().partition("\n")[0]
-    named = first.removeprefix(_HEADER).strip() if first.startswith(_HEADER) else group
+    named = first.removeprefix(_HEADER).strip() if first.startswith(_HEADER) else group.replace("/", ".")
     return "" if named == "_global_" else named
 
 
@@ -150,5 +151,6 @@ def _words(hint: Any, metadata: Mapping[str, Any]) -> str:
     else:
         kinds = [typing.get_origin(part) or part for part in parts if part is not types.NoneType]
         told = " or ".join(_KINDS.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)
-        told += "".join(f", {text} {metadata[bound]:g}" for bound, text in _BOUNDS.items() if bound in metadata)
+        bounds = ((text, metadata.get(bound)) for bound, text in _BOUNDS.items())
+        told += "".join(f", {text} {bound}" for text, bound in bounds if bound not in (None, LONGEST_S))
     return told + (", or null" if types.NoneType in parts else "")
