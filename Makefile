@@ -1,4 +1,4 @@
-# make install | run | test | test-all | campaign | lint | figures | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
+# make install | run | test | test-all | campaign | lint | docs | figures | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
 #   make test-all PART=2/4                        the second of four parts, each of which takes less than half an hour
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
@@ -50,7 +50,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(B
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install run test test-all campaign lint figures clean
+.PHONY: install run test test-all campaign lint docs figures clean
 
 install: $(STAMP)
 
@@ -80,8 +80,13 @@ test-all: $(STAMP)
 figures: $(STAMP)
 	$(BIN)/python -m docs.figures
 
+# The page of all settings from conf/, the figures, and the site, into site/; tests fail where pages are out of date.
+docs: figures
+	$(BIN)/python -m docs.settings
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 campaign: $(STAMP)
 	$(BIN)/python -m tests.kills --trials $(N) --seed $(SEED) --parallel 2
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun site

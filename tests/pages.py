@@ -141,8 +141,8 @@ def _keys(values: object, above: str) -> Iterator[str]:
 
 
 def example_files() -> dict[str, str]:
-    """The files of `docs/extending.md` by name: modules and option files of a user's own."""
-    text = (ROOT / "docs" / "extending.md").read_text()
+    """The files of the guide to extending by name: modules and option files of a user's own."""
+    text = "\n".join(path.read_text() for path in sorted(ROOT.glob("docs/extending*.md")))
     return dict(re.findall(r"^`([\w/]+\.(?:py|yaml))`:\n\n```\w+\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
 
 

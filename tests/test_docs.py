@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +15,17 @@ from omegaconf import OmegaConf
 
 from tests.pages import PAGES, ROOT, blocks, example_files, settings, settings_named, write_examples
 from trinity_sync import config
+from trinity_sync.checkpoint.option import coordinator_option
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError
+from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import CheckpointFacts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Delivery, SyncMode
 from trinity_sync.tracking.trackers import TrackedRun, build_trackers
+from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.trainer.spec import worker_spec
 
 
@@ -115,11 +120,14 @@ def _commands_of(parser: argparse.ArgumentParser, above: str = "") -> dict[str, 
 
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The files of `docs/extending.md`, written where they can be imported and composed from."""
+    """The files of the guide to extending, written where they can be imported and composed from."""
     assert set(example_files()) == {
         *("my_tasks.py", "my_trackers.py", "my_policies.py", "my_modes.py", "my_backends.py"),
         *("my_conf/task/sums.yaml", "my_conf/tracker/csv.yaml", "my_conf/retention/keep_mondays.yaml"),
         *("my_conf/sync/waves.yaml", "my_conf/backend/gathered.yaml"),
+        *("my_rewards.py", "my_algorithms.py", "my_engines.py", "my_conf/experiment/sums_long.yaml"),
+        *("my_conf/algorithm/scaled.yaml", "my_conf/explorer/timed.yaml"),
+        *("my_saving.py", "my_conf/checkpoint/timed.yaml"),
     }
     write_examples(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -193,3 +201,57 @@ def test_the_backend_of_the_guide_composes_and_sets_what_verl_knows(examples: Pa
     cfg.backend.overrides = {"reshard_after_forward": True}
     with pytest.raises(ConfigError, match=r"would take the place of backend\.reshard"):
         config.check_inputs(cfg)
+
+
+def test_the_reward_of_the_guide_counts_digits(examples: Path) -> None:
+    reward = importlib.import_module("my_rewards").digits_right
+    asked = Prompt(index=0, text="12=", answer="21")
+    assert reward(asked, "21", finished=True, whole=2) == 3.0
+    assert reward(asked, "20", finished=True) == 0.5
+
+
+def test_the_experiment_of_the_guide_composes(examples: Path) -> None:
+    cfg = config.compose(["experiment=sums_long", "trainer.lr=0.001"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    assert (cfg.sync.mode, cfg.trainer.steps, cfg.trainer.lr) == ("nccl", 400, 0.001)
+    assert set(cfg.retention.policies) == {"keep_last", "keep_best"}
+
+
+def test_the_algorithm_of_the_guide_composes_checks_and_scales(examples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config.compose(["algorithm=scaled"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    monkeypatch.setattr("trinity_sync.trainer.algorithms.grpo.Grpo.loss", lambda self, strategy: lambda: (3.0, {}))
+    assert algorithm_of(config.typed(cfg).algorithm).loss("fsdp2")() == (1.5, {})
+    cfg.algorithm.scale = 0.0
+    with pytest.raises(ConfigError, match=r"algorithm\.scale has to be more than 0"):
+        config.check_inputs(cfg)
+
+
+def test_the_coordinator_of_the_guide_composes_and_tells_what_took_long(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config.compose(["checkpoint=timed", "checkpoint.coordinator.slow_s=0.0"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    monkeypatch.setattr("ray.get_runtime_context", SimpleNamespace)
+    make: Any = coordinator_option(config.typed(cfg).checkpoint, None, 3)  # type: ignore[arg-type]
+    saved: list[object] = []
+    kind = "trinity_sync.checkpoint.coordinator.CheckpointCoordinator"
+    monkeypatch.setattr(f"{kind}.save_async", lambda self, name, save_fn, step, **named: saved.append(save_fn()))
+    make(node_id="a node", job_id="rank-1").save_async("model", lambda: "written", 20, part="rank-0")
+    assert saved == ["written"]
+    assert capsys.readouterr().out.startswith("step 20: model took 0.0 s to write")
+
+
+def test_the_engine_of_the_guide_composes_and_tells_what_took_long(
+    examples: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config.compose(["explorer=timed", "explorer.slow_s=0.0"], config_dir=examples / "my_conf")
+    config.check(cfg)
+    config.check_inputs(cfg)
+    monkeypatch.setattr("trinity_sync.explorer.hf.HFEngine.__init__", lambda self, **settings: None)
+    monkeypatch.setattr("trinity_sync.explorer.hf.HFEngine.generate", lambda self, prompts, task, **how: "samples")
+    engine: Any = config.load_class("explorer._target_", cfg.explorer._target_, RolloutEngine)(slow_s=0.0)
+    assert engine.generate(["a"], None, step=3) == "samples"
+    assert capsys.readouterr().out.startswith("step 3: 1 prompts took 0.0 s")

@@ -29,6 +29,7 @@ from trinity_sync.launch import app
 
 UNTRIED = {
     r"\. \.venv/bin/activate": "is the shell's, and makes the commands after it be found",
+    r"ray start ": "starts processes that outlive the command; tests/nodes has Ray's own cluster for tests",
     r"VLLM_SERVER_DEV_MODE=1 vllm serve": "runs until it is ended; tests/vllm/servers.py starts servers so",
 }
 """Commands that nothing here can try, as patterns, and why."""

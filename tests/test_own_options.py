@@ -27,7 +27,7 @@ from trinity_sync.config.lookup import load, missing
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import Explorer
 from trinity_sync.explorer.spec import explorer_spec
-from trinity_sync.launch.app import explain
+from trinity_sync.launch.messages import explain
 from trinity_sync.launch.start import _check_engine
 from trinity_sync.models.factory import make_model
 from trinity_sync.protocol.members import Member

@@ -107,3 +107,11 @@ def test_what_a_full_disk_refuses_is_recorded_later(monkeypatch: Any, capsys: py
     assert [fields["where"] for _, fields in events] == ["retention", "mirror", "retention"]
     assert told(Monitor(Answer([FAULT])), monkeypatch, 1, refusals=9) == []
     assert capsys.readouterr().err == f"not recorded: {FAULT}\n"
+
+
+def test_a_monitor_that_still_starts_keeps_nobody_waiting_who_was_interrupted(monkeypatch: Any) -> None:
+    monkeypatch.setattr(relay, "interrupted", lambda: True)
+    asked = Answer([FAULT])
+    assert told(Monitor(asked), monkeypatch, times=1) == []
+    assert asked.result(0.0) == [FAULT], "it was waited for"
+    assert [name for name, _ in told(Monitor(Answer([]), Answer([FAULT])), monkeypatch, times=2)] == ["fault"]

@@ -44,6 +44,9 @@ class StandIn:
         self.leave(cfg, run_dir, until)
         return code
 
+    def look(self, cfg: Any, run_dir: Path) -> None:
+        """What a dry run does: nothing."""
+
     def leave(self, cfg: Any, run_dir: Path, until: int | None) -> None:
         """Write what a run that has ended leaves."""
         (run_dir / "summary.json").write_text(json.dumps({"reward_last": 0.5}))

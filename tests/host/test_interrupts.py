@@ -104,3 +104,37 @@ def test_elsewhere_than_in_the_main_thread_nothing_changes() -> None:
     thread.start()
     thread.join(30)
     assert seen == [signal.getsignal(signal.SIGINT)]
+
+
+def test_an_interrupt_is_answered_at_once_and_once(capfd: pytest.CaptureFixture[str]) -> None:
+    with interruptible():
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert interrupts.interrupted()
+    assert capfd.readouterr().err == "stopping ...\n"
+    assert not interrupts.interrupted()
+
+
+def test_what_ends_something_is_not_interrupted_and_the_interrupt_is_not_lost() -> None:
+    ended = []
+    with interruptible():
+        with interrupts.shielded():
+            signal.raise_signal(signal.SIGINT)
+            ended.append(True)
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert ended
+
+
+def test_what_fails_after_an_interrupt_is_an_interrupt() -> None:
+    with interruptible():
+        with pytest.raises(ValueError, match="before"), interrupts.failing_of_it():
+            raise ValueError("before")
+        with interrupts.shielded():
+            signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt) as found, interrupts.failing_of_it():
+            raise ValueError("after")
+    assert str(found.value.__cause__) == "after"

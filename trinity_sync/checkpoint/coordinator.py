@@ -73,7 +73,8 @@ class CheckpointCoordinator:
 
     Args:
         checkpoint_monitor: handle of the actor, from `CheckpointMonitor.get_actor`.
-        node_id, job_id: name this process to the save strategies; by default Ray's node id and worker id.
+        node_id: names the node to the save strategies; by default Ray's node id.
+        job_id: names this process to them; by default Ray's worker id.
         timeout_s: limit of every wait: for the turn, for the monitor's answers, for an earlier save.
         attempt: the run's attempt; None: the monitor's.
         root: the checkpoint folder as this node sees it; None: where the monitor says it is.
@@ -126,7 +127,8 @@ class CheckpointCoordinator:
             on_failure: called with what ends the save, also before `save_fn` had its turn.
 
         Raises:
-            what the earlier save of this name raised; this one is not started then, and its part is reported failed.
+            Exception: what the earlier save of this name raised; this one is not started then, and its part is
+                reported failed.
             WaitTimeout: the earlier save does not end; as above.
         """
         saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
@@ -168,7 +170,7 @@ class CheckpointCoordinator:
                 hold up its peers in the barrier.
 
         Raises:
-            what `save_fn` raises, at once, after it was reported.
+            Exception: what `save_fn` raises, at once, after it was reported.
         """
         saving = _Part(global_step, part, is_state_dict, secrets.token_hex(16))
         self._save(saving, save_fn, self._ask_for_turn(saving, collective=not queues), queues=queues, reports=True)
@@ -181,7 +183,8 @@ class CheckpointCoordinator:
         """Return when no background save is running.
 
         Raises:
-            the first error of the background saves since the last call; the others are added to it as notes.
+            Exception: the first error of the background saves since the last call; the others are added to it as
+                notes.
             WaitTimeout: a save does not end.
         """
         if errors := self._ended():
@@ -211,7 +214,8 @@ class CheckpointCoordinator:
 
         Args:
             is_state_dict: commit it as weights only, else as a full checkpoint.
-            state_dict_thread_count, checkpoint_thread_count: parts that only the caller knows of; 0 and 0 adds none.
+            state_dict_thread_count: parts of the weights that only the caller knows of; 0 adds none.
+            checkpoint_thread_count: parts of the full checkpoint that only the caller knows of; 0 adds none.
         """
         if state_dict_thread_count or checkpoint_thread_count:
             registered = self._monitor.register_thread_count(

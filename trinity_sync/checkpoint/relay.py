@@ -10,6 +10,7 @@ from collections.abc import Callable
 from trinity_sync.actors.calls import Call
 from trinity_sync.actors.monitor import Event, MonitorClient
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.interrupts import interrupted
 
 _INTERVAL_S = 1.0
 _CALL_S = 10.0
@@ -28,6 +29,7 @@ class EventRelay:
         self._monitor, self._sink = monitor, sink
         self._asked: Call[list[Event]] | None = None
         self._fetched: deque[Event] = deque()
+        self._answered = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._thread.start()
@@ -35,6 +37,8 @@ class EventRelay:
     def close(self) -> None:
         """Fetch what is there, and stop. What a monitor that does not answer knows is lost."""
         self._closed.set()
+        if interrupted() and not self._answered:
+            return  # it is still starting: there is nothing to tell yet
         self._thread.join(_CALL_S + _INTERVAL_S)
         if self._asked is not None:
             self._fetch()  # what was asked for earlier, and then what came since
@@ -51,6 +55,7 @@ class EventRelay:
             self._asked = self._asked or self._monitor.drain_events()
             self._fetched += self._asked.result(_CALL_S)
             self._asked = None
+            self._answered = True
         except WaitTimeout:
             pass  # what it tells in the end is told to nobody else: the same answer is waited for next time
         except RunError:

@@ -1,1 +1,17 @@
 """The command `trinity-sync`, with a module for each group of commands."""
+
+import sys
+from types import TracebackType
+
+_told = sys.excepthook
+
+
+def _tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        print("error: interrupted", file=sys.stderr)
+    else:
+        _told(kind, error, trace)
+
+
+# Ctrl-C while the command still imports what it needs, before `main` can say anything
+sys.excepthook = _tell

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
 from trinity_sync.errors import ConfigError
-from trinity_sync.launch.app import explain
+from trinity_sync.launch.messages import explain
 
 _WRONG = (HydraException, OmegaConfBaseException, ValueError, AttributeError, AssertionError)
 """What composing settings that are wrong raises."""

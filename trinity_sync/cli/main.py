@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from trinity_sync import __version__
-from trinity_sync.cli import listing, reproduce, runs, trace, watch
+from trinity_sync.cli import completion, doctor, explain, listing, reproduce, runs, trace, watch
 from trinity_sync.errors import TrinityError
+from trinity_sync.host.module_path import own_modules_found
 
 _DESCRIPTION = """\
 Trains with reinforcement learning, saves checkpoints without stopping the trainer, and carries each new
@@ -36,12 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["run"]:
         # Hydra has options and a help of its own
         return runs.start(arguments[1:])
+    if arguments[:1] == [completion.QUERY]:
+        line = completion.asked_line()
+        completion.answer(line, _parser(line[0]))
+        return 0
     try:
         options = _parse(arguments)
     except SystemExit as end:
         return int(end.code or 0)
     try:
-        return int(options.command(options))
+        with own_modules_found():
+            return int(options.command(options))
     except TrinityError as error:
         return _refuse(error)
     except BrokenPipeError:
@@ -59,13 +65,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     # argparse takes positional arguments in one go, and so leaves overrides that stand after an option.
     if rest and ("overrides" not in options or any(text.startswith("-") for text in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        options.overrides += rest
+    if overrides := [*getattr(options, "overrides", ()), *rest]:
+        from trinity_sync.launch.command_line import plain_override
+
+        options.overrides = [plain_override(text) for text in overrides]
     return options
 
 
 def _refuse(error: TrinityError) -> int:
-    from trinity_sync.launch.app import print_error
+    from trinity_sync.launch.messages import print_error
 
     print_error(str(error))
     return error.exit_code
@@ -86,6 +94,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     watch.add_commands(commands)
     reproduce.add_commands(commands)
     trace.add_commands(commands)
+    explain.add_commands(commands)
+    doctor.add_commands(commands)
+    completion.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # what its commands need is imported only where one is asked for

@@ -19,14 +19,14 @@ def given_policies(keep: Sequence[str]) -> tuple[Policy, ...]:
     from hydra.errors import HydraException
 
     from trinity_sync import config
-    from trinity_sync.launch import app
+    from trinity_sync.launch.messages import explain
 
     names = list(dict.fromkeys(item.partition(".")[0] for item in keep))
     fields = [f"retention.policies.{item}" for item in keep if "=" in item]
     try:
         cfg = config.compose([f"retention=[{','.join(names)}]", *fields])
     except HydraException as error:
-        raise ConfigError(app.explain(error)) from error
+        raise ConfigError(explain(error)) from error
     config.check(cfg)
     return config.retention_policies(cfg)
 

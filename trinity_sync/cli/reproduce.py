@@ -152,7 +152,7 @@ def _folder_name(override: str) -> str:
     from hydra.errors import HydraException
 
     from trinity_sync.config.composition import parse
-    from trinity_sync.launch.app import explain
+    from trinity_sync.launch.messages import explain
 
     try:
         value = parse(override).value()

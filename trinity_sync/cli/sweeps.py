@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from trinity_sync import config
 from trinity_sync.cli.invocation import Invocation, Recomposed
 from trinity_sync.errors import ConfigError, TrinityError
-from trinity_sync.launch.app import DONE, INTERRUPTED, explain, finish_sweep, print_error
+from trinity_sync.launch.app import DONE, INTERRUPTED, finish_sweep
+from trinity_sync.launch.messages import explain, print_error
 from trinity_sync.launch.sweeps import split_jobs
 from trinity_sync.tracking.record import read_record
 from trinity_sync.tracking.run_folder import lock_owner

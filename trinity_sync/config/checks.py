@@ -238,7 +238,7 @@ def _check_saving(key: str, get: Get) -> Iterator[Problem]:
 
 def _check_name(get: Get) -> Iterator[Problem]:
     name = get("name")
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", name):
+    if not re.fullmatch(r"[\w-][\w.-]*", name):
         yield Problem("name", f"is {name!r}; it becomes a folder, so use letters, digits, '.', '_' and '-' only")
 
 
@@ -327,7 +327,7 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
     if folder is None:
         return
     if folder.startswith("~"):
-        yield Problem(key, f"is {folder}, but '~' stands for nothing here; write the whole path")
+        yield Problem(key, f"is {folder}, but '~' is nobody's home here; write the whole path")
         return
     nearest = Path(folder).absolute()
     while not os.access(nearest, os.F_OK):

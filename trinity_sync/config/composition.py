@@ -12,10 +12,12 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from omegaconf import DictConfig, OmegaConf
 
 _SEARCH_PATH = "hydra.searchpath"
@@ -46,6 +48,23 @@ def compose(
         if config_dir:
             _look_in(config_dir)
         return hydra_compose(config_name, overrides=list(overrides), return_hydra_config=hydra)
+
+
+def completions(words: Sequence[str]) -> list[str]:
+    """What the last word of a command line of Hydra's may become: groups, their options, keys and values.
+
+    Args:
+        words: the arguments so far; the last one is not complete yet.
+
+    Raises:
+        HydraException, OmegaConfBaseException, SystemExit: those before it are wrong.
+    """
+    options, _ = get_args_parser().parse_known_args(list(words[:-1]))
+    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+        if options.config_dir:
+            _look_in(Path(options.config_dir))
+        loader = GlobalHydra.instance().config_loader()
+        return DefaultCompletionPlugin(loader)._query(options.config_name or "config", " ".join(words))
 
 
 def _look_in(folder: Path) -> None:

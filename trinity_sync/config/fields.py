@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-_LONGEST_S = 10**9
+LONGEST_S = 10**9
 """More than this, 30 years, is more than a wait for a lock takes."""
 
 
@@ -24,4 +24,4 @@ def number(*, at_least: float | None = None, more_than: float | None = None, at_
 
 def seconds(*, at_least: float | None = None, more_than: float | None = None) -> Any:
     """A time, up to the longest that can be waited for."""
-    return number(at_least=at_least, more_than=more_than, at_most=_LONGEST_S)
+    return number(at_least=at_least, more_than=more_than, at_most=LONGEST_S)

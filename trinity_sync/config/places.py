@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,25 +25,25 @@ _PATHS = (
     "task.path",
     "task.validation.path",
     "task.reward.function_path",
+    "cluster.temp_dir",
 )
 _OR_NAMES = {"model.path": Path.exists, "model.shapes": Path.is_file, "algorithm.kl.reference": Path.exists}
 """Of these, what may be a name as well, and which paths are none: a model on the hub, or one whose sizes are known."""
 
 
 def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
-    """Return a configuration in which relative paths of a run are absolute where they would be looked for elsewhere.
+    """Return a configuration in which relative paths of a run are absolute where they would be looked for elsewhere,
+    and those that begin with ``~/`` everywhere.
 
     Args:
         cfg: composed; stays as it is.
         folder: in which the run was started.
     """
-    if folder.absolute() == Path.cwd():
-        return cfg
     found = copy.deepcopy(cfg)
     for key in _PATHS:
         with suppress(OmegaConfBaseException):  # the checks tell it
             value = OmegaConf.select(found, key)
-            if isinstance(value, str):
+            if isinstance(value, str) and (value.startswith("~") or folder.absolute() != Path.cwd()):
                 OmegaConf.update(found, key, _absolute(key, value, folder))
     return found
 
@@ -73,8 +74,10 @@ def _from(here: Path, text: str) -> str:
 
 def _absolute(key: str, value: str, folder: Path) -> str:
     """What is no path stays: a URL, what a check refuses, and what is a name and not found in that folder."""
-    if not value.strip() or value.startswith("~") or "://" in value:
+    if not value.strip() or "://" in value:
         return value
+    if value.startswith("~"):
+        return os.path.expanduser(value)  # noqa: PTH111 - a name that nobody has stays
     place = folder / value
     is_there = _OR_NAMES.get(key)
     return value if is_there is not None and not is_there(place) else str(place)

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from trinity_sync.config.checks import check_own_classes
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load, missing
-from trinity_sync.config.options import TARGET
+from trinity_sync.config.options import TARGET, own_options
 from trinity_sync.config.retention import retention_policies
 from trinity_sync.config.validation_checks import KEY, ROWS, validates
 from trinity_sync.errors import ConfigError, TrinityError
@@ -76,22 +76,40 @@ def build_task(node: DictConfig | Mapping[str, Any], seed: int) -> Any:
     assert isinstance(values, dict)
     values.pop("validation", None)  # which is for who asks, not for who has the prompts
     _check_text(values, "task")
-    ours = _judging(values)
+    parameters = _parameters(values.get(TARGET))
+    ours = _judging(values, parameters)
+    _leave_out_keys_of_ours(values, parameters)
     return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed, **ours)
 
 
-def _judging(values: dict[Any, Any]) -> dict[str, Judging]:
+def _parameters(target: object) -> Mapping[str, inspect.Parameter]:
+    """What a task's constructor takes; nothing where that cannot be told."""
+    if isinstance(target, str) and missing(target) is None:
+        with suppress(TypeError, ValueError):  # as of what is not written in Python
+            return inspect.signature(load(f"task.{TARGET}", target)).parameters
+    return {}
+
+
+def _judging(values: dict[Any, Any], parameters: Collection[str]) -> dict[str, Judging]:
     """Take our keys out of `task.reward`, for a task that takes a `judging`; in any other they are its own."""
-    target, reward = values.get(TARGET), values.get("reward")
-    if not isinstance(target, str) or not isinstance(reward, dict) or missing(target) is not None:
-        return {}
-    parameters: Collection[str] = ()
-    with suppress(TypeError, ValueError):  # as of what is not written in Python
-        parameters = inspect.signature(load(f"task.{TARGET}", target)).parameters
-    if "judging" not in parameters:
+    reward = values.get("reward")
+    if not isinstance(reward, dict) or "judging" not in parameters:
         return {}
     judging, values["reward"] = Judging.taken_from(reward)
     return {"judging": judging}
+
+
+def _leave_out_keys_of_ours(values: dict[Any, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Of a task named in an option of ours (``task._target_=...``), the keys of that option are still there: those
+    that it has no parameter for were not meant for it.
+    """
+    options = own_options("task").values()
+    if not parameters or any(values[TARGET] == option[TARGET] for option in options):
+        return
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for key in {key for option in options for key in option if key != TARGET} - set(parameters):
+        values.pop(key, None)
 
 
 def validation_task(cfg: DictConfig) -> Any:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+from trinity_sync.host.logs import log_failure
+
 _seen = threading.Event()
 _stop: threading.Event | None = None
+_shields = 0
+_TOLD = b"stopping ...\n"
 
 
 @contextlib.contextmanager
@@ -34,8 +39,13 @@ def interruptible(*, sigterm_saves: bool = True) -> Iterator[None]:
         if signum in saving and _stop is not None and not _stop.is_set():
             _stop.set()
             return
+        first = not _seen.is_set()
         _seen.set()
-        raise KeyboardInterrupt
+        if first:
+            with contextlib.suppress(OSError):
+                os.write(2, _TOLD)  # from a handler `print` could come into a `print` under way
+        if not _shields:
+            raise KeyboardInterrupt
 
     told: list[int] = []
     handled = [signum for signum in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(signum))]
@@ -65,6 +75,36 @@ def finishing_steps(stop: threading.Event | None) -> Iterator[None]:
         yield
     finally:
         _stop = before
+
+
+@contextlib.contextmanager
+def shielded() -> Iterator[None]:
+    """Let what ends something end it: an interrupt inside is only noted. For ends that take a bounded time."""
+    global _shields
+    _shields += 1
+    try:
+        yield
+    finally:
+        _shields -= 1
+
+
+@contextlib.contextmanager
+def failing_of_it() -> Iterator[None]:
+    """What fails after an interrupt fails of it: a library may make another error of a `KeyboardInterrupt`. The error
+    is logged, and the interrupt raised again.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _seen.is_set():
+            raise
+        log_failure("what was interrupted", error)
+        raise KeyboardInterrupt from error
+
+
+def interrupted() -> bool:
+    """Whether there has been an interrupt since `interruptible` began, so that nobody waits for what is not needed."""
+    return _seen.is_set()
 
 
 def check() -> None:

@@ -6,22 +6,19 @@ each composed configuration. Only when that has passed all checks is `trinity_sy
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
-import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra._internal.utils as hydra_internals
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -30,11 +27,15 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync import config
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.logs import LogFile, log_failure
+from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.host.origin import told
 from trinity_sync.launch import elsewhere
+from trinity_sync.launch.command_line import CommandLine
+from trinity_sync.launch.messages import explain, print_error
+from trinity_sync.launch.new_folder import NewFolder
 from trinity_sync.launch.resume import Resume
 from trinity_sync.launch.settings import changed_settings
-from trinity_sync.launch.sweeps import composed_before, note_settings, sweep_problem
+from trinity_sync.launch.sweeps import composed_before, for_each_job, note_settings, sweep_problem
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
@@ -53,6 +54,8 @@ class _Session:
         sweep: folder of the sweep, once its jobs begin.
         before: folders of jobs of earlier sweeps in it.
         around_jobs: left when the command is over.
+        dry_run: only look whether runs could begin.
+        made: the folder of the one run; None: it is not known yet, or there are several.
     """
 
     resume: Resume | None = None
@@ -62,6 +65,16 @@ class _Session:
     sweep: Path | None = None
     before: Sequence[Path] = ()
     around_jobs: ExitStack = field(default_factory=ExitStack)
+    dry_run: bool = False
+    made: NewFolder | None = None
+
+    def tidy(self) -> None:
+        """Take back the folder of a run that has not begun."""
+        if self.made is None:
+            return
+        code = self.codes.get(self.made.path)
+        if code in (REFUSED, INTERRUPTED) or (self.dry_run and code == DONE):
+            self.made.take_back()
 
 
 _session = _Session()
@@ -78,7 +91,7 @@ def run_main(
 
     Args:
         main: a function decorated by `hydra.main` whose body returns `job(cfg)`.
-        arguments: what Hydra is to see as the command line, without the program; None for `sys.argv`.
+        arguments: the command line without the program, see `CommandLine`; None for `sys.argv`.
         resume: how the run in `hydra.run.dir` goes on; None: a new one is started.
         until: the step after which it ends; None: `trainer.steps`.
 
@@ -90,7 +103,9 @@ def run_main(
     _session = _Session(resume=resume, until=until)
     config.make_quick()
     try:
-        with _command_line(arguments), _hydra_errors_raised(), _session.around_jobs:
+        line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
+        _session.dry_run = line.dry_run
+        with own_modules_found(), _command_line(line.arguments), _hydra_errors_raised(), _session.around_jobs:
             main()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -108,6 +123,8 @@ def run_main(
         if _session.sweep:
             finish_sweep(_session.sweep, codes)
         return FAILED
+    finally:
+        _session.tidy()
     codes = _codes()
     return finish_sweep(_session.sweep, codes) if _session.sweep else max(codes.values(), default=DONE)
 
@@ -174,6 +191,10 @@ def _launch(cfg: DictConfig, run_dir: Path) -> int:
     config.check_inputs(used)
     from trinity_sync.launch import launcher
 
+    if _session.dry_run:
+        launcher.look(used, run_dir)
+        print(f"dry run: {cfg.name} could begin, in {run_dir}; nothing was started")
+        return DONE
     settings = changed_settings(run_dir, cfg, started_in) if resume else None
     return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
 
@@ -199,6 +220,7 @@ class RunHooks(Callback):
             return
         if owner := lock_owner(folder):
             _refuse(f"{folder} is in use by {owner}; stop that run or choose another folder by hydra.run.dir")
+        _session.made = NewFolder.of(folder)
         if holds_run(folder):
             OmegaConf.set_readonly(config.hydra, False)
             config.hydra.output_subdir = None
@@ -213,6 +235,8 @@ class RunHooks(Callback):
             problem = None  # as above; or it can be named only where the job will run
         if problem:
             _refuse(problem)
+        if _session.dry_run:
+            _try_jobs(config)
         note_settings(config)
         _session.around_jobs.enter_context(composed_before(config.hydra))
         _session.around_jobs.enter_context(elsewhere.jobs_end_first(config.hydra))
@@ -223,6 +247,15 @@ class RunHooks(Callback):
         else:
             _session.before = elsewhere.job_folders(Path(config.hydra.sweep.dir))
         _session.sweep = Path(config.hydra.sweep.dir)
+
+
+def _try_jobs(sweep: DictConfig) -> NoReturn:
+    """The dry run of a sweep."""
+    try:
+        for_each_job(sweep, _launch)
+    except TrinityError as error:
+        _refuse(str(error))
+    raise SystemExit(DONE)
 
 
 def _refuse(problem: str) -> NoReturn:
@@ -271,9 +304,9 @@ class DriverLog(LogFile):
 
 
 @contextmanager
-def _command_line(arguments: Sequence[str] | None) -> Iterator[None]:
+def _command_line(arguments: Sequence[str]) -> Iterator[None]:
     before = sys.argv
-    sys.argv = [before[0], *(before[1:] if arguments is None else arguments)]
+    sys.argv = [before[0], *arguments]
     try:
         yield
     finally:
@@ -294,99 +327,8 @@ def _hydra_errors_raised() -> Iterator[None]:
         hydra_internals.run_and_report = before
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Errors in one paragraph
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def print_error(text: str) -> None:
-    """Print an error as one paragraph on stderr, after the traceback of the current exception if that is wanted."""
-    if os.environ.get("HYDRA_FULL_ERROR") == "1" and sys.exc_info()[0] is not None:
-        traceback.print_exc()
-    print(f"error: {text}", file=sys.stderr, flush=True)
-
-
 def reader_gone() -> int:
     """Fall silent where whoever read the output has left, as `head` does; return the exit code for it."""
     # Python flushes stdout once more at its end, which would fail again and be reported
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return FAILED
-
-
-_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
-
-
-def explain(error: Exception) -> str:
-    """Say in one paragraph why Hydra could not compose a configuration: which file and key, and what would be right."""
-    if isinstance(error, TrinityError):
-        return str(error)
-    cause = error.__cause__
-    text = f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
-    file = re.match(r"In '([^']+)'", text)
-    where = f"{file[1]}.yaml: " if file and file[1] != "config" else ""
-    named = re.search(r"full_key: (\S+)", text)
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        return where + _explain_missing_option(error)
-    if isinstance(error, OverrideParseException):
-        told = " ".join(line for line in text.splitlines()[:2] if not line.startswith("See http"))
-        told = told if error.override in told else f"Error parsing override '{error.override}' {told}"
-        return f"{told}; write key=value, and quote a value with special characters: key='a,b'"
-    if named and re.search(r"Key '[^']*' (?:is )?not in", text):
-        return where + _explain_unknown_key(named[1], text, cause)
-    if named and "is not Optional" in text:
-        return f"{where}{named[1]} is null; it needs a value"
-    if named and (
-        wrong := re.search(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", text)
-    ):
-        return f"{where}{named[1]} is {wrong[1] or 'empty'}; must be {_KINDS.get(wrong[2], wrong[2])}"
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}; choose a folder that can be written, hydra.run.dir=..."
-    if isinstance(error, AssertionError) and (below := _below_null(error)):
-        return f"{below[0]} cannot be set: {below[1]} is null; give all of it, {below[1]}={{...}}, or leave it out"
-    lines = [line.strip() for line in text.split("Config search path:")[0].splitlines()]
-    told = " ".join(line for line in lines if line and not line.startswith(("reference_type=", "object_type=")))
-    if "Config group override must be" in told:
-        return "a group cannot be null; choose one of its options, group=option, or for a list of options group=[]"
-    return told if isinstance(error, HydraException | OmegaConfBaseException) else f"{told} ({type(error).__name__})"
-
-
-def _below_null(error: AssertionError) -> tuple[str, str] | None:
-    """The key that was to be set, and the one above it that is null. OmegaConf has no error of its own for that."""
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is OmegaConf.update.__code__:
-            key, cfg = frame.f_locals["key"], frame.f_locals["cfg"]
-            above = [key[: dot.start()] for dot in re.finditer(r"\.", key)]
-            return next(((key, parent) for parent in above if OmegaConf.select(cfg, parent) is None), None)
-    return None
-
-
-def _explain_missing_option(error: MissingConfigException) -> str:
-    if needed := elsewhere.OPTIONS.get(str(error.missing_cfg_file)):
-        return f"{needed} is not installed; install it by: pip install 'trinity-sync[{elsewhere.EXTRA}]'"
-    group, _, option = str(error.missing_cfg_file).rpartition("/")
-    known = list(error.options or [])
-    if not group:
-        return f"there is no configuration {option}.yaml in {config.conf_dir()}"
-    if not known:
-        known = sorted(found.stem for found in (config.conf_dir() / group).glob("*.yaml"))
-    return f"{group}={option} is no option; {group} has {', '.join(known)}{_near(option, known)}"
-
-
-def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> str:
-    parent, _, last = key.rpartition(".")
-    kind = re.search(r"object_type=(\w+)", text)
-    schema = next((node for node in config.SCHEMA.values() if kind and node.__name__ == kind[1]), None)
-    node = getattr(cause, "parent_node", None)
-    known = [str(name) for name in node] if isinstance(node, DictConfig) else []
-    if schema:  # an option of the user's own may have given it keys beside those
-        known = [name for name in dict.fromkeys([*(f.name for f in fields(schema)), *known]) if name != "_target_"]
-        known += [] if parent else ["experiment"]
-    told = f"{key} is no setting"
-    if known:
-        told += f"; {parent or 'the configuration'} has {', '.join(known)}{_near(last, known)}"
-    return told + ("" if schema else f"; to add a key of your own, write +{key}=...")
-
-
-def _near(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""

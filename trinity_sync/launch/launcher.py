@@ -22,7 +22,7 @@ from trinity_sync.checkpoint import recovery
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.config import config_digest, plain, typed
 from trinity_sync.errors import ConfigError, RunError, TrinityError
-from trinity_sync.host.interrupts import interruptible
+from trinity_sync.host.interrupts import failing_of_it, interruptible, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
@@ -87,10 +87,27 @@ def run(
             with recorder, deaths_told(recorder.fault), settings or contextlib.nullcontext():
                 if scanned.counts is not None:
                     recorder.event("rows", **scanned.counts._asdict())
-                _run(job or Job, cfg, scanned, folder, start, recorder, threads, last_step, stop)
+                with failing_of_it():
+                    _run(job or Job, cfg, scanned, folder, start, recorder, threads, last_step, stop)
         except KeyboardInterrupt:
             return 130
     return 0
+
+
+def look(cfg: DictConfig, run_dir: Path) -> None:
+    """Do all that a new run does before its record begins, and write nothing.
+
+    Args:
+        cfg: composed and checked.
+        run_dir: the folder that the run would have.
+
+    Raises:
+        ConfigError: it could not begin.
+    """
+    _threads()
+    scanned_task(cfg)
+    Start.find(cfg, checkpoint_folder(cfg, run_dir.absolute()), resume=None)
+    run_trackers(cfg)
 
 
 def _recorder(cfg: DictConfig, folder: RunFolder, start: Start, threads: int, last_step: int) -> Recorder:
@@ -185,15 +202,20 @@ def _run(
             peaks: dict[str, int] = {}
             # The record ends before Ray does: what then hangs in Ray could take this process with it.
             with recorder.ending(peaks):
+                begun = False
                 try:
-                    job.start()
-                    job.loop()
+                    with failing_of_it():
+                        job.start()
+                        begun = True
+                        job.loop()
                 finally:
-                    with contextlib.suppress(Exception):
-                        peaks.update(job.actors.peak_memory())
-                    job.actors.close()
+                    with shielded():
+                        with contextlib.suppress(Exception):
+                            peaks.update(job.actors.peak_memory() if begun else {})
+                        job.actors.close()
     finally:
-        _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
+        with shielded():
+            _tidy(start.checkpoints, folder, cfg.sync.shm_dir)
 
 
 def _advise(algorithm: Algorithm, cfg: DictConfig) -> None:

@@ -22,13 +22,13 @@ from typing import Any
 import psutil
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.interrupts import interruptible
+from trinity_sync.host.interrupts import interruptible, shielded
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
 from trinity_sync.host.process import environment
 from trinity_sync.host.threads import in_background
 from trinity_sync.launch.forks import fork_server, workers_forked
 from trinity_sync.launch.node_watch import starting_raylets_watched
-from trinity_sync.launch.ray_end import kill_all, lives, processes_of, shut_down, wait_for_ends
+from trinity_sync.launch.ray_end import end_processes, kill_all, lives, processes_of, shut_down, wait_for_ends
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +128,8 @@ def own_ray(
             keeper.ray = ray
     finally:
         if keeper is None or keeper.ray is not ray:
-            ray.end()
+            with shielded():
+                ray.end()
 
 
 @contextlib.contextmanager
@@ -163,7 +164,8 @@ class _Keeper:
         """End it."""
         kept, self.ray = self.ray, None
         if kept is not None:
-            kept.end()
+            with shielded():
+                kept.end()
 
 
 _keepers: list[_Keeper] = []
@@ -187,8 +189,9 @@ def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Map
     local = {**wanted["env"], "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
     cpus = settings.num_cpus or max(cpus, os.cpu_count() or 1)
     check_unconnected()
-    with contextlib.ExitStack() as stack:
+    with _ended_on_error() as stack:
         folder = stack.enter_context(_own_folder(settings.temp_dir))
+        stack.callback(end_processes, folder)  # where Ray is interrupted before it could end them itself
         released: Callable[[], None] = lambda: None  # noqa: E731
         with contextlib.ExitStack() as starting:
             starting.enter_context(environment(local))
@@ -211,6 +214,18 @@ def _start_own(settings: Any, cpus: int, wanted: Mapping[str, Any], options: Map
         stack.callback(shut_down, folder, released)
         base = frozenset(processes_of(folder))
         return OwnRay(folder, wanted, cpus, base, stack.pop_all().close)
+
+
+@contextlib.contextmanager
+def _ended_on_error() -> Iterator[contextlib.ExitStack]:
+    """A stack that is left, whatever interrupts meanwhile, where the block is left by an error."""
+    stack = contextlib.ExitStack()
+    try:
+        yield stack
+    except BaseException:
+        with shielded():
+            stack.close()
+        raise
 
 
 def start_ray(limit_s: float, **options: Any) -> None:

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import psutil
 
+from trinity_sync.host import interrupts
 from trinity_sync.launch.forks import forks_session
 
 _END_S = 10.0
+_INTERRUPTED_S = 1.0
 _SHUTDOWN_S = 30.0
 _NOTICE_S = 30.0
 """For Ray to notice that its processes were killed; a GCS that stood still takes it five seconds."""
@@ -56,7 +58,7 @@ def shut_down(folder: Path | None, begin: Callable[[], object] = lambda: None) -
         ray.shutdown()
     finally:
         over.set()
-    stubborn = wait_for_ends(processes, _END_S)
+    stubborn = wait_for_ends(processes, _INTERRUPTED_S if interrupts.interrupted() else _END_S)
     kill_all(stubborn)
     wait_for_ends(stubborn, _END_S)
 
@@ -74,10 +76,15 @@ def give_up(folder: Path | None) -> None:
     """
     if folder is None:
         return
+    end_processes(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_processes(folder: Path) -> None:
+    """Kill what is left of the local Ray whose session is in `folder`, and wait until it has gone."""
     processes = processes_of(folder)
     kill_all(reversed(processes))  # the raylet after those that it started
     wait_for_ends(processes, _END_S)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:

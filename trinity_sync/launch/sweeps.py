@@ -5,7 +5,7 @@ they would write into, about which Hydra would not ask.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from hydra.plugins.sweeper import Sweeper
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from trinity_sync.backends.platform import accelerator_count
-from trinity_sync.config import check, check_inputs
+from trinity_sync.config import anchored, check, check_inputs
 from trinity_sync.errors import TrinityError
 from trinity_sync.launch import elsewhere
 from trinity_sync.tracking.run_folder import holds_run, lock_owner
@@ -131,7 +131,7 @@ def _gpu_problem(hydra: DictConfig, jobs: Sequence[_Job]) -> str | None:
 def _settings_problem(jobs: Sequence[_Job]) -> str | None:
     tasks: dict[str, object] = {}  # so that a file of prompts is read once
     for job in jobs:
-        settings = job.settings()
+        settings = anchored(job.settings(), Path(job.cfg.hydra.runtime.cwd))
         with job.begun():
             try:
                 check(settings)
@@ -141,6 +141,17 @@ def _settings_problem(jobs: Sequence[_Job]) -> str | None:
                 given = " ".join(job.overrides)
                 return f"job {job.number} of the sweep ({given}) cannot run, so nothing was started: {error}"
     return None
+
+
+def for_each_job(config: DictConfig, do: Callable[[DictConfig, Path], object]) -> None:
+    """Do something with the settings and the folder of each job of a sweep, of which a search has one only.
+
+    Args:
+        config: of the sweep, as Hydra's callbacks are given it.
+    """
+    for job in _jobs(config):
+        with job.begun() as folder:
+            do(job.settings(), folder)
 
 
 @contextmanager

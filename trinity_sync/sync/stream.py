@@ -68,7 +68,8 @@ def join_group(
     Args:
         explorer: the explorer's name.
         after: id of the group that it was in before.
-        transport, timeout_s: as for `open_group`.
+        transport: as for `open_group`.
+        timeout_s: as for `open_group`.
     """
     told = synchronizer.join_weight_sync_group(explorer, after=after)
     store = dist.TCPStore(told.address, told.port, is_master=False, timeout=timedelta(seconds=timeout_s))
@@ -122,7 +123,9 @@ def receive(
 
     Args:
         meta: what is sent, in the dtypes in which it is sent.
-        packed, bucket_bytes, verify: the same as at the sender.
+        packed: the same as at the sender.
+        bucket_bytes: the same as at the sender.
+        verify: the same as at the sender.
         timeout_s: limit of every broadcast, seconds.
 
     Yields:

@@ -17,6 +17,7 @@ from types import TracebackType
 from rich.console import Console, RenderableType
 
 from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.host.interrupts import shielded
 from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.memory import peak_rss
 from trinity_sync.host.origin import origin, told
@@ -349,7 +350,8 @@ class Recorder:
         if status == "failed":
             log_failure("the run", error)
         try:
-            self.finish(status, None if status == "interrupted" else text, peak_memory)
+            with shielded():
+                self.finish(status, None if status == "interrupted" else text, peak_memory)
         except RunError as problem:
             # The exception under way says what went wrong first.
             logger.error("the end of the run is not fully recorded: %s", problem)

@@ -54,7 +54,8 @@ class FSDPCheckpointManager(VerlCheckpointManager):
     All ranks make the same calls in the same order. The driver has started the actors (`open_run`).
 
     Args:
-        args, kwargs: as for verl's class.
+        *args: as for verl's class.
+        **kwargs: as for verl's class.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
         trust_remote_code: passed on when Hugging Face configs and models are made.
         timeout_s: limit of every wait, seconds.
@@ -158,7 +159,7 @@ class FSDPCheckpointManager(VerlCheckpointManager):
             local_path: as for `save_checkpoint`.
 
         Raises:
-            as `save_checkpoint`.
+            Exception: as `save_checkpoint`.
         """
         if local_path is None:
             return
@@ -265,7 +266,8 @@ class FSDPCheckpointManager(VerlCheckpointManager):
         Any rank may call it alone.
 
         Raises:
-            what a background save of this rank raised, else RunError for what failed on another one.
+            Exception: what a background save of this rank raised.
+            RunError: a save failed on another rank.
         """
         try:
             self._finish_writing()

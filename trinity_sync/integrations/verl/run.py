@@ -92,7 +92,8 @@ def open_run(
         roles: the folders in ``global_step_N`` that make up a full checkpoint, such as ``("actor", "critic")``: none is
             committed before all of them are in, and one of verl's that lacks one is not gone on from. Empty: what is
             there when the first is written is committed, and what comes later at the same step is added to it.
-        monitor_config, synchronizer_config: the rest of the actors' settings; attempt and folder are filled in.
+        monitor_config: the rest of the monitor's settings; attempt and roles are filled in.
+        synchronizer_config: the rest of the synchronizer's settings; the folder is filled in.
 
     Raises:
         ConfigError: the folder cannot be written, or another run that lives uses it.

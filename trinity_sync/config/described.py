@@ -1,0 +1,156 @@
+"""Every setting with what its option file says of it: the comment above it, its default, and the type of the schema."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trinity_sync.config.composition import conf_dir
+from trinity_sync.config.fields import LONGEST_S
+from trinity_sync.config.schema import SCHEMA
+
+_HEADER = "# @package "
+_NOT_OPTIONS = ("base", "experiment", "hydra/help", "hydra/job_logging")
+_KINDS = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping", list: "list"}
+_BOUNDS = {"at_least": "at least", "more_than": "more than", "at_most": "at most"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Described:
+    """A setting as one option has it.
+
+    Attributes:
+        key: dotted.
+        comment: what it does, in a line.
+        type: of its value, in words; empty where no schema types it.
+        default: as YAML, in a line; ``???`` where one has to be given.
+        file: where comment and default stand.
+        option: the option that brings it, such as ``sync=nccl``; empty where no group does.
+    """
+
+    key: str
+    comment: str
+    type: str
+    default: str
+    file: Path
+    option: str
+
+
+@cache
+def described() -> tuple[Described, ...]:
+    """All settings of our options, in the order of their files."""
+    found: list[Described] = []
+    for file in sorted(conf_dir().rglob("*.yaml")):
+        group = file.relative_to(conf_dir()).parent.as_posix()
+        if not group.startswith(_NOT_OPTIONS):
+            found += _of_option(file, "" if group == "." else group)
+    return tuple(found)
+
+
+def group_comments(group: str) -> dict[str, str]:
+    """The options of a group, each with the first line of its file; none where there is no such group."""
+    return {file.stem: _title(file) for file in sorted((conf_dir() / group).glob("*.yaml"))}
+
+
+def _of_option(file: Path, group: str) -> Iterator[Described]:
+    types_of: dict[str, type] = {}
+    settings = list(_read(file, _package(file, group), types_of))
+    option = f"{group}={file.stem}" if group else ""
+    for key, comment, default, place in settings:
+        kind = _kind(key, types_of)
+        yield Described(key=key, comment=comment, type=kind, default=default, file=place, option=option)
+
+
+def _read(file: Path, package: str, types_of: dict[str, type]) -> Iterator[tuple[str, str, str, Path]]:
+    """What a file sets, and what it lists in its defaults: key, comment, default and file of each. Notes in `types_of`
+    by which schema what is below a key is typed.
+    """
+    text = file.read_text()
+    root = yaml.compose(text)
+    assert isinstance(root, yaml.MappingNode)
+    for listed in yaml.safe_load(text).get("defaults") or ():
+        name, _, below = listed.partition("@") if isinstance(listed, str) else ("", "", "")
+        inner = package if below == "_here_" else _joined(package, below)
+        if name.startswith("/schema/") or name.startswith("schema/"):
+            schema = SCHEMA.get(name.rpartition("/")[2])
+            if schema is not None:
+                types_of[inner] = schema
+        elif name.startswith("/base/"):
+            yield from _read(conf_dir() / f"{name.strip('/')}.yaml", inner, types_of)
+    lines = text.splitlines()
+    for key, node, line in _leaves(root, package):
+        default = " ".join(text[node.start_mark.index : node.end_mark.index].split()) or "null"
+        yield key, _comment(lines, line), default, file
+
+
+def _leaves(node: yaml.MappingNode, prefix: str) -> Iterator[tuple[str, yaml.Node, int]]:
+    for name, value in node.value:
+        key = _joined(prefix, name.value)
+        if name.value == "defaults" and name.start_mark.column == 0:
+            continue
+        if isinstance(value, yaml.MappingNode) and value.value and not value.flow_style:
+            yield from _leaves(value, key)
+        else:
+            yield key, value, name.start_mark.line
+
+
+def _comment(lines: list[str], line: int) -> str:
+    above: list[str] = []
+    while line > 0 and (text := lines[line - 1].strip()).startswith("#"):
+        above.append(text.lstrip("# "))
+        line -= 1
+    return " ".join(reversed(above))
+
+
+def _title(file: Path) -> str:
+    comments = (line for line in file.read_text().splitlines() if line.startswith("#"))
+    return next((line.lstrip("# ") for line in comments if not line.startswith(_HEADER)), "")
+
+
+def _package(file: Path, group: str) -> str:
+    first = file.read_text().partition("\n")[0]
+    named = first.removeprefix(_HEADER).strip() if first.startswith(_HEADER) else group.replace("/", ".")
+    return "" if named == "_global_" else named
+
+
+def _joined(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix and name else prefix or name
+
+
+# -- types
+
+
+def _kind(key: str, types_of: Mapping[str, type]) -> str:
+    """The type of a setting in words, from the schema that is nearest above it."""
+    above = [place for place in types_of if not place or key.startswith(f"{place}.")]
+    if not above:
+        return ""
+    place = max(above, key=len)
+    owner: Any = types_of[place]
+    field: Field[Any] | None = None
+    hint: Any = None
+    for name in key.removeprefix(place).lstrip(".").split("."):
+        field = next((found for found in fields(owner) if found.name == name), None) if is_dataclass(owner) else None
+        if field is None:
+            return ""
+        hint = owner = typing.get_type_hints(owner)[name]
+    return _words(hint, field.metadata if field else {})
+
+
+def _words(hint: Any, metadata: Mapping[str, Any]) -> str:
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if "choices" in metadata:
+        told = " | ".join(map(str, metadata["choices"]))
+    else:
+        kinds = [typing.get_origin(part) or part for part in parts if part is not types.NoneType]
+        told = " or ".join(_KINDS.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)
+        bounds = ((text, metadata.get(bound)) for bound, text in _BOUNDS.items())
+        told += "".join(f", {text} {bound}" for text, bound in bounds if bound not in (None, LONGEST_S))
+    return told + (", or null" if types.NoneType in parts else "")

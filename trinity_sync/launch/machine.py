@@ -1,0 +1,163 @@
+"""Whether this machine can run what is installed on it: what a run needs, looked at without starting anything."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+
+import psutil
+from packaging.requirements import Requirement
+
+from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.host.locks import own_name
+
+OURS = "trinity-sync"
+_GIB = 2**30
+_LEAST_DISK, _LEAST_MEMORY, _LEAST_SHARED = _GIB, 4 * _GIB, _GIB
+_LEAST_FILES = 1024
+_SOCKET_PATH = 107
+"""Bytes that the path of a local socket may have."""
+_SESSION = f"{own_name('trinity-ray')}-12345678/session_2026-01-01_12-00-00_123456_1234567/sockets/plasma_store"
+"""The longest path below Ray's folder."""
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at.
+
+    Attributes:
+        subject: in a word or two.
+        told: what was seen; where it is not well also what to do.
+        state: ``error`` would stop a run, ``warning`` may stop some.
+    """
+
+    subject: str
+    told: str
+    state: Literal["ok", "warning", "error"] = "ok"
+
+
+def findings(installed: Callable[[str], str | None] | None = None) -> Iterator[Finding]:
+    """Look at this machine, one thing after another. Takes no port and leaves no file.
+
+    Args:
+        installed: the version of a package; None: there is none. For tests.
+    """
+    version = installed or _version
+    yield from _packages(version)
+    yield _gpus(accelerator_count(), version("torch") or "")
+    yield _shared_memory(Path("/dev/shm"))
+    yield _memory()
+    yield _folder("disk", Path.cwd(), "start runs elsewhere, or give hydra.run.dir")
+    temp = Path(tempfile.gettempdir())
+    yield _folder("temporary files", temp, "set TMPDIR or cluster.temp_dir")
+    yield _sockets(temp)
+    yield _ports()
+    yield _open_files()
+
+
+def _packages(version: Callable[[str], str | None]) -> Iterator[Finding]:
+    """Each package that is needed, against the versions that are known to work."""
+    try:
+        needed = [Requirement(text) for text in metadata.requires(OURS) or ()]
+    except metadata.PackageNotFoundError:
+        yield Finding("packages", f"{OURS} itself is not installed, so its packages are not known", "warning")
+        return
+    fit = 0
+    for one in needed:
+        if one.marker is not None and not one.marker.evaluate({"extra": ""}):
+            continue
+        found = version(one.name)
+        if found is None:
+            yield Finding(one.name, f"is not installed; pip install '{one}'", "error")
+        elif not one.specifier.contains(found, prereleases=True):
+            yield Finding(one.name, f"{found} is installed, and {one.specifier} is known to work", "warning")
+        else:
+            fit += 1
+    yield Finding("packages", f"{fit} as they are known to work, Python {sys.version.split()[0]}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus(count: int, torch: str) -> Finding:
+    if not count:
+        return Finding("GPUs", "none: ranks and explorers use the CPUs")
+    if torch.endswith("+cpu"):
+        return Finding("GPUs", f"{count}, but torch {torch} is built without them; install a build for GPUs", "error")
+    return Finding("GPUs", f"{count}, for as many ranks and explorers")
+
+
+def _shared_memory(folder: Path) -> Finding:
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            "shared memory", f"{folder} cannot be written; versions would be files in the run's folder", "warning"
+        )
+    free = shutil.disk_usage(folder).free
+    told = f"{_gib(free)} free in {folder}"
+    if free < _LEAST_SHARED:
+        return Finding("shared memory", f"{told}; a container gets more by --shm-size", "warning")
+    return Finding("shared memory", f"{told}, for sync.slots versions of the weights")
+
+
+def _memory() -> Finding:
+    free = psutil.virtual_memory().available
+    told = f"{_gib(free)} free, {os.cpu_count()} cores"
+    return Finding("memory", told, "warning" if free < _LEAST_MEMORY else "ok")
+
+
+def _folder(subject: str, folder: Path, instead: str) -> Finding:
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        return Finding(subject, f"nothing can be written in {folder} ({error.strerror}); {instead}", "error")
+    free = shutil.disk_usage(folder).free
+    if free < _LEAST_DISK:
+        return Finding(subject, f"{_gib(free)} free in {folder}; {instead}", "warning")
+    return Finding(subject, f"{_gib(free)} free in {folder}")
+
+
+def _sockets(temp: Path) -> Finding:
+    if len(os.fsencode(temp / _SESSION)) > _SOCKET_PATH:
+        return Finding("sockets", f"{temp} is too long a path for Ray's; give another cluster.temp_dir", "error")
+    return Finding("sockets", f"Ray's fit below {temp}")
+
+
+def _ports() -> Finding:
+    """That this machine takes a connection at its own address, as Ray and the trainer's group need it."""
+    address = "127.0.0.1"
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outward:
+        outward.connect(("8.8.8.8", 53))  # sends nothing: which address would be taken
+        address = outward.getsockname()[0]
+    try:
+        with socket.create_server((address, 0)) as server:
+            socket.create_connection(server.getsockname()[:2], _CONNECT_S).close()
+    except OSError as error:
+        return Finding("ports", f"no connection to {address}, this machine ({error}); see its firewall", "error")
+    return Finding("ports", f"free ones at {address} can be used")
+
+
+def _open_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < _LEAST_FILES:
+        return Finding("open files", f"{soft} at most; allow more: ulimit -n {_LEAST_FILES * 64}", "warning")
+    return Finding("open files", f"{soft if soft >= 0 else 'any number'} at most")
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f} GiB"

@@ -1,0 +1,123 @@
+"""Errors in one paragraph: what is wrong, which key or file, and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import fields
+
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trinity_sync import config
+from trinity_sync.errors import TrinityError
+from trinity_sync.launch import elsewhere
+
+
+def print_error(text: str) -> None:
+    """Print an error as one paragraph on stderr, after the traceback of the current exception if that is wanted."""
+    if os.environ.get("HYDRA_FULL_ERROR") == "1" and sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    print(f"error: {text}", file=sys.stderr, flush=True)
+
+
+_KINDS = {"Integer": "a whole number", "Float": "a number", "bool": "true or false"}
+
+
+def explain(error: Exception) -> str:
+    """Say in one paragraph why Hydra could not compose a configuration: which file and key, and what would be right."""
+    if isinstance(error, TrinityError):
+        return str(error)
+    cause = error.__cause__
+    text = f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error)
+    file = re.match(r"In '([^']+)'", text)
+    where = f"{file[1]}.yaml: " if file and file[1] != "config" else ""
+    named = re.search(r"full_key: (\S+)", text)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return where + _explain_missing_option(error)
+    if isinstance(error, OverrideParseException):
+        told = " ".join(line for line in text.splitlines()[:2] if not line.startswith("See http"))
+        told = told if error.override in told else f"Error parsing override '{error.override}' {told}"
+        return f"{told}; write key=value, and quote a value with special characters: key='a,b'"
+    if file and re.fullmatch(r"Key 'experiment' not in 'Config'", text.splitlines()[1].strip()):
+        return f"{file[1]}.yaml: its first line has to be '# @package _global_'; else all is put below experiment"
+    if named and re.search(r"Key '[^']*' (?:is )?not in", text):
+        return where + _explain_unknown_key(named[1], text, cause)
+    if named and "is not Optional" in text:
+        return f"{where}{named[1]} is null; it needs a value"
+    if named and (
+        wrong := re.search(r"Value '(.*)' (?:of type '.*' could not be converted to|is not a valid) (\w+)", text)
+    ):
+        return f"{where}{named[1]} is {wrong[1] or 'empty'}; must be {_KINDS.get(wrong[2], wrong[2])}"
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}; choose a folder that can be written, hydra.run.dir=..."
+    if isinstance(error, AssertionError) and (below := _below_null(error)):
+        return f"{below[0]} cannot be set: {below[1]} is null; give all of it, {below[1]}={{...}}, or leave it out"
+    lines = [line.strip() for line in text.split("Config search path:")[0].splitlines()]
+    told = " ".join(line for line in lines if line and not line.startswith(("reference_type=", "object_type=")))
+    if "Config group override must be" in told:
+        return _explain_null_group(error)
+    return told if isinstance(error, HydraException | OmegaConfBaseException) else f"{told} ({type(error).__name__})"
+
+
+def _below_null(error: AssertionError) -> tuple[str, str] | None:
+    """The key that was to be set, and the one above it that is null. OmegaConf has no error of its own for that."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is OmegaConf.update.__code__:
+            key, cfg = frame.f_locals["key"], frame.f_locals["cfg"]
+            above = [key[: dot.start()] for dot in re.finditer(r"\.", key)]
+            return next(((key, parent) for parent in above if OmegaConf.select(cfg, parent) is None), None)
+    return None
+
+
+def _explain_null_group(error: Exception) -> str:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        override = frame.f_locals.get("override")
+        if isinstance(override, Override):
+            group = override.get_key_element()
+            none = "; for none: tracker=[]" if group == "tracker" else ""
+            return f"{group} cannot be null; it has {', '.join(_options(group))}{none}"
+    return "a group cannot be null; choose one of its options, group=option"
+
+
+def _options(group: str) -> list[str]:
+    return sorted(found.stem for found in (config.conf_dir() / group).glob("*.yaml"))
+
+
+def _explain_missing_option(error: MissingConfigException) -> str:
+    if needed := elsewhere.OPTIONS.get(str(error.missing_cfg_file)):
+        return f"{needed} is not installed; install it by: pip install 'trinity-sync[{elsewhere.EXTRA}]'"
+    group, _, option = str(error.missing_cfg_file).rpartition("/")
+    known = list(error.options or [])
+    if not group:
+        return f"there is no configuration {option}.yaml in {config.conf_dir()}"
+    if not known:
+        known = _options(group)
+    return f"{group}={option} is no option; {group} has {', '.join(known)}{near(option, known)}"
+
+
+def _explain_unknown_key(key: str, text: str, cause: BaseException | None) -> str:
+    parent, _, last = key.rpartition(".")
+    kind = re.search(r"object_type=(\w+)", text)
+    schema = next((node for node in config.SCHEMA.values() if kind and node.__name__ == kind[1]), None)
+    node = getattr(cause, "parent_node", None)
+    known = [str(name) for name in node] if isinstance(node, DictConfig) else []
+    if schema:  # an option of the user's own may have given it keys beside those
+        known = [name for name in dict.fromkeys([*(f.name for f in fields(schema)), *known]) if name != "_target_"]
+        known += [] if parent else ["experiment"]
+    told = f"{key} is no setting"
+    if known:
+        told += f"; {parent or 'the configuration'} has {', '.join(known)}{near(last, known)}"
+    return told + ("" if schema else f"; to add a key of your own, write +{key}=...")
+
+
+def near(word: str, known: Sequence[str]) -> str:
+    """Ask whether the nearest of some words is meant; empty where none is near."""
+    near = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
