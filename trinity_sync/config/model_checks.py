@@ -74,7 +74,7 @@ def check_positions(get: Get) -> Iterator[Problem]:
     at its rows tells that.
     """
     task, fields = get("task"), model_fields(get)
-    if not isinstance(task, DictConfig) or "path" in task or get("workload.kind") == "bytes":
+    if not isinstance(task, DictConfig) or "path" in list(task) or get("workload.kind") == "bytes":
         return
     text = fields.get("text_config")
     positions = (text if isinstance(text, dict) else fields).get("max_position_embeddings")
