@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
+from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.config import (
     anchored,
@@ -24,6 +26,7 @@ from trinity_sync.config import (
     instantiate_target,
 )
 from trinity_sync.config.model_type import is_known
+from trinity_sync.config.sources import dataclass_fields
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.retention import POLICIES, make_policies
 
@@ -141,12 +144,24 @@ def test_a_wrong_value_is_refused_with_its_key_and_what_would_be_right(override:
     assert right in message
 
 
-@pytest.mark.parametrize("key", ["backend.overrides", "checkpoint.mirror_options"])
-def test_what_is_handed_on_to_others_takes_any_key(key: str) -> None:
-    for override in (f"{key}={{own_key: 1}}", f"{key}.own_key=1"):
+@pytest.mark.parametrize(
+    ("key", "name"), [("backend.overrides", "use_orig_params"), ("checkpoint.mirror_options", "own_key")]
+)
+def test_what_is_handed_on_to_others_takes_keys_of_theirs(key: str, name: str) -> None:
+    for override in (f"{key}={{{name}: 1}}", f"{key}.{name}=1"):
         cfg = compose([override])
         check(cfg)
-        assert OmegaConf.select(cfg, f"{key}.own_key") == 1
+        assert OmegaConf.select(cfg, f"{key}.{name}") == 1
+
+
+def test_all_fields_of_verls_engine_configs_are_known() -> None:
+    from verl.workers import config as engines
+
+    for name in ("FSDPEngineConfig", "McoreEngineConfig"):
+        public = {field.name for field in fields(getattr(engines, name)) if not field.name.startswith("_")}
+        assert dataclass_fields("verl", "workers/config/engine.py", name) == public
+    assert dataclass_fields("verl", "workers/config/engine.py", "NoneConfig") is None
+    assert dataclass_fields("no_such_package", "engine.py", "NoneConfig") is None
 
 
 def test_the_options_of_a_mirror_do_not_choose_another_place() -> None:
@@ -267,7 +282,7 @@ def test_an_interpolation_that_leads_nowhere_is_named() -> None:
 
 
 def test_a_model_folder_with_a_config_passes_with_and_without_the_group(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+    bare_model(tmp_path)
     check(compose([f"model.path={tmp_path}"]))
     check(compose(["model=path", f"model.path={tmp_path}"]))
 
@@ -297,13 +312,13 @@ def test_a_model_folder_of_an_unknown_family_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_brings_its_own_code_needs_to_be_trusted(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}')
+    bare_model(tmp_path, model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
     assert refused(f"model.path={tmp_path}").startswith("model.trust_remote_code is false, but ")
     check(compose([f"model.path={tmp_path}", "model.trust_remote_code=true"]))
 
 
 def test_a_model_of_a_known_family_needs_no_trust_though_it_brings_code(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3", "auto_map": {"AutoConfig": "a.B"}}')
+    bare_model(tmp_path, model_type="deepseek_v3", auto_map={"AutoConfig": "a.B"})
     check(compose([f"model.path={tmp_path}"]))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.families import EXPERTS, FAMILIES
+from tests.model_folders import bare_model
 from tests.test_config import refused
 from trinity_sync.config import check, compose, typed
 from trinity_sync.trainer.spec import worker_spec
@@ -91,7 +91,8 @@ def test_what_cannot_be_is_refused_with_its_key(overrides: list[str], key: str, 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"llama", "qwen2", "qwen3", "qwen3_moe"}))
 def test_other_families_are_refused_by_name(family: str) -> None:
-    message = refused("backend=megatron", f"model.architecture.model_type={family}")
+    attention = "model.attn_implementation=eager"  # which all of them have
+    message = refused("backend=megatron", f"model.architecture.model_type={family}", attention)
     assert message.startswith("backend is megatron, which trains models of the families llama, qwen2, qwen3, qwen3_moe")
     assert f"this one is {family}; use backend=fsdp2" in message
 
@@ -126,11 +127,11 @@ def test_a_batch_is_shared_out_over_the_data_parallel_ranks_only() -> None:
 
 
 def test_the_models_folder_is_looked_into(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 3}))
+    bare_model(tmp_path, model_type="llama", num_hidden_layers=3)
     message = refused("backend=megatron", "backend.pp=2", f"model.path={tmp_path}")
     assert message.startswith("backend.pp ")
     assert "num_hidden_layers (3)" in message
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    bare_model(tmp_path, model_type="mamba")
     assert "mamba" in refused("backend=megatron", f"model.path={tmp_path}")
 
 

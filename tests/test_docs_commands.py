@@ -21,6 +21,7 @@ from hydra.types import RunMode
 import launch
 from tests.checkpoint.helpers import commit
 from tests.cli.stand_in import Computing, standing_in
+from tests.model_folders import bare_model
 from tests.pages import PAGES, ROOT, Command, commands, missing, saved_commands, write_examples
 from tests.verl_rows import write_problems
 from trinity_sync import config
@@ -74,8 +75,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in kind[1:]:
             shutil.copytree(folder / kind[0], folder / name)
     for name in MODELS:
-        (folder / "models" / name).mkdir(parents=True)
-        (folder / "models" / name / "config.json").write_text("{}")
+        bare_model(folder / "models" / name)
     (folder / SHAPES).parent.mkdir()
     shutil.copy(ROOT / "trinity_sync" / "models" / "published" / "qwen3-8b.json", folder / SHAPES)
     for name in ROWS:

@@ -15,6 +15,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.cli.stand_in import Computing, standing_in
+from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import RunError
@@ -300,8 +301,7 @@ def test_the_checkpoint_it_began_with_is_found_from_another_folder(
 
 def test_a_model_that_lies_elsewhere_under_another_name_is_given_again(launcher: Computing, tmp_path: Path) -> None:
     model = tmp_path / "models" / "tiny"
-    model.mkdir(parents=True)
-    (model / "config.json").write_text("{}")
+    bare_model(model)
     run = first("model=path", f"model.path={model}")
     moved = model.rename(tmp_path / "snapshot")
     assert reproduce(run, f"model.path={moved}") == 0

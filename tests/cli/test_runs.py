@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import launch
 from tests.cli.stand_in import StandIn, standing_in
+from tests.model_folders import bare_model
 from tests.test_conf_files import given
 from tests.tracking import synthetic
 from trinity_sync import __version__, config
@@ -846,8 +847,7 @@ def test_relative_paths_count_from_where_a_run_was_started(
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"prompt": "a", "answer": "b"}\n')
     for name in ("model", "elsewhere/model", "elsewhere/org/name"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "config.json").write_text("{}")
+        bare_model(tmp_path / name)
     folder = first_run(
         "task=jsonl",
         "task.path=prompts.jsonl",

@@ -69,7 +69,7 @@ def gone(pid: int) -> bool:
     ("response", "said"),
     [
         ("raises", rf"failed: ValueError: nothing to compare \({SOURCE}:\d+\)"),
-        ("sys.exit", rf"failed: SystemExit: 3 \({SOURCE}:\d+\)"),
+        ("sys.exit", rf"called sys\.exit\(3\) \({SOURCE}:\d+\)"),
         ("os._exit", "ended its process with exit code 4"),
         ("forks and dies", "ended its process with exit code 4"),
         ("crashes", rf"ended its process by signal 11 \(Segmentation fault\) \({SOURCE}:\d+\)"),

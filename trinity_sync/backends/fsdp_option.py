@@ -32,6 +32,7 @@ class FsdpOption(FsdpConfig, BackendOption):
     """FSDP1 and FSDP2; `strategy` says which."""
 
     checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size, check_sharing, check_packing)
+    engine_config: ClassVar[str | None] = "FSDPEngineConfig"
     engine_keys: ClassVar[Mapping[str, str]] = {
         "dtype": "backend.param_dtype",
         "model_dtype": "backend.master_dtype",

@@ -6,6 +6,7 @@ engine is imported in the methods that a trainer's rank calls.
 
 from __future__ import annotations
 
+import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 from trinity_sync.backends.token_checks import check_max_tokens
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.schema import BackendConfig, Config
+from trinity_sync.config.sources import dataclass_fields
 
 _BATCH_KEYS = {
     "micro_batch_size_per_gpu": "trainer.micro_batch_size",
@@ -34,6 +36,7 @@ class BackendOption(ABC):
 
     Attributes:
         checks: on the configuration, beside the ranges that the schema has.
+        engine_config: class of verl's engine config, in its `workers/config/engine.py`; None: another's, or none.
         engine_keys: fields of verl's engine config that other keys set, and those keys.
         useless: fields of it that would have no effect, or that nothing here works with, and why.
         reads: labels (`backend.strategy`) of the backends whose full checkpoints this one can load, as far as
@@ -48,6 +51,7 @@ class BackendOption(ABC):
     ranks: int
 
     checks: ClassVar[tuple[Check, ...]] = ()
+    engine_config: ClassVar[str | None] = None
     engine_keys: ClassVar[Mapping[str, str]] = {}
     useless: ClassVar[Mapping[str, str]] = {
         "pad_to_length": PACKED,
@@ -187,10 +191,14 @@ def backend_option(node: BackendConfig) -> BackendOption:
     return build("backend", vars(node), BackendOption)  # type: ignore[type-abstract]
 
 
+_ENGINES = "workers/config/engine.py"
+
+
 def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
     """What has a key of its own is checked, noted and compared there; at verl it would win over that in silence. What
     every batch sets for itself would be passed over in silence.
     """
+    known = None if option.engine_config is None else dataclass_fields("verl", _ENGINES, option.engine_config)
     for name, key in option.overridden(get):
         why = option.useless.get(name.rpartition(".")[2])
         if why is not None:
@@ -198,6 +206,10 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
                 yield Problem(f"backend.overrides.{name}", f"{why} (at a resume: ~backend.overrides.{name})")
         elif key is not None:
             yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
+        elif known is not None and name.partition(".")[0] not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            yield Problem(f"backend.overrides.{name}", f"is no field of verl's {option.engine_config}{meant}")
 
 
 def _is_off(value: object) -> bool:

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync.config.composition import plain
 from trinity_sync.config.lookup import build, load, load_class, missing
 from trinity_sync.config.lora import check_lora
-from trinity_sync.config.model_checks import check_model, check_workload
+from trinity_sync.config.model_checks import check_attention, check_model, check_positions, check_workload
 from trinity_sync.config.options import LABELS, OF_ENGINES, TARGET, own_labels, own_targets
 from trinity_sync.config.problems import Check, Get, Problem
 from trinity_sync.config.retention import build_policy
@@ -55,8 +55,8 @@ def check(cfg: DictConfig) -> None:
     """Check a composed configuration: missing values, ranges, and what must hold between fields.
 
     Looks at the values, at the paths they name, and at the source of classes of the user's own, which are not imported.
-    Reads no other files but the model's `config.json` and the `adapter_config.json` of an adapter, and which families
-    transformers has. Starts nothing.
+    Reads no other files but the model's `config.json`, the headers of its weights and the `adapter_config.json` of an
+    adapter, and tables in the source of transformers and verl. Starts nothing.
 
     Raises:
         ConfigError: naming every problem with its key, what is wrong and what would be right.
@@ -334,7 +334,7 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
         nearest = nearest.parent
     if not nearest.is_dir():
         yield Problem(key, f"is {folder}, but {nearest} is a file; name a folder")
-    elif not os.access(nearest, os.W_OK | os.X_OK):
+    elif not os.access(nearest, os.W_OK | os.X_OK) or not os.statvfs(nearest).f_blocks:
         yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
 
 
@@ -361,6 +361,8 @@ _CHECKS: tuple[Check, ...] = (
     *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir")),
     check_workload,
     check_model,
+    check_attention,
+    check_positions,
     check_lora,
     check_vllm,
     check_vllm_server,

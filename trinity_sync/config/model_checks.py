@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from trinity_sync.config.model_type import folder_problems, is_known, suggestion
+from trinity_sync.config.model_weights import weights_problems
 from trinity_sync.config.options import LABELS
 from trinity_sync.config.problems import Get, Problem
+from trinity_sync.config.sources import lacks_sdpa
 
 
 def check_workload(get: Get) -> Iterator[Problem]:
@@ -44,7 +47,44 @@ def check_model(get: Get) -> Iterator[Problem]:
     if text := hub_or_folder_problem(path):
         yield Problem("model.path", text)
     elif Path(path).is_dir():
-        yield from folder_problems(Path(path), trust_remote_code=bool(get("model.trust_remote_code")))
+        found = list(folder_problems(Path(path), trust_remote_code=bool(get("model.trust_remote_code"))))
+        yield from found or weights_problems(Path(path), read_fields(Path(path)))
+
+
+def check_attention(get: Get) -> Iterator[Problem]:
+    """That the attention is installed, and that the model's family has it."""
+    chosen = get("model.attn_implementation")
+    if get("workload.kind") == "bytes":
+        return
+    if chosen == "flash_attention_2" and find_spec("flash_attn") is None:
+        yield Problem(
+            "model.attn_implementation",
+            "is flash_attention_2, but the package flash_attn is not installed; install flash-attn, or set "
+            "model.attn_implementation=sdpa",
+        )
+    elif chosen == "sdpa" and lacks_sdpa(family := str(model_fields(get).get("model_type", ""))):
+        yield Problem(
+            "model.attn_implementation",
+            f"is sdpa, which transformers does not have for {family}; set model.attn_implementation=eager",
+        )
+
+
+def check_positions(get: Get) -> Iterator[Problem]:
+    """That the longest response leaves room for a prompt in the positions of the model. Of a task with a file the look
+    at its rows tells that.
+    """
+    task, fields = get("task"), model_fields(get)
+    if not isinstance(task, DictConfig) or "path" in list(task) or get("workload.kind") == "bytes":
+        return
+    text = fields.get("text_config")
+    positions = (text if isinstance(text, dict) else fields).get("max_position_embeddings")
+    longest = task.get("response_length")
+    if isinstance(positions, int) and isinstance(longest, int) and longest >= positions:
+        yield Problem(
+            "task.response_length",
+            f"is {longest}, which leaves no room for a prompt in the {positions} positions of the model; set it to "
+            "less" + ("" if get("model.path") else ", or model.architecture.max_position_embeddings to more"),
+        )
 
 
 def hub_or_folder_problem(path: str) -> str | None:

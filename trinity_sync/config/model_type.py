@@ -31,6 +31,13 @@ def folder_problems(folder: Path, *, trust_remote_code: bool) -> Iterator[Proble
         yield Problem("model.path", f"is {folder}, whose config.json is no JSON object; it must be a model's config")
         return
     family = config.get("model_type")
+    if family is None and not config.get("architectures"):
+        yield Problem(
+            "model.path",
+            f"is {folder}, whose config.json names no model_type, by which transformers knows the family; name a model "
+            "in Hugging Face format",
+        )
+        return
     if family is None or is_known(str(family)):
         return
     brings_code = isinstance(config.get("auto_map"), Mapping)

@@ -18,6 +18,7 @@ from trinity_sync.config.options import TARGET, own_options
 from trinity_sync.config.retention import retention_policies
 from trinity_sync.config.validation_checks import KEY, ROWS, validates
 from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.host.origin import ended, origin
 from trinity_sync.tasks.judging import Judging
 
 # Named as text, since the packages of these classes lie above this one.
@@ -177,5 +178,5 @@ def _target_text(node: DictConfig, error: BaseException) -> str:
     inner: BaseException = error
     while inner.__cause__ is not None:
         inner = inner.__cause__
-    reason = " ".join(str(inner).split())
+    reason = " ".join(ended(inner).split()) if origin(inner) is not None else " ".join(str(inner).split())
     return f"{key}._target_ is {target[1] if target else node.get('_target_')}, which cannot be used: {reason}"

@@ -91,6 +91,14 @@ def told(error: BaseException) -> str:
     return _worded(error, _says(error))
 
 
+def ended(error: BaseException) -> str:
+    """As `told`; of an error by which code ends its program, that it called `sys.exit`."""
+    if not isinstance(error, SystemExit):
+        return told(error)
+    found = origin(error)
+    return f"called sys.exit({error.code!r})" + (f" ({found.place})" if found is not None else "")
+
+
 def described(error: BaseException) -> str:
     """Put an error into one line: as `told`, with the first line of what it says."""
     return _worded(error, _says(error).strip().partition("\n")[0])

@@ -28,7 +28,7 @@ from trinity_sync import config
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.module_path import own_modules_found
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import origin, told
 from trinity_sync.launch import elsewhere
 from trinity_sync.launch.command_line import CommandLine
 from trinity_sync.launch.messages import explain, print_error
@@ -160,14 +160,15 @@ def job(cfg: DictConfig) -> float:
             code = _launch(cfg, run_dir)
     except TrinityError as error:
         code = error.exit_code
-        print_error(f"{where}{error}")
+        log = "" if code == REFUSED or origin(error) is None else f" (traceback in {_log_of(run_dir)})"
+        print_error(f"{where}{error}{log}")
     except KeyboardInterrupt:
         code = INTERRUPTED
     except (Exception, SystemExit) as error:
         if elsewhere.is_of_queue(error):
             raise
         log_failure("the job", error)
-        print_error(f"{where}unexpected {told(error)} (traceback in {run_dir / 'logs' / 'driver.log'})")
+        print_error(f"{where}unexpected {told(error)} (traceback in {_log_of(run_dir)})")
     finally:
         _session.codes[run_dir] = code
     if code == INTERRUPTED and where:
@@ -176,6 +177,10 @@ def job(cfg: DictConfig) -> float:
     if where and math.isnan(objective) and elsewhere.takes_no_nan(hydra_cfg):
         raise RunError(f"{where}no reward")
     return objective
+
+
+def _log_of(run_dir: Path) -> Path:
+    return run_dir / "logs" / "driver.log"
 
 
 def _launch(cfg: DictConfig, run_dir: Path) -> int:

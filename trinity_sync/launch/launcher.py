@@ -26,6 +26,7 @@ from trinity_sync.host.interrupts import failing_of_it, interruptible, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Setup
+from trinity_sync.launch.beforehand import check_beforehand, needed_processors
 from trinity_sync.launch.cluster import cluster, has_gpus
 from trinity_sync.launch.cluster_metrics import ClusterMetrics
 from trinity_sync.launch.job import Job
@@ -72,6 +73,7 @@ def run(
     stop = threading.Event()
     with contextlib.ExitStack() as stack:
         stack.enter_context(interruptible(sigterm_saves=cfg.checkpoint.save_on_sigterm))
+        check_beforehand(cfg)
         scanned = scanned_task(cfg)
         folder = stack.enter_context(RunFolder.open(run_dir, resume=resume is not None))
         checkpoints = checkpoint_folder(cfg, folder.path)
@@ -105,6 +107,7 @@ def look(cfg: DictConfig, run_dir: Path) -> None:
         ConfigError: it could not begin.
     """
     _threads()
+    check_beforehand(cfg)
     scanned_task(cfg)
     Start.find(cfg, checkpoint_folder(cfg, run_dir.absolute()), resume=None)
     run_trackers(cfg)
@@ -175,12 +178,10 @@ def _run(
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    algorithm = algorithm_of(typed(cfg).algorithm)
-    replicas = cfg.explorer.replicas if algorithm.explores else 0
-    _advise(algorithm, cfg)
+    _advise(algorithm_of(typed(cfg).algorithm), cfg)
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
-    cpus = cfg.backend.ranks + replicas + 1
+    cpus = needed_processors(cfg) + 1
     try:
         lost = partial(recorder.finish, "failed")
         name = f"trinity-{run_key}"

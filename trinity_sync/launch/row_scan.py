@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _CHUNK = 1000
 _TELL_S = 3.0
 _MESSAGE_S = 60
+_TOKEN_CHARACTERS = 256
+"""No token stands for more: the longest of the vocabularies in use are of 128 blanks."""
 _LIMIT_S = 600.0
 """For the first rows, since the tokenizer may have to be fetched, and for each thousand of them."""
 
@@ -269,15 +271,52 @@ def _look(request: _Request, tell: Callable[[int], None]) -> _Found | _Unreadabl
         return _UnreadableModel(" ".join(str(error).split()))
     make = prompt_encoder if request.prompts else pair_encoder
     encoder = cast(_Encoder, make(request.task, tokenizer, config))
-    lengths: list[int] = []
-    for start in range(0, len(request.rows), _CHUNK):
-        places, items = zip(*request.rows[start : start + _CHUNK], strict=True)
+    least = _at_least(request, encoder)
+    lengths = dict(least)
+    left = [number for number in range(len(request.rows)) if number not in least]
+    for start in range(0, len(left), _CHUNK):
+        numbers = left[start : start + _CHUNK]
+        places, items = zip(*(request.rows[number] for number in numbers), strict=True)
         try:
-            lengths += encoder.lengths(items, places)
+            lengths |= zip(numbers, encoder.lengths(items, places), strict=True)
         except RunError as error:
             raise ConfigError(str(error)) from error
         tell(len(lengths))
-    return _judged(request, encoder, lengths)
+    return _judged(request, encoder, [lengths[number] for number in range(len(request.rows))])
+
+
+def _at_least(request: _Request, encoder: _Encoder) -> dict[int, int]:
+    """Numbers of the rows that are too long however they are divided into tokens, and how many these have at least:
+    to tokenise megabytes would take minutes.
+
+    Raises:
+        ConfigError: there is one, and it is not to be left out.
+    """
+    if encoder.limit is None:
+        return {}
+    found = {}
+    for number, (place, item) in enumerate(request.rows):
+        characters = _characters(item)
+        if characters <= encoder.limit * _TOKEN_CHARACTERS:
+            continue
+        if request.task.get("too_long", "refuse") != "filter":
+            raise ConfigError(
+                f"{place} has {characters} characters, for which {encoder.limit} tokens are too few; "
+                f"{encoder.limit_text}. Shorten or remove it, or set task.too_long=filter to leave such rows out"
+            )
+        found[number] = characters // _TOKEN_CHARACTERS
+    return found
+
+
+def _characters(value: object) -> int:
+    """Of all texts in a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Prompt):
+        return _characters(value.text if value.messages is None else value.messages)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _model(request: _Request) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:

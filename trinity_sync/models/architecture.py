@@ -10,16 +10,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.models.characters import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-SPECIAL = {"pad_token_id": "␀", "bos_token_id": "␂", "eos_token_id": "␃"}
-"""Tokens 0, 1 and 2; one character each, so that a response has as many characters as tokens, whatever they are."""
-CHARACTERS = "0123456789=+-*,;<>?:#%"
-"""Tokens 3 and following."""
-UNUSED = 0xE000
-"""Tokens behind the characters are written as private-use characters: this code point plus the token's number."""
 
 # transformers reads these of every config, whether or not its fields declare them
 _COMMON_FIELDS = {"rope_theta", "rope_scaling", "head_dim"}
@@ -33,11 +27,8 @@ def character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
     Raises:
         ConfigError: the vocabulary is too small.
     """
+    check_vocabulary(vocab_size)
     characters = [*SPECIAL.values(), *CHARACTERS]
-    if vocab_size < len(characters):
-        raise ConfigError(
-            f"model.architecture.vocab_size is {vocab_size}; the character tokenizer needs at least {len(characters)}"
-        )
     characters += [chr(UNUSED + token) for token in range(len(characters), vocab_size)]
     vocabulary = {character: token for token, character in enumerate(characters)}
     pad, begin, end = SPECIAL.values()

@@ -6,6 +6,39 @@ from pathlib import Path
 
 from trinity_sync.errors import ConfigError
 
+_ANSWER_S = 5.0
+
+
+def check_named(model_path: str) -> None:
+    """Check that a model of the hub is in the cache of this machine, or that the hub knows it. One question is put to
+    the hub, and only where the cache has no config.json of it.
+
+    Args:
+        model_path: a folder, of which nothing is said, or a hub id.
+
+    Raises:
+        ConfigError: there is no such folder, it is not in the cache, and the hub does not know it, does not give it to
+            this user, or does not answer.
+    """
+    if Path(model_path).is_dir():
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if isinstance(try_to_load_from_cache(model_path, "config.json"), str):
+            return
+        HfApi().model_info(model_path, timeout=_ANSWER_S)
+    except HFValidationError as error:
+        raise ConfigError(f"model.path is {model_path}, which is no folder and no hub id: {error}") from error
+    except Exception as error:  # of its HTTP library, whichever that is
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.path is {model_path}: there is no such folder, it is not in the hub's cache on this machine, and "
+            f"the hub does not give it ({type(error).__name__}: {reason}); name a folder, or fetch the model first by: "
+            f"hf download {model_path}"
+        ) from error
+
 
 def local_folder(model_path: str) -> Path:
     """Return the folder of a model's files, absolute. Those of a model of the hub are fetched as transformers fetches

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.errors import RunError
-from trinity_sync.host.origin import Origin, give_origin, keep_origin, told
+from trinity_sync.host.origin import Origin, ended, give_origin, keep_origin, told
 from trinity_sync.samples.position import Numbering
 from trinity_sync.samples.record import Prompt
 
@@ -172,7 +172,7 @@ def judged(reward: RewardFunction, response: Response) -> RewardResult | Failure
     try:
         return _checked(reward(*response))
     except (Exception, SystemExit) as error:
-        return Failure(f"failed: {told(error)}", keep_origin(error))
+        return Failure(ended(error) if isinstance(error, SystemExit) else f"failed: {told(error)}", keep_origin(error))
 
 
 def _checked(result: object) -> RewardResult | Failure:

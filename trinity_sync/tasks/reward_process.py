@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from trinity_sync.host.lifeline import end_with
-from trinity_sync.host.origin import keep_origin, told
+from trinity_sync.host.origin import ended, keep_origin
 from trinity_sync.host.stacks import tell_stack
 from trinity_sync.tasks.base import Failure, Response, judged
 
@@ -40,7 +40,7 @@ def serve(descriptor: int, stack: int, lifeline: int) -> None:
             reward = pickle.loads(connection.recv_bytes())
             getattr(reward, "warm_up", lambda: None)()
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            connection.send(Failure(told(error), keep_origin(error)))
+            connection.send(Failure(ended(error), keep_origin(error)))
             return
         connection.send(None)
         while True:

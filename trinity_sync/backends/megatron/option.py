@@ -133,6 +133,7 @@ class MegatronOption(MegatronConfig, BackendOption):
         _check_settings,
         partial(check_unpadded, "megatron"),
     )
+    engine_config: ClassVar[str | None] = "McoreEngineConfig"
     engine_keys: ClassVar[Mapping[str, str]] = {
         "tensor_model_parallel_size": "backend.tp",
         "pipeline_model_parallel_size": "backend.pp",

@@ -1,0 +1,83 @@
+"""What is looked at before Ray starts and after the configuration has passed its checks: whether this machine, and the
+model that is named, can do what is asked for.
+"""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.config import typed
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.locks import own_name
+from trinity_sync.models.characters import check_vocabulary
+from trinity_sync.models.hub import check_named
+from trinity_sync.trainer.algorithms.base import algorithm_of
+
+_SOCKET_BYTES = 107
+"""Longest path of a Unix socket."""
+_SOCKET = "/{}-12345678/session_2026-01-31_14-05-00_123456_1234567/sockets/plasma_store"
+"""Where Ray has its longest one, in a folder for its sessions."""
+
+
+def check_beforehand(cfg: DictConfig) -> None:
+    """Check what needs more than the settings themselves. Called by the driver.
+
+    Args:
+        cfg: a configuration that has passed `check`.
+
+    Raises:
+        ConfigError: naming the key, and what would be right.
+    """
+    if cfg.cluster.address is None:
+        _check_processors(cfg)
+        _check_sockets(cfg)
+        _check_transport(cfg)
+        if cfg.model.path is not None:
+            check_named(cfg.model.path)
+    if cfg.model.path is None and cfg.workload.kind != "bytes":
+        size = (cfg.model.architecture or {}).get("vocab_size")
+        if isinstance(size, int):
+            check_vocabulary(size)
+
+
+def needed_processors(cfg: DictConfig) -> int:
+    """How many of Ray's CPUs a run reserves: one for each rank of the trainer and for each explorer."""
+    return int(cfg.backend.ranks) + replicas(cfg)
+
+
+def replicas(cfg: DictConfig) -> int:
+    """How many explorers a run has."""
+    return int(cfg.explorer.replicas) if algorithm_of(typed(cfg).algorithm).explores else 0
+
+
+def _check_processors(cfg: DictConfig) -> None:
+    given, needed = cfg.cluster.num_cpus, needed_processors(cfg)
+    if given is not None and given < needed:
+        explorers = replicas(cfg)
+        parts = f"backend.ranks={cfg.backend.ranks}" + (f" and explorer.replicas={explorers}" if explorers else "")
+        raise ConfigError(
+            f"cluster.num_cpus is {given}, but the run reserves {needed}: {parts} take one each; set "
+            f"cluster.num_cpus={needed} or more, or null (Ray counts them as a number; there need not be as many)"
+        )
+
+
+def _check_sockets(cfg: DictConfig) -> None:
+    folder = cfg.cluster.temp_dir
+    if folder is None:
+        return
+    room = _SOCKET_BYTES - len(_SOCKET.format(own_name("trinity-ray")))
+    length = len(str(folder).encode())
+    if length > room:
+        raise ConfigError(
+            f"cluster.temp_dir is {folder}, of {length} bytes; Ray's sockets lie below it, whose whole path may have "
+            f"{_SOCKET_BYTES}, so name a folder of at most {room}"
+        )
+
+
+def _check_transport(cfg: DictConfig) -> None:
+    if cfg.sync.mode == "nccl" and cfg.sync.transport == "nccl" and accelerator_count() == 0:
+        raise ConfigError(
+            "sync.transport is nccl, but this machine has no GPU that this program may use; set sync.transport=auto or "
+            "gloo"
+        )
