@@ -164,7 +164,7 @@ def test_steps_of_which_nothing_is_known_are_refused(launcher: Computing, capsys
     "given",
     [
         *("hydra.run.dir=", "hydra.run.dir=null", "hydra.run.dir=a,b", "++hydra.run.dir='x/${name}'"),
-        *("hydra.run.dir=~/x", "hydra.mode=MULTIRUN", "seed=1,2"),
+        *("hydra.run.dir=[x", "hydra.mode=MULTIRUN", "seed=1,2"),
     ],
 )
 def test_what_is_no_single_run_in_a_folder_is_refused(
@@ -173,6 +173,14 @@ def test_what_is_no_single_run_in_a_folder_is_refused(
     assert reproduce(first(), given) == 2
     assert given.lstrip("+")[:8] in capsys.readouterr().err
     assert len(launcher.calls) == 1
+
+
+def test_the_folder_of_a_repetition_may_be_below_ones_home(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert reproduce(first(), "hydra.run.dir=~/x") == 0
+    assert (tmp_path / "home" / "x" / "run.json").exists()
 
 
 def test_a_run_that_was_cut_off_is_repeated_as_far_as_it_came(launcher: Computing) -> None:
