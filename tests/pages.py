@@ -113,7 +113,7 @@ def settings_named(page: Path) -> set[str]:
     return {key for code in re.findall(r"`([^`\n]+)`", text) for key in re.findall(named, code)}
 
 
-_WITHIN = {"validation": "task.validation"}
+_WITHIN = dict.fromkeys(("validation", "loss_validation", "validation_times"), "task.validation")
 """Where the keys of a file of `conf/base` stand that are of no group alone."""
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from tests.model_folders import bare_model
 from trinity_sync import config
 from trinity_sync.config import composition
 
@@ -132,10 +133,9 @@ def given(name: str, folder: Path) -> list[str]:
     """What an experiment cannot know, as overrides of files below a folder."""
     if name != "gsm8k":
         return []
-    (folder / "config.json").write_text('{"model_type": "qwen3"}')
-    (folder / "rows.jsonl").write_text(json.dumps(ROW))
     rows = folder / "rows.jsonl"
-    return [f"model.path={folder}", f"task.path={rows}", f"task.validation.path={rows}"]
+    rows.write_text(json.dumps(ROW))
+    return [f"model.path={bare_model(folder / 'model')}", f"task.path={rows}", f"task.validation.path={rows}"]
 
 
 ROW = {"prompt": "1+1", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}, "extra_info": {}}

@@ -25,7 +25,7 @@ from trinity_sync.config.described import described
         ("tracker.wandb.project", ["default  trinity-sync"]),
         ("trainer.max_tokens", ["whole number, at least 1, or null"]),
         ("name", ["type     text", "default  copy-digits"]),
-        ("task.validation.interval=3", ["trainer steps from one validation", "conf/base/validation.yaml"]),
+        ("task.validation.interval=3", ["trainer steps from one validation", "conf/base/validation_times.yaml"]),
         ("sync", ["sync=nccl", "sync.interval", "Trainer ranks broadcast"]),
         ("model.lora", ["model.lora.rank"]),
     ],

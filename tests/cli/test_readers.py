@@ -17,15 +17,16 @@ ENGINES = ("verl", "megatron", "mbridge", "vllm", "ray", "peft", "tensordict", "
 
 PROGRAM = """
 import json, sys
-from importlib.abc import MetaPathFinder
-
-class Missing(MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ENGINES:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+from importlib.machinery import PathFinder
 
 ENGINES, commands = json.loads(sys.argv[1])
-sys.meta_path.insert(0, Missing())
+real = PathFinder.find_spec
+
+@staticmethod
+def find_spec(name, *where, **more):
+    return None if name.partition(".")[0] in ENGINES else real(name, *where, **more)
+
+PathFinder.find_spec = find_spec
 from trinity_sync.cli.main import main
 for command in commands:
     code = main(command)

@@ -41,6 +41,7 @@ def test_the_recipe_runs_on_a_tiny_model_with_data_in_verls_form(tmp_path: Path,
     assert all(line["batch/samples"] == 8 for line in steps if line["step"])
     samples = run.lines("samples.jsonl")
     assert {sample["reward"] for sample in samples} <= {0.0, 1.0}
-    assert all(ASKED in str(sample["prompt"]) for sample in samples)
+    assert samples
+    assert all(sample["validation"] and ASKED in sample["text"] for sample in samples)
     assert run.summary["sync"]["mismatched"] == 0
     assert "val/reward/mean" in (run.folder / "report.html").read_text() or run.summary["validation"]
