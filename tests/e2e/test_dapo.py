@@ -93,6 +93,7 @@ def test_the_divergence_in_rewards_begins_at_0_and_its_coefficient_adapts(filter
     assert lines[1][1] == pytest.approx(0.5 * (1 - 0.2 * 8 / 10)), "below the target by all of it, bounded"
 
 
+@pytest.mark.all
 def test_a_resume_goes_on_with_the_next_prompt_and_the_same_coefficient(filtered: Run, tmp_path: Path) -> None:
     folder = tmp_path / filtered.folder.name
     shutil.copytree(filtered.folder, folder)

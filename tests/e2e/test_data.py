@@ -63,6 +63,7 @@ def learnt(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.all
 def test_conversations_are_learnt_without_those_that_are_too_long(learnt: Run) -> None:
     lines = learnt.lines("metrics.jsonl")[1:]
     assert lines[-1]["loss"] < lines[0]["loss"]

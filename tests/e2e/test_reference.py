@@ -31,6 +31,7 @@ def test_a_run_is_held_near_to_the_model_that_it_began_with(near: Run) -> None:
     assert noted == {str(near.folder / "model")}
 
 
+@pytest.mark.all
 def test_a_resume_is_held_near_to_the_same_one(near: Run, tmp_path: Path) -> None:
     folder = tmp_path / near.folder.name
     shutil.copytree(near.folder, folder)

@@ -74,12 +74,15 @@ def root() -> Iterator[Path]:
 
 
 def remove_when_left(folder: Path) -> None:
-    """Remove a folder for Ray's sessions once nothing writes in it: what a killed raylet had started ends by itself,
-    and logs that.
+    """Remove a folder for Ray's sessions. What a killed raylet had started writes in it until it ends by itself: it is
+    killed.
     """
     deadline = time.monotonic() + 60.0
     while left := [process for process in psutil.process_iter() if names(process, folder) and lives(process)]:
         assert time.monotonic() < deadline, left
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         time.sleep(0.1)
     shutil.rmtree(folder)
 
