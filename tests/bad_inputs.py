@@ -260,7 +260,10 @@ _VALUES = [
     Bad(given=["cluster.num_cpus=3", "explorer.replicas=5"], says=["cluster.num_cpus is 3", "explorer.replicas"]),
     Bad(given=["cluster.temp_dir=f"], files={"f": ""}, says=["cluster.temp_dir", "is a file"]),
     Bad(given=["cluster.temp_dir=/proc/r"], says=["cluster.temp_dir", "/proc"]),
-    Bad(given=[f"cluster.temp_dir={'x' * 120}"], says=["cluster.temp_dir", "of 120 bytes", "sockets"]),
+    Bad(
+        given=[f"cluster.temp_dir={'x' * 120}"],
+        says=["cluster.temp_dir", "sockets lie below it"],
+    ),
     Bad(given=["cluster.start_timeout_s=0"], says=["cluster.start_timeout_s is 0"]),
     Bad(given=["hydra.run.dir=f/run"], files={"f": ""}, says=["f", "hydra.run.dir"]),
     Bad(given=["hydra.run.dir=/proc/run"], says=["/proc/run"]),

@@ -223,7 +223,10 @@ def test_settings_are_composed_no_more_often_than_needed(
         ("model=null", "model cannot be null; it has digits, path, shapes"),
         ("--config-name=nope", "there is no configuration nope.yaml in "),
         ("--info=all --cfg=job", "Only one of "),
-        ("hydra.run.dir=/proc/none", "/proc/none: .*; choose a folder that can be written"),
+        (
+            "hydra.run.dir=/proc/none",
+            "/proc/none does not take writes: .*choose another folder by hydra.run.dir",
+        ),
         ("hydra.run.dir=${oops}", "Interpolation key 'oops' not found"),
     ],
 )

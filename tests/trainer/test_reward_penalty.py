@@ -14,6 +14,7 @@ from tests.samples.helpers import sample
 from tests.trainer.ranks import Asked
 from trinity_sync.actors.rank import Divergences, RankClient
 from trinity_sync.config.training_schema import InRewardConfig
+from trinity_sync.errors import RunError
 from trinity_sync.samples.advantages import group_advantages
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.trainer.batch import grpo_batch, share, with_advantages
@@ -171,3 +172,13 @@ def test_advantages_that_are_given_later_are_the_same() -> None:
     later = with_advantages(grpo_batch(tokens, tokens, policy, None, **settings), advantages)
     assert torch.equal(whole["advantages"].values(), later["advantages"].values())
     assert later["advantages"].offsets().diff().tolist() == list(LENGTHS)
+
+
+def test_a_divergence_that_is_not_finite_ends_the_run_and_is_saved_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks: Any = Ranks(ADAPTIVE)
+    monkeypatch.setattr(ranks, "all", lambda ask, timeout_s: [None])  # no rank has measured any
+    penalty = RewardPenalty(ranks, ADAPTIVE, 1.0)
+    before = penalty.state()
+    with pytest.raises(RunError, match="the divergence of step 3 from the reference is not finite"):
+        penalty.apply(3, samples(), cast(Any, None))
+    assert penalty.state() == before

@@ -239,6 +239,33 @@ def test_what_never_comes_is_waited_for_half_of_the_limit_only(run: Run, step: i
     assert read_manifest(run.root / f"global_step_{step}").metrics == {"reward/mean": 0.5}
 
 
+def test_a_step_that_takes_long_costs_no_checkpoint_that_waits_for_what_comes_late(run: Run, step: int) -> None:
+    run.wait_no_longer_than(2.0)
+    run.saves.begin(step, "d1", {}, late=lambda step: None)
+    run.group.finish_saves()
+    run.saves.poll()
+    deadline = time.monotonic() + 30.0
+    while not (run.root / f"global_step_{step}").exists():  # nobody polls: the next step is under way
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.saves.finish()
+    assert [event["step"] for event in run.log.named("commit")] == [step]
+    assert run.log.faults == []
+
+
+def test_what_comes_late_for_a_save_that_has_failed_does_not_end_the_run(run: Run, step: int) -> None:
+    late: dict[int, Any] = {}
+    run.group.broken = {RANKS[1]}
+    run.saves.begin(step, "d1", {}, late=late.get)
+    deadline = time.monotonic() + LIMIT
+    while not run.log.faults:
+        assert time.monotonic() < deadline
+        run.saves.poll()
+    late[step] = {"val/reward/mean": 1.0}
+    run.saves.poll()
+    assert [where for where, _ in run.log.faults] == [f"save of step {step}"]
+
+
 def test_the_end_of_a_run_waits_for_nothing_that_comes_late(run: Run, step: int) -> None:
     run.saves.begin(step, "d1", {}, late=lambda step: None)
     run.saves.finish()

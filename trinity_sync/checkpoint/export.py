@@ -178,8 +178,9 @@ def export_checkpoint(
 
 
 def _check_room(output: Path, wanted: int) -> None:
-    free = shutil.disk_usage(output.parent).free
-    if free < wanted:
+    usage = shutil.disk_usage(output.parent)
+    free = usage.free
+    if usage.total and free < wanted:  # some file systems do not say
         raise RunError(f"{output} cannot be written: it would have {wanted} bytes, and {free} are free there")
 
 

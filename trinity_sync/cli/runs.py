@@ -16,6 +16,7 @@ from trinity_sync.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from trinity_sync.cli.invocation import Invocation
     from trinity_sync.config import Difference
     from trinity_sync.launch.resume import Resume
 
@@ -163,15 +164,25 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     Returns:
         The exit code.
     """
+    from trinity_sync.cli.invocation import Invocation
+    from trinity_sync.host.module_path import own_modules_found
+
+    invocation = Invocation.read(folder)
+    with own_modules_found(Path(invocation.started_in)):  # as relative paths
+        return _go_on(folder, invocation, overrides, allowed, resume)
+
+
+def _go_on(
+    folder: Path, invocation: Invocation, overrides: Sequence[str], allowed: Sequence[str], resume: Resume
+) -> int:
     from trinity_sync import config
     from trinity_sync.checkpoint.lock import other_run
-    from trinity_sync.cli.invocation import Invocation, saved_settings
+    from trinity_sync.cli.invocation import saved_settings
     from trinity_sync.launch.resume import committed_steps
     from trinity_sync.launch.start import checkpoint_folder, look_before_resume
     from trinity_sync.tracking.record import read_record
     from trinity_sync.tracking.run_folder import RunFolderInUse, lock_owner
 
-    invocation = Invocation.read(folder)
     read_record(folder / "run.json")
     before = saved_settings(folder)
     settings = invocation.recompose(overrides, allowed)

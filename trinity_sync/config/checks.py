@@ -334,8 +334,13 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
         nearest = nearest.parent
     if not nearest.is_dir():
         yield Problem(key, f"is {folder}, but {nearest} is a file; name a folder")
-    elif not os.access(nearest, os.W_OK | os.X_OK) or not os.statvfs(nearest).f_blocks:
+    elif not os.access(nearest, os.W_OK | os.X_OK) or _takes_no_files(nearest):
         yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
+
+
+def _takes_no_files(folder: Path) -> bool:
+    """Whether a folder belongs to the kernel, which takes no files of anybody's, whoever asks."""
+    return any(folder.is_relative_to(place) for place in ("/proc", "/sys")) and not os.statvfs(folder).f_blocks
 
 
 def _check_task(get: Get) -> Iterator[Problem]:

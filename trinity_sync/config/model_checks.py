@@ -17,6 +17,14 @@ from trinity_sync.config.options import LABELS
 from trinity_sync.config.problems import Get, Problem
 from trinity_sync.config.sources import lacks_sdpa
 
+_SIZES = frozenset(
+    {
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    }
+)
+"""Fields of a config that are at least 1."""
+
 
 def check_workload(get: Get) -> Iterator[Problem]:
     """That a run trains, or moves bytes, with all its parts."""
@@ -56,7 +64,7 @@ def check_attention(get: Get) -> Iterator[Problem]:
     chosen = get("model.attn_implementation")
     if get("workload.kind") == "bytes":
         return
-    if chosen == "flash_attention_2" and find_spec("flash_attn") is None:
+    if chosen == "flash_attention_2" and not get("cluster.address") and not (_has("flash_attn") or _has("kernels")):
         yield Problem(
             "model.attn_implementation",
             "is flash_attention_2, but the package flash_attn is not installed; install flash-attn, or set "
@@ -67,6 +75,12 @@ def check_attention(get: Get) -> Iterator[Problem]:
             "model.attn_implementation",
             f"is sdpa, which transformers does not have for {family}; set model.attn_implementation=eager",
         )
+
+
+def _has(package: str) -> bool:
+    """Whether a package is installed; a folder of that name is none."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def check_positions(get: Get) -> Iterator[Problem]:
@@ -134,7 +148,7 @@ def _architecture_problems(architecture: DictConfig | None) -> Iterator[Problem]
             f"is {family}, which transformers does not know{suggestion(str(family))}; use one such as qwen3",
         )
     for name, value in ((str(name), value) for name, value in architecture.items()):
-        if isinstance(value, int) and not isinstance(value, bool) and not name.endswith("_token_id") and value < 1:
+        if name in _SIZES and isinstance(value, int) and not isinstance(value, bool) and value < 1:
             yield Problem(f"model.architecture.{name}", f"is {value}; must be at least 1")
     heads, groups = architecture.get("num_attention_heads"), architecture.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and groups > 0 and heads % groups:

@@ -1,9 +1,9 @@
 """Validation where explorers go at their own pace: the first one that asks for work takes the version that is due,
 answers all prompts with it, and goes on; the others make samples meanwhile. In the driver.
 
-A version that is due is leased when it is published, so that its slot holds it until an explorer has loaded it, however
-far the trainer is by then. An explorer that dies gives it back, and another one, or itself started again, begins anew;
-where the version is gone by then, the validation is lost, which is told.
+A version that is due is leased when it is published, so that its slot holds it until an explorer has loaded it, for as
+long as a lease lasts (`sync.lease_s`). An explorer that dies gives it back, and another one, or itself started again,
+begins anew; where the version is gone by then, the validation is lost, which is told.
 
     waiting -> out (an explorer answers) -> done, or lost
 """

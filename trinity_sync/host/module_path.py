@@ -11,21 +11,33 @@ _folders: list[str] = []
 
 
 @contextmanager
-def own_modules_found() -> Iterator[None]:
-    """Inside, a module that is found nowhere else is looked for in the current folder: a user's own reward or task lies
-    there. Last of all, so that a file of theirs hides no module of anybody's.
+def own_modules_found(folder: Path | None = None) -> Iterator[None]:
+    """Inside, a module that is found nowhere else is looked for in a folder, and in none that was named around it: a
+    user's own reward or task lies there. Last of all, so that a file of theirs hides no module of anybody's.
+
+    Args:
+        folder: where the run was started; None: the current one.
     """
-    here = str(Path.cwd())
-    _folders.append(here)
+    here = str(folder or Path.cwd())
+    around = list(_folders)
+    for other in around:
+        _leave_out(other)
+    _folders[:] = [here]
     sys.path.append(here)
     try:
         yield
     finally:
-        _folders.remove(here)
-        if here in sys.path:
-            sys.path.reverse()
-            sys.path.remove(here)  # the last one: it may have been there before
-            sys.path.reverse()
+        _leave_out(here)
+        sys.path += around
+        _folders[:] = around
+
+
+def _leave_out(folder: str) -> None:
+    """Of the path; the last one, since it may have been there before."""
+    if folder in sys.path:
+        sys.path.reverse()
+        sys.path.remove(folder)
+        sys.path.reverse()
 
 
 def own_module_folders() -> list[str]:

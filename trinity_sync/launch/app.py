@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trinity_sync import config
-from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.logs import LogFile, log_failure
 from trinity_sync.host.module_path import own_modules_found
 from trinity_sync.host.origin import origin, told
@@ -36,7 +36,7 @@ from trinity_sync.launch.new_folder import NewFolder
 from trinity_sync.launch.resume import Resume
 from trinity_sync.launch.settings import changed_settings
 from trinity_sync.launch.sweeps import composed_before, for_each_job, note_settings, sweep_problem
-from trinity_sync.tracking.run_folder import holds_run, lock_owner
+from trinity_sync.tracking.run_folder import hold, holds_run, let_go, lock_owner
 
 DONE, FAILED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: done; the run or a check failed; configuration or command line wrong; interrupted."""
@@ -72,6 +72,7 @@ class _Session:
         """Take back the folder of a run that has not begun."""
         if self.made is None:
             return
+        let_go(self.made.path)
         code = self.codes.get(self.made.path)
         if code in (REFUSED, INTERRUPTED) or (self.dry_run and code == DONE):
             self.made.take_back()
@@ -105,7 +106,12 @@ def run_main(
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments)
         _session.dry_run = line.dry_run
-        with own_modules_found(), _command_line(line.arguments), _hydra_errors_raised(), _session.around_jobs:
+        with (
+            own_modules_found(resume.started_in if resume else None),
+            _command_line(line.arguments),
+            _hydra_errors_raised(),
+            _session.around_jobs,
+        ):
             main()
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -226,9 +232,14 @@ class RunHooks(Callback):
         if owner := lock_owner(folder):
             _refuse(f"{folder} is in use by {owner}; stop that run or choose another folder by hydra.run.dir")
         _session.made = NewFolder.of(folder)
-        if holds_run(folder):
+        if holds_run(folder) or _session.dry_run:
             OmegaConf.set_readonly(config.hydra, False)
             config.hydra.output_subdir = None
+        elif _session.resume is None:
+            try:
+                hold(folder)  # from before Hydra writes there, so that two runs that start at once do not mix theirs
+            except ConfigError as error:
+                _refuse(str(error))
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Refuse a sweep that would write over a run, or has a job that cannot run, before anything is written."""

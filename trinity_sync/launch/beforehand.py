@@ -4,6 +4,10 @@ model that is named, can do what is asked for.
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 from omegaconf import DictConfig
 
 from trinity_sync.backends.platform import accelerator_count
@@ -16,7 +20,7 @@ from trinity_sync.trainer.algorithms.base import algorithm_of
 
 _SOCKET_BYTES = 107
 """Longest path of a Unix socket."""
-_SOCKET = "/{}-12345678/session_2026-01-31_14-05-00_123456_1234567/sockets/plasma_store"
+_SOCKET = "/{}-12345678/session_2026-01-31_14-05-00_123456_{}/sockets/plasma_store"
 """Where Ray has its longest one, in a folder for its sessions."""
 
 
@@ -63,15 +67,14 @@ def _check_processors(cfg: DictConfig) -> None:
 
 
 def _check_sockets(cfg: DictConfig) -> None:
-    folder = cfg.cluster.temp_dir
-    if folder is None:
-        return
-    room = _SOCKET_BYTES - len(_SOCKET.format(own_name("trinity-ray")))
+    folder = Path(cfg.cluster.temp_dir or tempfile.gettempdir()).absolute()
+    room = _SOCKET_BYTES - len(_SOCKET.format(own_name("trinity-ray"), os.getpid()))
     length = len(str(folder).encode())
     if length > room:
+        what = "cluster.temp_dir" if cfg.cluster.temp_dir else "the folder for temporary files"
         raise ConfigError(
-            f"cluster.temp_dir is {folder}, of {length} bytes; Ray's sockets lie below it, whose whole path may have "
-            f"{_SOCKET_BYTES}, so name a folder of at most {room}"
+            f"{what} is {folder}, of {length} bytes; Ray's sockets lie below it, whose whole path may have "
+            f"{_SOCKET_BYTES}, so name a folder of at most {room} by cluster.temp_dir"
         )
 
 

@@ -34,7 +34,7 @@ from trinity_sync.launch.resume import Resume, committed_steps
 from trinity_sync.launch.row_scan import Scanned, scanned_task
 from trinity_sync.launch.start import Start, checkpoint_folder, look_before_resume
 from trinity_sync.tracking.recorder import Recorder
-from trinity_sync.tracking.run_folder import RunFolder
+from trinity_sync.tracking.run_folder import RunFolder, holds_run
 from trinity_sync.tracking.trackers import Tracker, build_trackers
 from trinity_sync.trainer.algorithms.base import Algorithm, algorithm_of
 from trinity_sync.weights.slots import remove_stale
@@ -107,6 +107,8 @@ def look(cfg: DictConfig, run_dir: Path) -> None:
         ConfigError: it could not begin.
     """
     _threads()
+    if holds_run(run_dir):
+        raise ConfigError(f"{run_dir} already holds a run; choose another folder by hydra.run.dir")
     check_beforehand(cfg)
     scanned_task(cfg)
     Start.find(cfg, checkpoint_folder(cfg, run_dir.absolute()), resume=None)

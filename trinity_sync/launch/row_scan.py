@@ -160,9 +160,14 @@ def _tell_shared(cfg: DictConfig, task: Any, validating: Any, count: int) -> Non
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
         _note(
-            f"{len(shared)} of the {count} rows of task.validation.path={cfg.task.validation.path} are in "
-            f"task.path={cfg.task.path}, too, the first of them {shared[0]}: the validation is not of new ones alone"
+            f"{len(shared)} of the {count} rows of the validation{_named(cfg.task.validation)} are in the "
+            f"task{_named(cfg.task)}, too, the first of them {shared[0]}: the validation is not of new ones alone"
         )
+
+
+def _named(node: Any) -> str:
+    path = node.get("path")
+    return f" ({path})" if path else ""
 
 
 def _look_through(cfg: DictConfig, task: Any, path: str | None) -> RowCounts | None:
@@ -298,6 +303,8 @@ def _at_least(request: _Request, encoder: _Encoder) -> dict[int, int]:
     for number, (place, item) in enumerate(request.rows):
         characters = _characters(item)
         if characters <= encoder.limit * _TOKEN_CHARACTERS:
+            continue
+        if request.task.get("too_long", "refuse") == "truncate":
             continue
         if request.task.get("too_long", "refuse") != "filter":
             raise ConfigError(

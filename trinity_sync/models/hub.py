@@ -32,12 +32,20 @@ def check_named(model_path: str) -> None:
     except HFValidationError as error:
         raise ConfigError(f"model.path is {model_path}, which is no folder and no hub id: {error}") from error
     except Exception as error:  # of its HTTP library, whichever that is
+        if _is_busy(error):
+            return  # it is asked once more when the model is loaded, with its library's patience
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"model.path is {model_path}: there is no such folder, it is not in the hub's cache on this machine, and "
             f"the hub does not give it ({type(error).__name__}: {reason}); name a folder, or fetch the model first by: "
             f"hf download {model_path}"
         ) from error
+
+
+def _is_busy(error: Exception) -> bool:
+    """Whether the hub is there and only slow, or has too much to do."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return type(error).__name__.endswith("Timeout") or status == 429 or (status or 0) >= 500
 
 
 def local_folder(model_path: str) -> Path:

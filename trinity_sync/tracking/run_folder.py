@@ -91,15 +91,11 @@ class RunFolder:
         """
         path = Path(path).absolute()
         run_json = path / "run.json"
+        held = _held.pop(path.resolve(), None)
         if resume and not run_json.exists():
             raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
+        lock = _locked(path) if held is None else held
         try:
-            make_folder(path)
-            lock = open_lock(path / ".lock", mode=0o644)  # for all to read who runs here
-        except OSError as error:
-            raise _unwritable(path, error) from error
-        try:
-            _take(lock, path)
             if not resume and run_json.exists():
                 raise ConfigError(
                     f"{path} already holds a run; go on with it by `trinity-sync resume {path}`, or choose another "
@@ -108,8 +104,6 @@ class RunFolder:
             try:
                 _try_writing(path)
                 (path / "logs").mkdir(exist_ok=True)
-                os.ftruncate(lock, 0)
-                os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
             except OSError as error:
                 raise _unwritable(path, error) from error
         except BaseException:
@@ -133,6 +127,50 @@ class RunFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_held: dict[Path, int] = {}
+"""Folders that are locked for a run of this process that is about to begin."""
+
+
+def hold(path: str | os.PathLike[str]) -> None:
+    """Make and lock the folder of a run that is about to begin, before anything is written to it; `RunFolder.open`
+    takes that over, and `let_go` gives it up.
+
+    Raises:
+        RunFolderInUse: another process has locked it.
+        ConfigError: it takes no writes.
+    """
+    path = Path(path).absolute()
+    lock = _locked(path)
+    _held[path.resolve()] = lock
+
+
+def let_go(path: str | os.PathLike[str]) -> None:
+    """Unlock a folder that `hold` has locked, where no run has begun in it."""
+    lock = _held.pop(Path(path).resolve(), None)
+    if lock is not None:
+        os.close(lock)
+
+
+def _locked(path: Path) -> int:
+    """Make a folder, lock it and sign that."""
+    try:
+        make_folder(path)
+        lock = open_lock(path / ".lock", mode=0o644)  # for all to read who runs here
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    try:
+        _take(lock, path)
+        try:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode() + b"\n", 0)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
 
 
 def holds_run(path: str | os.PathLike[str]) -> bool:

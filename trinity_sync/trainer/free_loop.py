@@ -258,8 +258,9 @@ class FreeLoop:
         or before is under way: what is committed has its validations on record, so a resume misses none of them.
         """
         assert self._validations is not None, "who asks has looked"
+        is_open = self._validations.open(step)  # first: one that ends meanwhile is among those that are taken
         self._take_validations()
-        return None if self._validations.open(step) else self._validated.pop(step, {})
+        return None if is_open else self._validated.pop(step, {})
 
     def _take_validations(self) -> None:
         """Write down the validations that were done, each in a line of its own, since it is of an earlier step."""

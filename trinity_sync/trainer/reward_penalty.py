@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trinity_sync.config.training_schema import InRewardConfig
+from trinity_sync.errors import RunError
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.trainer.group import TrainerGroup
 
@@ -53,10 +54,14 @@ class RewardPenalty:
             batch: its samples.
             shared: the same, as the ranks are given it.
         """
-        sums, means = np.zeros(len(batch)), np.zeros(len(batch), np.float32)
+        sums, means = np.full(len(batch), np.nan), np.full(len(batch), np.nan, np.float32)
         for found in self._trainer.all(lambda rank: rank.divergences(step, shared), self._timeout_s):
             if found is not None:  # with pipeline stages only ranks of the last one have some
                 sums[found.rows], means[found.rows] = found.sums, found.means
+        if not (np.isfinite(sums).all() and np.isfinite(means).all()):
+            raise RunError(
+                f"the divergence of step {step} from the reference is not finite; checkpoints of before are unharmed"
+            )
         used, mean = self.coefficient, float(means.mean())
         if self._adapts:
             call = self._trainer.ranks[0].adapted(used, mean, len(batch))

@@ -12,6 +12,7 @@ the next save is tried. Where the newest save of a run has failed, `finish` rais
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class FullSaves:
         self._log = log
         self._pending: dict[Call[Committed], tuple[int, float, float]] = {}
         self._untold: list[_Untold] = []
+        self._telling = threading.RLock()
         self._failed: dict[int, TrinityError] = {}
         self._succeeded = -1
 
@@ -195,28 +197,50 @@ class FullSaves:
             raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
         digest = digest if settings.of_versions else None
         until = time.monotonic() + settings.timeout_s / 2
-        self._untold.append(_Untold(step, files, digest, metrics, late, until))
+        with self._telling:
+            self._untold.append(_Untold(step, files, digest, metrics, late, until))
+        if late is not None:  # a step may take longer than that
+            overdue = threading.Timer(settings.timeout_s / 2, self._tell_overdue)
+            overdue.daemon = True
+            overdue.start()
 
     def _tell(self, timeout_s: float | None = None, *, at_once: bool = False) -> None:
         """Tell the monitor of the driver's part, which lets the step be committed: when the step is on record, so that
         no run goes on from one that is not, and what comes late is there. `at_once`: that is not waited for.
         """
         limit = self._settings.timeout_s if timeout_s is None else timeout_s
-        while self._untold:
-            untold = self._untold[0]
-            late = untold.late(untold.step) if untold.late is not None else {}
-            if late is None and not at_once and time.monotonic() < untold.until:
+        with self._telling:
+            while self._untold:
+                untold = self._untold[0]
+                late = untold.late(untold.step) if untold.late is not None else {}
+                if late is None and not at_once and time.monotonic() < untold.until:
+                    return
+                del self._untold[0]
+                self._tell_one(untold, late or {}, limit)
+
+    def _tell_overdue(self) -> None:
+        """Tell without what comes late where that has not come for too long; on a thread of its own."""
+        with self._telling:
+            while self._untold and time.monotonic() >= self._untold[0].until:
+                untold = self._untold.pop(0)
+                try:
+                    self._tell_one(untold, {}, self._settings.timeout_s)
+                except TrinityError as error:
+                    self._fail(untold.step, error)
+
+    def _tell_one(self, untold: _Untold, late: Mapping[str, float], limit: float) -> None:
+        step, attempt = untold.step, self._settings.attempt
+        if late:
+            metrics = {**untold.metrics, **late}
+            try:
+                _begin(self._monitor, Version(attempt, step), "full", [], self._settings, metrics)
+            except TrinityError as error:  # a part has failed meanwhile
+                self._fail(step, self._first_failure(step) or error)
                 return
-            del self._untold[0]
-            if late:
-                metrics = {**untold.metrics, **late}
-                version = Version(self._settings.attempt, untold.step)
-                _begin(self._monitor, version, "full", [], self._settings, metrics)
-            step, attempt = untold.step, self._settings.attempt
-            told = self._monitor.notify_finished(
-                step, part="driver", attempt=attempt, files=untold.files, digest=untold.digest
-            )
-            told.result(limit)
+        told = self._monitor.notify_finished(
+            step, part="driver", attempt=attempt, files=untold.files, digest=untold.digest
+        )
+        told.result(limit)
 
     def poll(self) -> None:
         """Let the save be committed that the step began, which is on record by now, and record the saves that ended
