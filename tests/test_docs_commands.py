@@ -31,6 +31,7 @@ from trinity_sync.launch import app
 UNTRIED = {
     r"\. \.venv/bin/activate": "is the shell's, and makes the commands after it be found",
     r"ray start ": "starts processes that outlive the command; tests/nodes has Ray's own cluster for tests",
+    r"docker ": "needs Docker; tests/test_dockerfile.py runs the commands of the image without",
     r"VLLM_SERVER_DEV_MODE=1 vllm serve": "runs until it is ended; tests/vllm/servers.py starts servers so",
 }
 """Commands that nothing here can try, as patterns, and why."""

@@ -244,7 +244,7 @@ def test_an_export_looks_at_its_place_first(run: Path, tmp_path: Path, capsys: C
     assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "new" / "out")]) == 2
     assert f"cannot be made: nothing may be written to {tmp_path}" in capsys.readouterr().err
     monkeypatch.undo()
-    usage = SimpleNamespace(free=10)
+    usage = SimpleNamespace(total=100, free=10)
     monkeypatch.setattr(export.shutil, "disk_usage", lambda _: usage)
     assert cli.main(["ckpt", "export", str(run), "--output", str(tmp_path / "out")]) == 1
     assert "bytes, and 10 are free there" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -106,14 +107,26 @@ def test_elsewhere_than_in_the_main_thread_nothing_changes() -> None:
     assert seen == [signal.getsignal(signal.SIGINT)]
 
 
-def test_an_interrupt_is_answered_at_once_and_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_is_answered_at_once_and_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(interrupts, "time", clock)
     with interruptible():
-        for _ in range(2):
+        for now in (100.0, 101.5):  # noqa: B007
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert interrupts.interrupted()
     assert capfd.readouterr().err == "stopping ...\n"
     assert not interrupts.interrupted()
+
+
+def test_an_interrupt_right_after_another_does_not_meet_the_way_to_the_end() -> None:
+    with interruptible():
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupts.interrupted()
 
 
 def test_what_ends_something_is_not_interrupted_and_the_interrupt_is_not_lost() -> None:

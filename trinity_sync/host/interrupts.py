@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +17,8 @@ _seen = threading.Event()
 _stop: threading.Event | None = None
 _shields = 0
 _TOLD = b"stopping ...\n"
+_UNWINDING_S = 1.0
+"""So long after an interrupt the next one is only noted: it would meet the way to what is shielded."""
 
 
 @contextlib.contextmanager
@@ -33,18 +37,22 @@ def interruptible(*, sigterm_saves: bool = True) -> Iterator[None]:
         yield
         return
 
+    raised = -math.inf
+
     def interrupt(signum: int, frame: Any) -> None:
         if signum in handled:
             told.append(signum)
         if signum in saving and _stop is not None and not _stop.is_set():
             _stop.set()
             return
+        nonlocal raised
         first = not _seen.is_set()
         _seen.set()
         if first:
             with contextlib.suppress(OSError):
                 os.write(2, _TOLD)  # from a handler `print` could come into a `print` under way
-        if not _shields:
+        if not _shields and time.monotonic() - raised > _UNWINDING_S:
+            raised = time.monotonic()
             raise KeyboardInterrupt
 
     told: list[int] = []
