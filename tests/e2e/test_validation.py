@@ -132,6 +132,7 @@ def assert_validated_beside_training(run: Run, steps: list[int]) -> None:
     assert run.summary["validation"]["last"] == rewards[max(steps)]
 
 
+@pytest.mark.all
 def test_a_free_run_validates_beside_training_and_keeps_the_best(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", *FREE, *VALIDATED, *BEST, "sync=memory", "trainer.steps=6")
     assert_validated_beside_training(run, [0, 2, 4, 6])

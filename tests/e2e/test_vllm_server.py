@@ -14,11 +14,9 @@ from trinity_sync.models.factory import make_model
 
 WAYS = {"plain": (), "plug-in": PLUG_IN}
 
-ALWAYS = ("plain", "checkpoint")  # the other way is tried by tests/vllm
-CASES = [
-    pytest.param(*case, marks=() if case == ALWAYS else pytest.mark.all, id="-".join(case))
-    for case in [ALWAYS, ("plain", "memory"), ("plug-in", "checkpoint"), ("plug-in", "memory")]
-]
+CASES = [("plain", "checkpoint"), ("plain", "memory"), ("plug-in", "checkpoint"), ("plug-in", "memory")]
+
+pytestmark = pytest.mark.all  # whole runs; servers of both kinds are tried by tests/vllm
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,7 @@ def assert_right(run: Run, mode: str, *, stale: bool = False) -> None:
     assert max(line["rollout_corr/log_prob_abs_diff"] for line in run.lines("metrics.jsonl")) < limit
 
 
-@pytest.mark.parametrize(("way", "mode"), CASES)
+@pytest.mark.parametrize(("way", "mode"), CASES, ids="-".join)
 def test_a_run_completes_with_equal_digests_at_trainer_and_explorer(
     tmp_path: Path, server: RealServer, mode: str
 ) -> None:
@@ -56,14 +54,12 @@ def test_a_run_completes_with_equal_digests_at_trainer_and_explorer(
     assert not run.events("fault")
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("way", WAYS)
 def test_samples_of_a_free_run_are_trained_on(tmp_path: Path, server: RealServer) -> None:
     free = ("trainer.schedule=free", "sync.max_staleness=1", "trainer.steps=30")
     assert_right(launch(tmp_path / "run", *overrides(server, *free)), "memory", stale=True)
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_that_is_killed_costs_the_explorer_which_waits_for_it_to_come_back(
     tmp_path: Path, server: RealServer
@@ -79,7 +75,6 @@ def test_a_server_that_is_killed_costs_the_explorer_which_waits_for_it_to_come_b
     assert [event["where"] for event in run.events("fault")] == ["explorer-0"]
 
 
-@pytest.mark.all
 def test_a_server_that_is_not_there_is_said(tmp_path: Path, model: Path) -> None:
     nobody = RealServer(model, tmp_path / "server.log")
     run = launch(tmp_path / "run", *overrides(nobody, "cluster.start_timeout_s=60"))
