@@ -1,0 +1,116 @@
+"""What verl imports to know us: our checkpoints and our weight sync in a program of verl's that stays as it is.
+
+::
+
+    VERL_USE_EXTERNAL_MODULES=trinity_sync.integrations.verl.plugin VERL_ENGINE_VENDOR=trinity
+
+verl imports this module while it is itself imported, in each of its processes, and at every start of any program that
+uses it where the entry point ``verl.plugins`` names it. So nothing is loaded here, neither torch nor more of verl: what
+there is to do for a module of verl's is done when that has been imported. Without `VERL_ENGINE_VENDOR` the engines stay
+verl's own; the backend of weight sync is there to be chosen by its name.
+
+What goes wrong is said on standard error, and leaves verl as it is: verl itself keeps quiet about plug-ins that fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+from wrapt import register_post_import_hook
+
+VENDOR = "trinity"
+"""What `VERL_ENGINE_VENDOR` names."""
+
+TESTED = (0, 9)
+"""The version of verl that this was written for and is tested with, without its last part."""
+
+
+def is_on() -> bool:
+    """Whether verl's engines are to be ours, in this process."""
+    return os.environ.get("VERL_ENGINE_VENDOR") == VENDOR
+
+
+def _resume(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl import resuming
+
+    module.find_latest_ckpt_path = resuming.instead_of(module.find_latest_ckpt_path)
+
+
+def _remote_copies(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl import remote_copies
+
+    module.copy = remote_copies.instead_of(module.copy)
+
+
+def _engines(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl import engines
+
+    engines.register(module)
+
+
+_HOOKS: dict[str, Callable[[ModuleType], None]] = {
+    "verl.workers.engine.fsdp.transformer_impl": _engines,
+    "verl.workers.engine.megatron.transformer_impl": _engines,
+    "verl.utils.checkpoint.checkpoint_manager": _resume,
+    "verl.utils.hdfs_io": _remote_copies,
+}
+"""What is done for a module of verl's once it is imported, where the engines are to be ours."""
+
+
+def _aloud(do: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    @functools.wraps(do)
+    def hook(module: ModuleType) -> None:
+        if not is_on():
+            return
+        try:
+            do(module)
+        except Exception as error:
+            _say(f"{module.__name__} is left as it is, because of {type(error).__name__}: {error}")
+
+    return hook
+
+
+def _say(text: str) -> None:
+    print(f"trinity-sync: {text}", file=sys.stderr, flush=True)
+
+
+def _version() -> str:
+    """verl's; it is being imported, and knows its number by now."""
+    return str(getattr(sys.modules.get("verl"), "__version__", "")) or _installed()
+
+
+def _installed() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("verl")
+    except PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _is_tested(version: str) -> bool:
+    return tuple(version.split(".")[: len(TESTED)]) == tuple(map(str, TESTED))
+
+
+def register() -> None:
+    """Have verl's modules changed when they are imported; those that are, at once. Called by the import of this
+    module, once in a process.
+    """
+    version = _version()
+    if not _is_tested(version):
+        if is_on():
+            known = ".".join(map(str, TESTED))
+            _say(f"verl {version} is not {known}.x, which this is written for: OFF, verl saves its checkpoints itself")
+        return
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        importlib.import_module("trinity_sync.backends.cpu_platform")  # verl asks for it in a moment
+    for name, do in _HOOKS.items():
+        register_post_import_hook(_aloud(do), name)
+
+
+register()

@@ -1,0 +1,106 @@
+"""Which checkpoint a program of verl's goes on from by itself: the newest that verifies, not the one that was begun last.
+
+All of verl's trainers ask ``find_latest_ckpt_path`` when `resume_mode` is ``auto``; it believes the tracker, which the
+trainers write before a checkpoint is whole. Nothing on the disk is changed here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.resume_point import check_all_seen, find
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+
+Find = Callable[..., "str | None"]
+
+SKIP_MISSING = "TRINITY_SYNC_SKIP_MISSING"
+"""Set to 1: go on though a checkpoint that was committed is gone."""
+
+_TIMEOUT_S = 1800.0
+"""How long the others wait for rank 0, which reads the whole checkpoint."""
+
+_asked: dict[str, int] = {}
+
+
+def instead_of(verls: Find) -> Find:
+    """Return what stands in for verl's function, of which it keeps the arguments and the answer."""
+
+    @functools.wraps(verls)
+    def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
+        if path is None or directory_format != "global_step_{}" or not Path(path).is_dir():
+            return verls(path, directory_format)
+        return _of_all_ranks(Path(path).absolute())
+
+    return find_latest_ckpt_path
+
+
+def newest(root: Path) -> Path | None:
+    """Return the folder of the newest full checkpoint that verifies, or that verl itself has finished; None: there is
+    none, and none was ever committed. Says a line for each one that is passed over.
+
+    Raises:
+        RunError: one that was committed is gone, or cannot be read now; says how to go on without it.
+    """
+    try:
+        found = find(root, of_verl=True, say=_say)
+        check_all_seen(root, found, (), skip_missing=os.environ.get(SKIP_MISSING) == "1")
+    except TrinityError as error:
+        raise RunError(
+            f"{error}. Nothing was changed. Start again when it can be read; or name the checkpoint to go on from: "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={root}/global_step_N; or set {SKIP_MISSING}=1 "
+            "to take the newest that is there"
+        ) from error
+    if found is None:
+        return None
+    _say(f"going on from {found.path}{'' if found.manifest is not None else ', which verl wrote: it is not verified'}")
+    return step_dir(root, found.step)
+
+
+def _of_all_ranks(root: Path) -> str | None:
+    """Rank 0 of a group looks and tells the others. Who asks on rank 0 alone waits for nobody."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        found = newest(root)
+        return None if found is None else str(found)
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    number = _asked[str(root)] = _asked.get(str(root), 0) + 1
+    store: Any = _get_default_store()
+    key = f"trinity-sync/newest/{root}/{number}"
+    if dist.get_rank() == 0:
+        return _told(store, key, root)
+    try:
+        store.wait([key], timedelta(seconds=_TIMEOUT_S))
+    except (RuntimeError, ValueError) as error:  # torch says so of a time-out, too
+        raise WaitTimeout("rank 0", f"say which checkpoint in {root} is the newest", _TIMEOUT_S) from error
+    answer = json.loads(store.get(key))
+    if answer["error"] is not None:
+        raise RunError(answer["error"])
+    path: str | None = answer["path"]
+    return path
+
+
+def _told(store: Any, key: str, root: Path) -> str | None:
+    answer: dict[str, str | None] = {"path": None, "error": "rank 0 ended while it looked for a checkpoint"}
+    try:
+        found = newest(root)
+        answer = {"path": None if found is None else str(found), "error": None}
+    except TrinityError as error:
+        answer["error"] = str(error)
+        raise
+    finally:
+        store.set(key, json.dumps(answer))
+    return answer["path"]
+
+
+def _say(text: str) -> None:
+    print(f"trinity-sync: {text}", file=sys.stderr, flush=True)
