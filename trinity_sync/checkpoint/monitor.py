@@ -313,6 +313,7 @@ class CheckpointMonitor(Writers):
             missing = ", ".join(self._book.status(step).missing)
             await self.fail_step(step, f"{why}; missing: {missing}" if missing else why)
         await self.wait_idle(max(0.0, deadline - time.monotonic()))
+        await asyncio.to_thread(self._disk.forget_failures)
 
     async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
         """Run retention now.

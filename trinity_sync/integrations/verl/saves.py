@@ -16,18 +16,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol
 
-import ray
-
-from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.checkpoint.monitor import ACTOR_NAME
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.commits import Commits
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import hold, step_at
+from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
@@ -110,22 +107,16 @@ class CommittedSaves(ABC):
         self._connect(ray_namespace)
 
     def _connect(self, ray_namespace: str) -> None:
-        """Find the run's checkpoint monitor, and learn from it where checkpoints go."""
-        try:
-            handle = ray.get_actor(ACTOR_NAME, namespace=ray_namespace or None)
-        except ValueError:
-            raise RunError(
-                f"there is no {ACTOR_NAME!r} in Ray namespace {ray_namespace!r}: let the driver start it with "
-                "trinity_sync.integrations.verl.open_run before the workers"
-            ) from None
-        self._monitor = MonitorClient(handle)
-        facts = self._monitor.describe().result(self._timeout_s)
-        self._root = Path(facts["root"]) if facts["root"] is not None else None
-        self._attempt: int = facts["attempt"]
-        self._roles: list[str] = facts["roles"]
-        self._durable: bool = facts["fsync"]
+        """Find the run's checkpoint monitor."""
+        self._use(RunMonitor.in_namespace(ray_namespace, self._timeout_s))
+
+    def _use(self, monitor: RunMonitor) -> None:
+        """Save through this monitor from now on."""
+        self._monitor = monitor.client
+        self._root, self._attempt = monitor.root, monitor.attempt
+        self._roles, self._durable = list(monitor.roles), monitor.durable
         self._coordinator = CheckpointCoordinator(
-            handle, job_id=f"rank-{self.rank}", timeout_s=self._timeout_s, attempt=self._attempt
+            monitor.handle, job_id=f"rank-{self.rank}", timeout_s=self._timeout_s, attempt=self._attempt
         )
         self._commits = Commits(self._monitor, self._attempt, self._timeout_s)
 
