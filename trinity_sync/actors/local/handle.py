@@ -61,7 +61,7 @@ class Link:
             try:
                 self.hello = frames.receive(self._sock)
             except TimeoutError:
-                raise WaitTimeout(who, "be ready", timeout_s) from None
+                raise WaitTimeout(who, "get ready", timeout_s) from None
             self._sock.settimeout(None)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
         except BaseException:

@@ -84,6 +84,7 @@ class LocalServer:
         self._connections: set[_Connection] = set()
         self._calls: set[asyncio.Task[None]] = set()
         self._changes = Changes()
+        self._takes_more = True
 
     @property
     def members(self) -> int:
@@ -126,6 +127,12 @@ class LocalServer:
             if self._members:
                 until = max(least, clock() + grace_s)
 
+    def take_no_more(self) -> None:
+        """Answer no calls from now on, and end the members' connections. Who connects is told who this is, still."""
+        self._takes_more = False
+        for connection in self._members:
+            connection.writer.close()
+
     async def close(self) -> None:
         """End all connections, and accept no more."""
         if self._server is not None:
@@ -163,6 +170,8 @@ class LocalServer:
     async def _answer_calls(self, reader: asyncio.StreamReader, connection: _Connection, body: object) -> None:
         while True:
             call, method, arguments = await frames.receive_next(reader)
+            if not self._takes_more:
+                return
             if connection not in self._members:
                 self._members.add(connection)
                 self._changes.announce()

@@ -27,6 +27,8 @@ LOOK_S = 10.0
 _POLL_S = 0.1
 #: Where the folder is held, that is how often a process is started to look again.
 _START_AGAIN_S = 1.0
+#: A start that has begun has so long at least.
+_LEAST_S = 1.0
 
 
 def connect(
@@ -119,34 +121,49 @@ class _Search:
         """Look until there is one; errors as for `connect`."""
         deadline, self._since = time.monotonic() + self.timeout_s, None
         while True:
-            seen = self._look()
+            left = max(_LEAST_S, deadline - time.monotonic())
+            seen = self._look(left)
             if seen.link is not None:
                 return seen.link
-            if not self.may_start:
-                pass
-            elif seen.lives and not seen.ending:
-                self._bear(ConfigError(f"checkpoint.dir={self.settings.root} is in use by {seen.what}"))
-            elif not seen.lives and time.monotonic() > self._not_before and self._start(deadline):
+            if self.may_start and self._makes_way(seen) and self._start(left):
                 continue
             if time.monotonic() > deadline:
-                todo = "end" if seen.ending else f"be there for {self.settings.root}: {seen.what}"
-                raise WaitTimeout(WHO, todo, self.timeout_s)
+                raise self._late(seen)
             time.sleep(_POLL_S)
 
-    def _bear(self, error: ConfigError) -> None:
-        """Another program is at work: it has a little time to be gone."""
+    def _makes_way(self, seen: _Seen) -> bool:
+        """Whether nobody is at work there, as far as one sees, and it is time to try."""
+        if seen.ending:
+            self._since = None
+        elif seen.lives:
+            self._bear(InUseError(f"checkpoint.dir={self.settings.root} is in use by {seen.what}"))
+        return not seen.lives and time.monotonic() > self._not_before
+
+    def _bear(self, error: InUseError) -> None:
+        """Another program is at work: it has a little time to be gone, or to show that it is ending."""
         now = time.monotonic()
         self._since = self._since or now
         if now > self._since + LOOK_S:
             raise error
 
-    def _look(self) -> _Seen:
+    def _late(self, seen: _Seen) -> WaitTimeout:
+        root = self.settings.root
+        if seen.ending:
+            return WaitTimeout(seen.what, f"end its work in {root}", self.timeout_s)
+        if self.may_start:
+            return WaitTimeout(WHO, f"start for {root} ({seen.what})", self.timeout_s)
+        return WaitTimeout("rank 0", f"have {WHO} of this program listen for {root} ({seen.what})", self.timeout_s)
+
+    def _look(self, left: float) -> _Seen:
+        """Args:
+        left: limit for a monitor that is there to get ready, seconds.
+        """
         settings = self.settings
         found = rendezvous.find(settings.root)
         if found is None:
             return _Seen("nobody has said that it listens")
         try:
-            link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, self.timeout_s)
+            link = Link(found.address, found.port, bytes.fromhex(found.secret), WHO, left)
         except (OSError, EOFError, NotOursError) as error:
             return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
         hello: Hello = link.hello
@@ -163,10 +180,9 @@ class _Search:
         whose = "this program" if ours else "another program"
         return _Seen(f"the checkpoint monitor of {whose} ({found})", lives=True, ending=ending)
 
-    def _start(self, deadline: float) -> bool:
+    def _start(self, left: float) -> bool:
         """Start one; False: somebody holds the folder."""
         given = pickle.dumps(self.settings)
-        left = max(1.0, deadline - time.monotonic())
         error = pickle.loads(start_detached(process.__name__, given, who=WHO, timeout_s=left))
         if error is None:
             return True

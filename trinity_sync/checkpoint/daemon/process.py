@@ -154,6 +154,7 @@ class _MonitorProcess:
             on_up()
             await self._members_gone(server)
             self._ending = True
+            server.take_no_more()
             await body.end("all processes of the program have ended", settings.config.timeout_s)
         finally:
             await server.close()
