@@ -16,7 +16,7 @@ from typing import Any
 from trinity_sync.actors.changes import Changes
 from trinity_sync.actors.local import frames
 from trinity_sync.errors import RunError, TrinityError
-from trinity_sync.host.origin import told
+from trinity_sync.host.origin import origin, told
 
 logger = logging.getLogger(__name__)
 
@@ -183,13 +183,13 @@ class LocalServer:
         _current.set(current)
         try:
             args, kwargs = pickle.loads(arguments)
-            how, answer = ANSWER, await _called(body, method, args, kwargs)
+            how, said = ANSWER, pickle.dumps(await _called(body, method, args, kwargs))
         except TrinityError as error:
-            how, answer = FORESEEN, error
+            how, said = FORESEEN, _foreseen(error)
         except Exception as error:
-            how, answer = FAILED, _where(error)
+            how, said = FAILED, pickle.dumps(_where(error))
         with contextlib.suppress(OSError):  # whoever asked is gone
-            await _send(current.connection, frames.pack((current.id, how, _pickled(how, answer))))
+            await _send(current.connection, frames.pack((current.id, how, said)))
 
 
 async def _called(body: object, method: str, args: Sequence[object], kwargs: dict[str, Any]) -> object:
@@ -200,21 +200,21 @@ async def _called(body: object, method: str, args: Sequence[object], kwargs: dic
     return await answer if inspect.isawaitable(answer) else answer
 
 
-def _pickled(how: str, answer: object) -> bytes:
+def _foreseen(error: TrinityError) -> bytes:
     try:
-        data = pickle.dumps(answer)
-        if how == FORESEEN:
-            pickle.loads(data)  # an error's class may take other arguments than it keeps
+        data = pickle.dumps(error)
+        pickle.loads(data)  # its class may take other arguments than it keeps
     except Exception:
-        return pickle.dumps(answer if isinstance(answer, str) else RunError(str(answer)))
+        return pickle.dumps(RunError(str(error)))
     return data
 
 
 def _where(error: BaseException) -> str:
     """Put an error that nobody foresaw into words, with where it was raised."""
     steps = traceback.extract_tb(error.__traceback__)
-    place = f" (raised in {steps[-1].filename}:{steps[-1].lineno})" if steps else ""
-    return f"{told(error)}{place}"
+    if origin(error) is not None or not steps:  # the words have it
+        return told(error)
+    return f"{told(error)} ({steps[-1].filename}:{steps[-1].lineno})"
 
 
 async def _send(connection: _Connection, frame: bytes) -> None:
