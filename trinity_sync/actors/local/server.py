@@ -20,6 +20,8 @@ from trinity_sync.host.origin import origin, told
 
 logger = logging.getLogger(__name__)
 
+#: So often members are counted though nothing has changed, seconds.
+_LOOK_S = 60.0
 #: How the answer to a call ended.
 ANSWER, FORESEEN, FAILED = "answer", "foreseen", "failed"
 
@@ -119,13 +121,14 @@ class LocalServer:
             least_s: not before so many seconds from now, as callers may be on their way back.
         """
         clock = asyncio.get_running_loop().time
-        least, until = clock() + least_s, clock() + max(first_s, least_s)
+        least = clock() + least_s
+        until = max(least, clock() + first_s)
         while self._members or clock() < until:
             if self._members:
+                await self._changes.next(_LOOK_S)
                 until = max(least, clock() + grace_s)
-            await self._changes.next(until - clock())
-            if self._members:
-                until = max(least, clock() + grace_s)
+            else:
+                await self._changes.next(until - clock())
 
     def take_no_more(self) -> None:
         """Answer no calls from now on, and end the members' connections. Who connects is told who this is, still."""

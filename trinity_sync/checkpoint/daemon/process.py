@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import pickle
 import re
@@ -192,9 +193,10 @@ class _MonitorProcess:
         await asyncio.wait([gone, told], return_when=asyncio.FIRST_COMPLETED)
         if not gone.done():
             story.warning("told to end (SIGTERM)")
-            await asyncio.wait([gone], timeout=_TERM_S)
+            gone.cancel()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(server.members_gone(first_s=0.0, grace_s=0.0), _TERM_S)
         told.cancel()
-        gone.cancel()
 
     def _hello(self, server: LocalServer, attempt: int) -> Hello:
         return {
