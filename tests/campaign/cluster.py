@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 from tests.campaign.ledger import ROOT, Ledger
 from tests.campaign.scheduler import CURRENT, Process
 from tests.campaign.world import CALL_ID, Service, Violation, World
+from trinity_sync.actors.ray_host import RayHost
 from trinity_sync.checkpoint import disk, monitor, rollback, verification, writers
 from trinity_sync.checkpoint.layout import Manifest, file_entry, staging_dir
 from trinity_sync.checkpoint.lock import locked, writer_of
@@ -233,7 +234,7 @@ class Run:
             writer=self._writer,
         )
         try:
-            body = monitor.CheckpointMonitor(self.plan.strategy, str(ROOT), None, config, self.world.clock)
+            body = monitor.CheckpointMonitor(self.plan.strategy, str(ROOT), None, config, self.world.clock, _Host())
         except Exception as error:
             self.world.note(f"     the monitor cannot start: {error}")
             process.on_death.clear()
@@ -448,20 +449,20 @@ class _Reference:
         return asyncio.shield(self.future).__await__()
 
 
-class _Context:
-    """`ray.get_runtime_context()` of the simulated actors."""
+class _Host(RayHost):
+    """Ray, as it is to the simulated actors."""
 
     @property
-    def was_current_actor_reconstructed(self) -> bool:
+    def restarted(self) -> bool:
         return CALL_ID.get() == "restarted"
 
-    def get_task_id(self) -> str:
+    def call_id(self) -> str:
         return CALL_ID.get()
 
 
 @contextlib.contextmanager
 def observed(ledger: Ledger) -> Iterator[None]:
-    """The monitor's commits are told to the ledger, and Ray's context is the simulation's."""
+    """The monitor's commits are told to the ledger."""
     commit = disk.CheckpointDisk.commit
 
     def told(self: disk.CheckpointDisk, decision: Commit) -> Manifest:
@@ -473,11 +474,8 @@ def observed(ledger: Ledger) -> Iterator[None]:
         ledger.committed(manifest, durable=durable)
         return manifest
 
-    ray = mock.Mock(get_runtime_context=_Context)
     with (
         mock.patch.object(disk.CheckpointDisk, "commit", told),
-        mock.patch.object(monitor, "ray", ray),
-        mock.patch.object(writers, "ray", ray),
         mock.patch.object(writers, "_TICK_S", 2.0),  # half a second would only take longer,
         mock.patch.object(file_digest, "PIECE_BYTES", 1 << 12),  # and so would buffers of 4 MB for files of 50 bytes
     ):

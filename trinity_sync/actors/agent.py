@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from trinity_sync.actors.calls import Call
-from trinity_sync.actors.client import Client
+from trinity_sync.actors.client import RayClient
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.protocol.versions import Lease, Version
 
@@ -61,7 +61,7 @@ class StatePart:
     files: Sequence[tuple[str, Sequence[Extent]]]
 
 
-class AgentClient(Client):
+class AgentClient(RayClient):
     """See `trinity_sync.node.agent.NodeAgent`, of which each method here has one.
 
     Args:

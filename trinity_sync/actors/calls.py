@@ -9,38 +9,24 @@ import asyncio
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import ray
 from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from trinity_sync.actors.deaths import DEATHS, why_gone
+from trinity_sync.actors.pending import ANSWER_S, MemberDied, Pending, Transport, ended
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.origin import told
 from trinity_sync.protocol.members import Member
 
+__all__ = ["ANSWER_S", "Call", "MemberDied", "RayTransport", "ended", "results", "this_process"]
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-
-
-class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
-    """A process that was waited for is gone.
-
-    Args:
-        who: the process's name, such as ``"trainer rank 1"``.
-        what: what it was to do.
-        why: why it is gone, as far as that is known.
-    """
-
-    def __init__(self, who: str, what: str, why: str = "") -> None:
-        super().__init__(who, what, why)
-        self.who, self.what, self.why = who, what, why
-
-    def __str__(self) -> str:
-        told = f"{self.who} died while it was to {self.what}"
-        return f"{told} ({self.why})" if self.why else told
 
 
 def this_process(name: str) -> Member:
@@ -54,13 +40,8 @@ def _life(pid: int) -> str:
     return Member.new(str(pid)).life
 
 
-# Who is asked ends its own waits at the limit that it is given, and its word of what it waited for says more than ours:
-# so much longer is waited for that.
-ANSWER_S = 5.0
-
-
-class Call(Generic[T_co]):
-    """A call to another process that is under way.
+class Call(Pending[T_co]):
+    """A call to one of Ray's actors that is under way.
 
     Args:
         reference: Ray's reference to the answer.
@@ -69,7 +50,13 @@ class Call(Generic[T_co]):
     """
 
     def __init__(self, reference: ObjectRef[T_co], who: str, what: str) -> None:
-        self.reference, self.who, self.what = reference, who, what
+        super().__init__(who, what)
+        self.reference = reference
+
+    @property
+    def owned(self) -> Sequence[ObjectRef[T_co]]:
+        """The reference, in a list, so that Ray does not wait for it in the receiver's place."""
+        return [self.reference]
 
     def result(self, timeout_s: float) -> T_co:
         """Wait for the answer; errors as for `results`."""
@@ -98,24 +85,37 @@ class Call(Generic[T_co]):
             return False
         return True
 
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        """Wait until it has ended, well or not, or the time is over; tell whether it has.
 
-def ended(calls: Collection[Call[T]], timeout_s: float = 0.0) -> list[Call[T]]:
-    """Wait until all of the calls have ended, well or not, or the time is over; return those that have.
+        Raises:
+            RunError: Ray itself broke the wait off.
+        """
+        try:
+            done, _ = ray.wait([self.reference], timeout=timeout_s)
+        except RayError as error:
+            raise _broken_off([self], error) from error
+        return bool(done)
+
+
+class RayTransport(Transport):
+    """To an actor of Ray's.
 
     Args:
-        timeout_s: seconds; 0 does not wait.
-
-    Raises:
-        RunError: Ray itself broke the wait off.
+        handle: Ray's handle of the actor.
     """
-    references = {call.reference: call for call in calls}
-    if not references:
-        return []
-    try:
-        done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
-    except RayError as error:
-        raise _broken_off(references.values(), error) from error
-    return [references[reference] for reference in done]
+
+    def __init__(self, handle: ActorHandle) -> None:
+        self._handle = handle
+
+    def call(self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]) -> Call[Any]:
+        """Begin a call; see `Transport`."""
+        return Call(getattr(self._handle, method).remote(*args, **kwargs), who, what)
+
+    def caller(self) -> tuple[str, str]:
+        """Name this process: Ray's ids of its node and its worker."""
+        context = ray.get_runtime_context()
+        return str(context.get_node_id()), str(context.get_worker_id())
 
 
 def results(

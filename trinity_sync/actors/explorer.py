@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypedDict
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast, receivers
 from trinity_sync.actors.calls import Call
-from trinity_sync.actors.client import Client
+from trinity_sync.actors.client import RayClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.drawing import FOR_TRAINING, Drawing
@@ -130,7 +130,7 @@ class Whereabouts(TypedDict):
     closes: bool
 
 
-class ExplorerClient(Client):
+class ExplorerClient(RayClient):
     """See `trinity_sync.explorer.actor.Explorer`, of which each method here has one.
 
     Args:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from trinity_sync.actors.calls import Call
 from trinity_sync.actors.client import Client
+from trinity_sync.actors.pending import Pending, Transport
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import Kind
 
 if TYPE_CHECKING:
-    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 Event = dict[str, object]
@@ -72,10 +71,10 @@ class MonitorClient(Client):
     stands for the monitor's.
 
     Args:
-        handle: Ray's handle of the monitor.
+        handle: of the monitor: Ray's, or that of one in a local process.
     """
 
-    def __init__(self, handle: ActorHandle) -> None:
+    def __init__(self, handle: ActorHandle | Transport) -> None:
         super().__init__(handle, "the checkpoint monitor")
 
     # -- a checkpoint
@@ -90,7 +89,7 @@ class MonitorClient(Client):
         *,
         weights_parts: Collection[str] = (),
         durable: bool | None = None,
-    ) -> Call[str]:
+    ) -> Pending[str]:
         """Announce a checkpoint; the answer is its staging folder, which exists."""
         return self._call(
             f"begin step {step}",
@@ -104,13 +103,13 @@ class MonitorClient(Client):
             durable=durable,
         )
 
-    def monitor_step(self, step: int, *, weights: bool, attempt: int | None) -> Call[None]:
+    def monitor_step(self, step: int, *, weights: bool, attempt: int | None) -> Pending[None]:
         """Have the step committed, as weights only or in full, as soon as its parts are in."""
         return self._call(f"take step {step} as one to commit", "monitor_step", step, weights, attempt=attempt)
 
     def register_thread_count(
         self, step: int, *, state_dict_thread_count: int, checkpoint_thread_count: int, attempt: int | None
-    ) -> Call[None]:
+    ) -> Pending[None]:
         """Add to the numbers of parts that the step waits for."""
         counts = {
             "state_dict_thread_count": state_dict_thread_count,
@@ -120,24 +119,24 @@ class MonitorClient(Client):
             f"register the parts of step {step}", "register_thread_count", step, attempt=attempt, **counts
         )
 
-    def wait_committed(self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind) -> Call[Committed]:
+    def wait_committed(self, step: int, attempt: int | None, timeout_s: float, *, kind: Kind) -> Pending[Committed]:
         """Wait until the step is committed, its trackers have moved and retention has run."""
         return self._call(f"commit step {step}", "wait_committed", step, attempt, timeout_s, kind=kind)
 
-    def fail_step(self, step: int, error: str, *, attempt: int | None) -> Call[None]:
+    def fail_step(self, step: int, error: str, *, attempt: int | None) -> Pending[None]:
         """Give a step up, whatever its parts say."""
         return self._call(f"give step {step} up", "fail_step", step, error, attempt)
 
-    def status(self, step: int) -> Call[StepStatus]:
+    def status(self, step: int) -> Pending[StepStatus]:
         """Ask where a step stands."""
         return self._call(f"say how step {step} went", "status", step)
 
-    def has_part(self, step: int, part: str, *, attempt: int | None) -> Call[bool]:
+    def has_part(self, step: int, part: str, *, attempt: int | None) -> Pending[bool]:
         """Ask whether the part is in."""
         what = f"say whether {part} of step {step} is saved"
         return self._call(what, "has_part", step, part, attempt=attempt)
 
-    def prune(self, keep_last: int | None = None) -> Call[list[PrunedStep]]:
+    def prune(self, keep_last: int | None = None) -> Pending[list[PrunedStep]]:
         """Run retention now; the answer is what was deleted."""
         return self._call("delete what is not kept", "prune", keep_last)
 
@@ -155,7 +154,7 @@ class MonitorClient(Client):
         life: str,
         collective: bool,
         timeout_s: float,
-    ) -> Call[None]:
+    ) -> Pending[None]:
         """Say that a save is about to write, and wait until the save strategy lets it."""
         return self._call(
             f"give a save of step {step} its turn",
@@ -181,7 +180,7 @@ class MonitorClient(Client):
         files: Sequence[FileEntry] | None,
         digest: str | None = None,
         ticket: str | None = None,
-    ) -> Call[None]:
+    ) -> Pending[None]:
         """Say that a part is written.
 
         Args:
@@ -200,39 +199,41 @@ class MonitorClient(Client):
             ticket=ticket,
         )
 
-    def notify_failed(self, step: int, part: str | None, error: str, *, attempt: int | None, ticket: str) -> Call[None]:
+    def notify_failed(
+        self, step: int, part: str | None, error: str, *, attempt: int | None, ticket: str
+    ) -> Pending[None]:
         """Say that a part could not be written: nothing of the step is committed any more."""
         what = f"take note of a failed part of step {step}"
         return self._call(what, "notify_failed", step, part, error, attempt=attempt, ticket=ticket)
 
-    def notify_handed_over(self, ticket: str, step: int) -> Call[None]:
+    def notify_handed_over(self, ticket: str, step: int) -> Pending[None]:
         """Say that another writer answers for the part from now on."""
         return self._call(f"let a part of step {step} go", "notify_handed_over", ticket, step)
 
     # -- a writer
 
-    def lifeline(self, node_id: str, job_id: str, life: str) -> Call[None]:
+    def lifeline(self, node_id: str, job_id: str, life: str) -> Pending[None]:
         """Make a call that is not answered while the writer lives; see `watch`."""
         return self._call(f"let the writer {job_id} be watched", "lifeline", node_id, job_id, life)
 
-    def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[ObjectRef[None]]) -> Call[None]:
-        """Have the writer's death noticed: `owned` holds the reference to its call of `hold`."""
+    def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[object]) -> Pending[None]:
+        """Have the writer's death noticed; `owned`: of its call of `lifeline`."""
         return self._call(f"watch the writer {job_id}", "watch", node_id, job_id, life, list(owned))
 
     # -- the run
 
-    def drain_events(self) -> Call[list[Event]]:
+    def drain_events(self) -> Pending[list[Event]]:
         """Fetch what happened since the last call, but for commits: those are the answers of `wait_committed`."""
         return self._call("tell its events", "drain_events")
 
-    def wait_mirrored(self, timeout_s: float) -> Call[dict[int, str]]:
+    def wait_mirrored(self, timeout_s: float) -> Pending[dict[int, str]]:
         """Wait until nothing is on its way to the mirror, or the time is over; answers what is not there, and why."""
         return self._call("copy what is on its way to the mirror", "wait_mirrored", timeout_s)
 
-    def describe(self) -> Call[Facts]:
+    def describe(self) -> Pending[Facts]:
         """Ask what it was made with."""
         return self._call("say where checkpoints go", "describe")
 
-    def memory(self) -> Call[dict[str, int]]:
+    def memory(self) -> Pending[dict[str, int]]:
         """Ask for the peak resident bytes of its process."""
         return self._call("tell its memory", "memory")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trinity_sync.actors.agent import AgentClient
 from trinity_sync.actors.broadcast import Broadcast
 from trinity_sync.actors.calls import Call
-from trinity_sync.actors.client import Client
+from trinity_sync.actors.client import RayClient
 from trinity_sync.actors.synchronizer import SynchronizerClient
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.wire import Wire
@@ -96,7 +96,7 @@ class Divergences(NamedTuple):
     means: np.ndarray
 
 
-class RankClient(Client):
+class RankClient(RayClient):
     """See `trinity_sync.trainer.worker.TrinityWorker`, of which each method here has one. Those that are collective are
     called on all ranks.
 

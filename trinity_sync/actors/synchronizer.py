@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.calls import Call, T
-from trinity_sync.actors.client import Client
+from trinity_sync.actors.client import RayClient
 from trinity_sync.protocol.members import Member
 from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.protocol.staged import PartInfo
@@ -72,7 +72,7 @@ class SynchronizerMemory(TypedDict):
     torch: bool
 
 
-class SynchronizerClient(Client):
+class SynchronizerClient(RayClient):
     """See `trinity_sync.sync.synchronizer.SynchronizerActor`, of which each method here has one. Programs use
     `trinity_sync.sync.Synchronizer`, which waits for the answers.
 

@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-import ray
-
-from trinity_sync.actors.calls import ANSWER_S, Call
 from trinity_sync.actors.monitor import Facts, MonitorClient
+from trinity_sync.actors.pending import ANSWER_S, Pending, Transport
 from trinity_sync.checkpoint.layout import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
@@ -72,9 +70,9 @@ class CheckpointCoordinator:
         coordinator.wait_all()               # raises what a background save raised
 
     Args:
-        checkpoint_monitor: handle of the actor, from `CheckpointMonitor.get_actor`.
-        node_id: names the node to the save strategies; by default Ray's node id.
-        job_id: names this process to them; by default Ray's worker id.
+        checkpoint_monitor: handle of the actor, from `CheckpointMonitor.get_actor`, or of one in a local process.
+        node_id: names the node to the save strategies; by default Ray's node id, or the host's name.
+        job_id: names this process to them; by default Ray's worker id, or the host's name and the process's number.
         timeout_s: limit of every wait: for the turn, for the monitor's answers, for an earlier save.
         attempt: the run's attempt; None: the monitor's.
         root: the checkpoint folder as this node sees it; None: where the monitor says it is.
@@ -82,7 +80,7 @@ class CheckpointCoordinator:
 
     def __init__(
         self,
-        checkpoint_monitor: ActorHandle,
+        checkpoint_monitor: ActorHandle | Transport,
         *,
         node_id: str | None = None,
         job_id: str | None = None,
@@ -90,16 +88,17 @@ class CheckpointCoordinator:
         attempt: int | None = None,
         root: str | os.PathLike[str] | None = None,
     ) -> None:
-        context = ray.get_runtime_context()
         self._monitor = MonitorClient(checkpoint_monitor)
-        self._node_id = node_id or str(context.get_node_id())
-        self._job_id = job_id or str(context.get_worker_id())
+        if not node_id or not job_id:
+            node, process = self._monitor.caller()
+            node_id, job_id = node_id or node, job_id or process
+        self._node_id, self._job_id = node_id, job_id
         self._life = _life()
         self._timeout_s = timeout_s
         self._attempt = attempt
         self._root = Path(root) if root is not None else None
         self._facts: Facts | None = None
-        self._watch: tuple[Call[None], Call[None]] | None = None
+        self._watch: tuple[Pending[None], Pending[None]] | None = None
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
         self._untold: list[BaseException] = []
@@ -290,7 +289,7 @@ class CheckpointCoordinator:
 
     # ---- one save
 
-    def _save(self, part: _Part, save_fn: SaveFn, turn: Call[None], *, queues: bool, reports: bool) -> None:
+    def _save(self, part: _Part, save_fn: SaveFn, turn: Pending[None], *, queues: bool, reports: bool) -> None:
         try:
             self._answered(turn)
             written: object = ()
@@ -309,7 +308,7 @@ class CheckpointCoordinator:
         )
         self._answered(finished)
 
-    def _ask_for_turn(self, part: _Part, collective: bool) -> Call[None]:
+    def _ask_for_turn(self, part: _Part, collective: bool) -> Pending[None]:
         """Return the call that is answered when the turn has come."""
         self._let_watch()
         return self._monitor.notify_started(
@@ -382,11 +381,11 @@ class CheckpointCoordinator:
     # ---- talking to the monitor
 
     def _let_watch(self) -> None:
-        """Let the monitor notice this process's death: it holds a reference that only this process can keep alive."""
+        """Let the monitor notice this process's death: its call of `lifeline` is this process's own."""
         with self._lock:
             if self._watch is None:
                 held = self._monitor.lifeline(self._node_id, self._job_id, self._life)
-                watching = self._monitor.watch(self._node_id, self._job_id, self._life, [held.reference])
+                watching = self._monitor.watch(self._node_id, self._job_id, self._life, held.owned)
                 self._watch = (held, watching)
 
     def _ask_facts(self) -> Facts:
@@ -394,7 +393,7 @@ class CheckpointCoordinator:
             self._facts = self._answered(self._monitor.describe())
         return self._facts
 
-    def _answered(self, call: Call[T]) -> T:
+    def _answered(self, call: Pending[T]) -> T:
         return call.result(self._timeout_s + ANSWER_S)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -254,6 +255,13 @@ class CheckpointDisk:
             replace_file(
                 self._failed_path, json.dumps({str(step): error for step, error in failures.items()}), durable=False
             )
+
+    def forget_failures(self) -> None:
+        """Remove the note of the steps that failed, as nobody of this attempt is left to save them again."""
+        if self.root is not None:
+            self._failed_path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty, or not there
+                (self.root / STAGING).rmdir()
 
     def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
         """Tidy the folder up and make the book that belongs to it.

@@ -13,6 +13,7 @@
       abandoned-global_step_30-attempt_0/                                    left behind by a resume from an earlier one
       .condemned-..., .trash-..., .replaced-...                              on their way out, see `deletion`, `trash`
       .lock, .monitor.lock                                                   who is at work here, see `lock`
+      .monitor.json, .monitor.log                                            a monitor without Ray, see `daemon`
 """
 
 from __future__ import annotations

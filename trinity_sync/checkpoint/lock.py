@@ -16,7 +16,7 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -25,22 +25,57 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.durable import make_folder
 from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 
+
+class InUseError(ConfigError):
+    """Another run that lives writes in the folder."""
+
+
 _LOCK = ".lock"
 _MONITOR = ".monitor.lock"
 _LOCK_S = 60.0
 
 
+class Held:
+    """The lock of a checkpoint folder, while it is held.
+
+    Args:
+        descriptor: of the open file.
+        run: the run's folder.
+    """
+
+    def __init__(self, descriptor: int, run: Path) -> None:
+        self._descriptor = descriptor
+        self._run = run
+
+    def sign(self, word: str) -> None:
+        """Write what tells the run from all others, see `writer_of`.
+
+        Args:
+            word: lines of the run's own, see `word_of`.
+        """
+        os.truncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"the run in {self._run} ({_this_process()})\n{word}".encode(), 0)
+        os.fsync(self._descriptor)  # other nodes look for it
+
+
 @contextlib.contextmanager
-def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
+def locked(
+    root: Path,
+    run: Path,
+    *,
+    timeout_s: float = 60.0,
+    word: Callable[[str], str] = lambda before: secrets.token_hex(8),
+) -> Iterator[Held]:
     """Lock the checkpoint folder, made if it is not there, for the length of the block. No monitor writes in it then.
 
     Args:
         run: the run's folder, for the message to others.
         timeout_s: how long to wait for the monitor of a run that was killed, seconds.
+        word: gives the run's word; gets that of the run that wrote here last.
 
     Raises:
-        ConfigError: it is no folder, cannot be written, or another run that lives writes in it, or the monitor of a
-            killed one does not end.
+        InUseError: another run that lives writes in it.
+        ConfigError: it is no folder, or cannot be written, or the monitor of a killed run does not end.
     """
     try:
         make_folder(root)
@@ -53,10 +88,9 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
         raise ConfigError(f"checkpoint.dir={root} cannot be written: {error.strerror}") from error
     try:
         _take(descriptor, root)
-        os.truncate(descriptor, 0)
+        held = Held(descriptor, run)
         # Before the look at the monitor's lock: a monitor looks at the two the other way round, so one sees the other.
-        os.pwrite(descriptor, f"the run in {run} ({_this_process()})\n{secrets.token_hex(8)}".encode(), 0)
-        os.fsync(descriptor)  # other nodes look for it
+        held.sign(word(_word(_content(descriptor))))
         try:
             _wait_for_monitor(root, timeout_s)
         except WaitTimeout as late:
@@ -67,7 +101,7 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
                 "machine is gone, or name another folder"
             ) from late
         _open_to_readers(root)
-        yield
+        yield held
     finally:
         os.close(descriptor)
 
@@ -75,6 +109,11 @@ def locked(root: Path, run: Path, *, timeout_s: float = 60.0) -> Iterator[None]:
 def writer_of(root: Path) -> str | None:
     """Return what tells the run that writes in the folder, or did last, from all others; None: none did."""
     return _read(root / _LOCK) or None
+
+
+def word_of(root: Path) -> str:
+    """Return the word of the run that writes in the folder, or did last; empty: none did."""
+    return _word(_read(root / _LOCK))
 
 
 def other_run(root: Path, run: Path) -> Path | None:
@@ -165,7 +204,7 @@ def _take(descriptor: int, root: Path) -> None:
             f"checkpoint.dir={root} cannot be locked ({error.strerror}); name a folder on a file system that has flock"
         ) from error
     name = _first_line(_content(descriptor)) or "another run"
-    raise ConfigError(f"checkpoint.dir={root} is in use by {name}; stop that run or name another folder")
+    raise InUseError(f"checkpoint.dir={root} is in use by {name}; stop that run or name another folder")
 
 
 def _read(path: Path) -> str:
@@ -185,6 +224,10 @@ def _content(descriptor: int) -> str:
 
 def _first_line(text: str) -> str:
     return text.partition("\n")[0]
+
+
+def _word(text: str) -> str:
+    return text.partition("\n")[2]
 
 
 def _this_process() -> str:

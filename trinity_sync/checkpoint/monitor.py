@@ -1,4 +1,5 @@
-"""`CheckpointMonitor`: the named Ray actor that commits checkpoints, moves the trackers, runs retention. One per run.
+"""`CheckpointMonitor`: the actor that commits checkpoints, moves the trackers, runs retention. One per run: a named
+actor of Ray's, or in a local process where there is no Ray, or Ray ends before the last commit.
 
 A shell over `trinity_sync.protocol.commit.CommitBook`, which decides, and `trinity_sync.checkpoint.execution`, which
 carries out what was decided. What the writers of parts call stands in `trinity_sync.checkpoint.writers`. Control plane
@@ -27,10 +28,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ray
-
 from trinity_sync.actors.changes import Changes
 from trinity_sync.actors.failures import failures_logged
+from trinity_sync.actors.hosting import Host
 from trinity_sync.actors.monitor import Committed, Event, Facts, PrunedStep, StepStatus
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.event_log import EventLog
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 ACTOR_NAME = "checkpoint_monitor"
+
+_ENDING = ("the checkpoint monitor", "carry out what was decided")
 
 #: Waits of ranks and driver that the actor holds at a time.
 _MAX_CALLS = 16_384
@@ -100,6 +102,7 @@ class CheckpointMonitor(Writers):
             nowhere. A copy that fails is a ``fault`` event, never a reason for a save to fail.
         config: the rest.
         clock: Unix seconds.
+        host: what hosts the actor; None: Ray.
     """
 
     @classmethod
@@ -124,6 +127,8 @@ class CheckpointMonitor(Writers):
         Raises:
             ConfigError: an unknown save strategy or retention policy.
         """
+        import ray  # a local process has no use for it, and a second to wait for it
+
         try:
             return ray.get_actor(ACTOR_NAME, namespace=namespace)
         except ValueError:
@@ -159,7 +164,9 @@ class CheckpointMonitor(Writers):
         default_hdfs_dir: str | None = None,
         config: MonitorConfig | None = None,
         clock: Callable[[], float] = time.time,
+        host: Host | None = None,
     ) -> None:
+        host = host or _ray_host()
         self._config = config = config or MonitorConfig()
         own_log(config.log_dir, ACTOR_NAME)
         self._clock = clock
@@ -174,7 +181,7 @@ class CheckpointMonitor(Writers):
             writer=config.writer,
         )
         self._events = EventLog(config.attempt, clock)
-        restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        restarted = host.restarted
         rebuilt = self._disk.rebuild(self._make_book, restarted=restarted)
         self._writer_lock = rebuilt.lock
         for problem in rebuilt.problems:
@@ -186,7 +193,7 @@ class CheckpointMonitor(Writers):
         execution.apply(rebuilt.decisions)
         told = f"attempt {config.attempt}{', started again' if restarted else ''}"
         story.info("up for %s, %s", default_local_dir, told)
-        super().__init__(rebuilt.book, execution, changes, strategy=save_strategy, timeout_s=config.timeout_s)
+        super().__init__(rebuilt.book, execution, changes, host, strategy=save_strategy, timeout_s=config.timeout_s)
 
     def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
         return CommitBook(
@@ -290,6 +297,24 @@ class CheckpointMonitor(Writers):
             self._timeout_s if timeout_s is None else timeout_s,
         )
 
+    async def end(self, why: str, timeout_s: float) -> None:
+        """Come to an end, as nobody is left who could write: the steps whose parts are all in are committed, the others
+        fail, and what is staged of them goes.
+
+        Args:
+            why: why no part can come any more.
+
+        Raises:
+            WaitTimeout: it names the steps that are open still.
+        """
+        deadline = time.monotonic() + timeout_s
+        await self._changes.wait(lambda: self._execution.idle, lambda: _ENDING, timeout_s)
+        for step in self._book.open_steps():
+            missing = ", ".join(self._book.status(step).missing)
+            await self.fail_step(step, f"{why}; missing: {missing}" if missing else why)
+        await self.wait_idle(max(0.0, deadline - time.monotonic()))
+        await asyncio.to_thread(self._disk.forget_failures)
+
     async def prune(self, keep_last: int | None = None) -> list[PrunedStep]:
         """Run retention now.
 
@@ -367,3 +392,9 @@ class CheckpointMonitor(Writers):
         status = self._book.status(step, kind)
         missing = ", ".join(status.missing) or ("its commit" if status.state == "committing" else "word of it")
         return f"checkpoint step {step} (missing: {missing})", f"commit as {kind or status.wanted or 'asked for'}"
+
+
+def _ray_host() -> Host:
+    from trinity_sync.actors.ray_host import RayHost  # see `CheckpointMonitor.get_actor`
+
+    return RayHost()

@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from trinity_sync.actors.calls import Call
 from trinity_sync.actors.monitor import Event, MonitorClient
+from trinity_sync.actors.pending import Pending
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.interrupts import interrupted
 
@@ -27,7 +27,7 @@ class EventRelay:
 
     def __init__(self, monitor: MonitorClient, sink: Callable[..., None]) -> None:
         self._monitor, self._sink = monitor, sink
-        self._asked: Call[list[Event]] | None = None
+        self._asked: Pending[list[Event]] | None = None
         self._fetched: deque[Event] = deque()
         self._answered = False
         self._closed = threading.Event()

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
-import ray
-from ray.exceptions import RayError
+from collections.abc import Iterable, Sequence
 
 from trinity_sync.actors.changes import Changes
+from trinity_sync.actors.hosting import Host
 from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.files import FileEntry
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
 
 _TICK_S = 0.5
 #: After a restart, a writer that does not show up again within this time died meanwhile.
@@ -32,16 +26,18 @@ class Writers:
         book: decides.
         execution: carries out what it decides.
         changes: announced when something was done.
+        host: what hosts the actor.
         strategy: one of `trinity_sync.protocol.turns.SAVE_STRATEGIES`.
         timeout_s: limit of the wait for a turn, where the writer names none.
     """
 
     def __init__(
-        self, book: CommitBook, execution: Execution, changes: Changes, *, strategy: str, timeout_s: float
+        self, book: CommitBook, execution: Execution, changes: Changes, host: Host, *, strategy: str, timeout_s: float
     ) -> None:
         self._book = book
         self._execution = execution
         self._changes = changes
+        self._host = host
         self._strategy = strategy
         self._timeout_s = timeout_s
         self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
@@ -63,7 +59,7 @@ class Writers:
                 step,
                 weights=state_dict_thread_count,
                 checkpoint=checkpoint_thread_count,
-                report=_call_id(),
+                report=self._host.call_id(),
                 attempt=attempt,
             )
         )
@@ -102,7 +98,7 @@ class Writers:
             RunError: the step has failed meanwhile.
             WaitTimeout: its turn did not come.
         """
-        name = ticket or _call_id()
+        name = ticket or self._host.call_id()
         self._execution.apply(
             self._book.started(
                 name,
@@ -159,7 +155,7 @@ class Writers:
                 step,
                 weights=is_state_dict,
                 part=part,
-                report=_call_id() if ticket is None else ticket,
+                report=self._host.call_id() if ticket is None else ticket,
                 files=told,
                 digest=digest,
                 ticket=ticket,
@@ -190,14 +186,13 @@ class Writers:
         """Never returns while the writer lives: what it would return belongs to the writer; see `watch`."""
         await self._watched.setdefault((node_id, job_id, life), asyncio.Event()).wait()
 
-    async def watch(self, node_id: str, job_id: str, life: str, owned: list[ObjectRef[None]]) -> None:
-        """Notice the writer's death: `owned` holds the reference to its `hold` call, which fails with its owner."""
+    async def watch(self, node_id: str, job_id: str, life: str, owned: Sequence[object]) -> None:
+        """Notice the writer's death by what it owns: its call of `lifeline`, see `Host.outlived`."""
         writer = (node_id, job_id, life)
         released = self._watched.setdefault(writer, asyncio.Event())
         try:
-            await owned[0]
-        except RayError:
-            self._execution.apply(self._book.writer_lost(node_id, job_id, life))
+            if await self._host.outlived(owned):
+                self._execution.apply(self._book.writer_lost(node_id, job_id, life))
         finally:
             released.set()
             self._watched.pop(writer, None)
@@ -218,8 +213,3 @@ class Writers:
     def _reason(self, step: int | None) -> str:
         error = self._book.status(step).error if step is not None else None
         return error or "its writer was given up"
-
-
-def _call_id() -> str:
-    """Return the id of the current call; Ray keeps it when it repeats the call after a restart."""
-    return str(ray.get_runtime_context().get_task_id())

@@ -42,8 +42,8 @@ from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
     from trinity_sync.actors.agent import AgentClient
-    from trinity_sync.actors.calls import Call
     from trinity_sync.actors.monitor import MonitorClient
+    from trinity_sync.actors.pending import Pending
     from trinity_sync.actors.rank import RankInfo
     from trinity_sync.actors.synchronizer import SynchronizerClient
     from trinity_sync.checkpoint.relay import EventRelay
@@ -59,7 +59,7 @@ _PEAK_MEMORY_S = 5.0
 class _Measured(Protocol):
     """A client of an actor that tells its memory."""
 
-    def memory(self) -> Call[Mapping[str, object]]: ...
+    def memory(self) -> Pending[Mapping[str, object]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)

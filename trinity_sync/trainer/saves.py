@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from trinity_sync.actors.calls import ANSWER_S, Call, ended
+from trinity_sync.actors.calls import ANSWER_S, ended
 from trinity_sync.actors.monitor import Committed, MonitorClient
+from trinity_sync.actors.pending import Pending
 from trinity_sync.actors.rank import RankClient
 from trinity_sync.checkpoint.layout import TRAINER_STATE, file_entry
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
@@ -120,7 +121,7 @@ class FullSaves:
         self._trainer = trainer
         self._settings = settings
         self._log = log
-        self._pending: dict[Call[Committed], tuple[int, float, float]] = {}
+        self._pending: dict[Pending[Committed], tuple[int, float, float]] = {}
         self._untold: list[_Untold] = []
         self._telling = threading.RLock()
         self._failed: dict[int, TrinityError] = {}
@@ -277,7 +278,7 @@ class FullSaves:
                 ended(self._pending, seconds)
             self.poll()
 
-    def _collect(self, call: Call[Committed], timeout_s: float = 1.0) -> None:
+    def _collect(self, call: Pending[Committed], timeout_s: float = 1.0) -> None:
         step, blocked, began = self._pending[call]
         try:
             result = call.result(timeout_s)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from trinity_sync.actors.calls import ANSWER_S
 from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.actors.pending import ANSWER_S
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.protocol.parts import Kind
 

@@ -40,33 +40,21 @@ class Copies:
 
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
-        durable: what is written survives a power cut.
     """
 
-    def __init__(self, manager: FSDPCheckpointManager, *, durable: bool) -> None:
+    def __init__(self, manager: FSDPCheckpointManager) -> None:
         self._manager = manager
-        self._durable = durable
         self._copy = StateCopy()
         self._metadata: dict[str, bytes] | None = None
 
-    def take(self, step: int, todo: list[str], folder: Path, staging: Path) -> dict[str, SaveFn]:
-        """Copy what this rank is to write; the copies before must not be needed any more. Collective.
-
-        Args:
-            step: for errors.
-            todo: names of contents.
-            folder: where to write.
-            staging: the step's staging folder, to which the entries of the files are relative.
-
-        Returns:
-            What writes each content that is this rank's, by name.
-        """
+    def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
+        """See `saves.Copies`."""
         rank = self._manager.rank
         if contents.EXPORT in todo:
             check_export(self._manager)
         together(f"copy the state of step {step}", lambda: self._take(step, todo))
         found: dict[str, SaveFn] = {
-            name: self._copy.writer(self._file(name), folder, staging, durable=self._durable)
+            name: self._copy.writer(self._file(name), folder, staging, durable=durable)
             for name in todo
             if name not in contents.OF_FIRST_RANK
         }

@@ -1,0 +1,418 @@
+"""The checkpoint monitor in a process of its own, without Ray. Ranks are forks of this process, where they die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.actors.test_local import forked
+from trinity_sync.actors.local.handle import LocalHandle
+from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.checkpoint import CheckpointCoordinator, resume_point
+from trinity_sync.checkpoint.daemon import connecting, rendezvous
+from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.daemon.process import Lifetime
+from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
+from trinity_sync.checkpoint.lock import has_no_monitor, locked
+from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.locks import open_lock, try_lock
+
+LIMIT = 20.0
+LIFETIME = Lifetime(first_s=10.0, grace_s=0.2, return_s=1.0)
+
+Connect = Callable[..., LocalHandle]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def join(root: Path) -> Iterator[Connect]:
+    """Connect to the monitor of ``program``, rank 0 by default. No process is left at the end."""
+    made: list[LocalHandle] = []
+
+    def join(program: str = "one", *, may_start: bool = True, **options: Any) -> LocalHandle:
+        settings = {"timeout_s": LIMIT, "lifetime": LIFETIME, "config": MonitorConfig(timeout_s=LIMIT, fsync=False)}
+        handle = connect(root, program=program, may_start=may_start, **{**settings, **options})
+        made.append(handle)
+        return handle
+
+    yield join
+    for handle in made:
+        handle.close()
+    wait_until_let_go(root)
+
+
+def wait_until_let_go(root: Path) -> None:
+    """Wait for the end of whoever holds the folder's lock; that is the last thing that a monitor lets go of."""
+    deadline = time.monotonic() + LIMIT
+    while root.is_dir():
+        descriptor = open_lock(root / ".lock")
+        try:
+            if try_lock(descriptor):
+                return
+        finally:
+            os.close(descriptor)
+        assert time.monotonic() < deadline, "the folder is still locked"
+        time.sleep(0.02)
+
+
+def monitor_pid(root: Path) -> int:
+    found = rendezvous.find(root)
+    assert found is not None
+    return found.pid
+
+
+def kill_monitor(root: Path) -> int:
+    pid = monitor_pid(root)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+def begin(handle: LocalHandle, step: int, *parts: str) -> Path:
+    return Path(MonitorClient(handle).begin(step, None, "full", parts).result(LIMIT))
+
+
+def save(handle: LocalHandle, folder: Path, step: int, part: str) -> None:
+    def write() -> list[Path]:
+        (folder / part).write_text(part)
+        return [folder / part]
+
+    CheckpointCoordinator(handle, timeout_s=LIMIT).save_sync(write, step, part=part)
+
+
+def commit(handle: LocalHandle, step: int) -> None:
+    save(handle, begin(handle, step, "model"), step, "model")
+    MonitorClient(handle).wait_committed(step, None, LIMIT, kind="full").result(LIMIT)
+
+
+def of_monitor(root: Path) -> set[str]:
+    """What is there of a monitor, beside the locks, which stay as files."""
+    return {path.name for path in root.iterdir() if path.name in (".monitor.json", ".monitor.log", STAGING)}
+
+
+def test_ranks_save_through_one_monitor_which_leaves_nothing_behind(root: Path, join: Connect) -> None:
+    first, second = join(), join(may_start=False)
+    facts = [MonitorClient(handle).describe().result(LIMIT) for handle in (first, second)]
+    assert facts[0] == facts[1]
+    assert (facts[0]["root"], facts[0]["attempt"]) == (str(root), 0)
+    assert facts[0]["pid"] == monitor_pid(root) != os.getpid()
+    folder = begin(first, 3, "model", "optimizer")
+    save(first, folder, 3, "model")
+    save(second, folder, 3, "optimizer")
+    committed = MonitorClient(second).wait_committed(3, None, LIMIT, kind="full").result(LIMIT)
+    assert committed["path"] == str(step_dir(root, 3))
+    assert read_manifest(step_dir(root, 3)).paths == {"model", "optimizer"}
+    first.close()
+    save(second, begin(second, 4, "model"), 4, "model")  # one of them is enough
+    second.close()
+    wait_until_let_go(root)
+    assert of_monitor(root) == set()
+    assert read_manifest(step_dir(root, 4)).step == 4
+
+
+def test_what_is_whole_is_committed_after_the_last_rank_and_what_is_not_goes(root: Path, join: Connect) -> None:
+    handle = join()
+    folder = begin(handle, 1, "model")
+    (folder / "model").write_bytes(b"0" * 1_000_000)
+    half = begin(handle, 2, "model", "optimizer")
+    save(handle, half, 2, "model")
+    save(handle, folder, 1, "model")
+    handle.close()  # at once, without a wait for the commit
+    wait_until_let_go(root)
+    assert read_manifest(step_dir(root, 1)).step == 1
+    assert not step_dir(root, 2).exists()
+    assert of_monitor(root) == {".monitor.log"}  # there is something to read in it
+    log = (root / ".monitor.log").read_text()
+    assert "step 2" in log
+    assert "all processes of the program have ended; missing: part 'optimizer'" in log
+
+
+def test_a_rank_that_is_killed_while_it_writes_fails_its_step_and_no_other(root: Path, join: Connect) -> None:
+    handle = join()
+    folder = begin(handle, 1, "model")
+
+    def write() -> None:
+        own = join(may_start=False)
+        writing = threading.Event()
+        coordinator = CheckpointCoordinator(own, timeout_s=LIMIT, job_id="rank-1")
+        coordinator.save_async("model", lambda: (writing.set(), time.sleep(LIMIT)), 1, part="model")
+        assert writing.wait(LIMIT)
+
+    with forked(write):
+        waiting = MonitorClient(handle).wait_committed(1, None, LIMIT, kind="full")
+        assert folder.is_dir()
+    with pytest.raises(RunError, match=r"part 'model' failed: the writer rank-1 .* was lost: its process died"):
+        waiting.result(LIMIT)
+    commit(handle, 2)
+
+
+def test_a_monitor_that_is_killed_is_started_again_and_the_save_goes_on(
+    root: Path, join: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle, other = join(), join(may_start=False)
+    folder = begin(handle, 3, "model", "optimizer")
+    save(handle, folder, 3, "model")
+    waiting = MonitorClient(other).wait_committed(3, None, LIMIT, kind="full")
+    assert not waiting.has_ended()
+    before = kill_monitor(root)
+    save(other, folder, 3, "optimizer")
+    assert waiting.result(LIMIT)["step"] == 3
+    assert monitor_pid(root) != before
+    assert [record for record in caplog.records if "is looked for again" in record.getMessage()]
+    assert MonitorClient(handle).describe().result(LIMIT)["attempt"] == 0
+    commit(handle, 4)
+
+
+def test_a_monitor_that_is_told_to_end_commits_what_is_whole(root: Path, join: Connect) -> None:
+    """As a batch system does that ends a job: the ranks get the same signal."""
+    handle = join()
+    folder = begin(handle, 1, "model")
+    os.kill(monitor_pid(root), signal.SIGTERM)
+    save(handle, folder, 1, "model")
+    handle.close()
+    wait_until_let_go(root)
+    assert read_manifest(step_dir(root, 1)).step == 1
+    assert "told to end (SIGTERM)" in (root / ".monitor.log").read_text()
+
+
+def test_two_who_may_start_it_at_once_have_one(root: Path, join: Connect) -> None:
+    handles: list[LocalHandle] = []
+    starting = [threading.Thread(target=lambda: handles.append(join())) for _ in range(3)]
+    for thread in starting:
+        thread.start()
+    for thread in starting:
+        thread.join(LIMIT)
+    assert len({MonitorClient(handle).describe().result(LIMIT)["pid"] for handle in handles}) == 1
+    assert len(handles) == 3
+
+
+def test_two_who_may_start_it_have_one_after_its_death_too(root: Path, join: Connect) -> None:
+    handles = [join(), join()]
+    commit(handles[0], 1)
+    before = kill_monitor(root)
+    pids = {MonitorClient(handle).describe().result(LIMIT)["pid"] for handle in handles}
+    assert len(pids) == 1
+    assert before not in pids
+
+
+def test_another_program_is_refused_while_one_lives(root: Path, join: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connecting, "LOOK_S", 0.3)
+    handle = join("one")
+    MonitorClient(handle).describe().result(LIMIT)
+    with pytest.raises(ConfigError, match=r"is in use by the checkpoint monitor of another program \(pid \d+ on .*\)"):
+        join("another")
+    with pytest.raises(WaitTimeout, match=r"rank 0 did not have .* of this program listen for .*another program"):
+        join("another", may_start=False, timeout_s=0.3)
+    commit(handle, 1)
+
+
+def test_a_program_waits_for_one_that_is_ending_and_begins_a_new_attempt(root: Path, join: Connect) -> None:
+    before = join("one", lifetime=Lifetime(grace_s=1.0))
+    commit(before, 1)
+    before.close()  # its monitor lives on for a second
+    handle = join("another")
+    assert MonitorClient(handle).describe().result(LIMIT)["attempt"] == 1
+
+
+def test_a_run_of_another_kind_in_the_folder_is_told(
+    root: Path, join: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connecting, "LOOK_S", 0.3)
+    with locked(root, root), pytest.raises(ConfigError, match=rf"is in use by the run in {root} \(pid {os.getpid()} "):
+        join()
+
+
+def test_a_monitor_keeps_other_runs_out(root: Path, join: Connect) -> None:
+    MonitorClient(join()).describe().result(LIMIT)
+    with (
+        pytest.raises(ConfigError, match=rf"is in use by the run in {root} \(pid {monitor_pid(root)} on"),
+        locked(root, root, timeout_s=0.1),
+    ):
+        pass
+    assert not has_no_monitor(root, 0.0)
+
+
+def test_a_program_that_comes_back_goes_on_with_its_attempt(root: Path, join: Connect) -> None:
+    """Where its ranks were gone for a while, what it has saved since its start is not set aside."""
+    handle = join(resume_step=0)
+    commit(handle, 1)
+    handle.close()
+    wait_until_let_go(root)
+    handle = join(resume_step=0)
+    assert MonitorClient(handle).describe().result(LIMIT)["attempt"] == 0
+    assert step_dir(root, 1).is_dir()
+    handle.close()
+    wait_until_let_go(root)
+    handle = join("another", resume_step=0)
+    assert MonitorClient(handle).describe().result(LIMIT)["attempt"] == 1
+    assert not step_dir(root, 1).exists()
+
+
+def test_an_attempt_does_not_go_on_in_a_folder_that_another_program_has_taken(root: Path, join: Connect) -> None:
+    handle = join("one")
+    commit(handle, 1)
+    waiting = MonitorClient(handle).wait_committed(2, None, LIMIT, kind="full")
+    assert not waiting.has_ended()
+    # A machine that was cut off: its monitor is gone, and another program was there before anybody noticed.
+    (root / ".lock").write_text(f"the run in {root} (pid 1 on elsewhere)\nanother\nattempt 1")
+    kill_monitor(root)
+    with pytest.raises(RunError, match="taken over by another run since; attempt 0 does not go on"):
+        waiting.result(LIMIT)
+
+
+def test_what_cannot_be_gone_on_from_is_told_and_nothing_stays_running(root: Path, join: Connect) -> None:
+    with pytest.raises(RunError, match="global_step_7 is not a committed full checkpoint"):
+        join(resume_step=7)
+    assert rendezvous.find(root) is None
+    wait_until_let_go(root)
+    assert resume_point.put_in_order(root, None).attempt == 0
+
+
+def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
+        connect(tmp_path / "file", program="one", may_start=True, timeout_s=LIMIT)
+
+
+def test_an_address_of_another_machine_is_told(join: Connect) -> None:
+    with pytest.raises(RunError, match=r"the checkpoint monitor cannot listen at 192\.0\.2\.1"):
+        join(address="192.0.2.1")
+
+
+def test_a_rank_waits_for_rank_0_as_long_as_it_may(join: Connect) -> None:
+    with pytest.raises(WaitTimeout, match=r"^rank 0 did not have .*nobody has said that it listens.* within 0\.3 s"):
+        join(may_start=False, timeout_s=0.3)
+
+
+def test_a_stale_file_is_not_trusted(root: Path, join: Connect) -> None:
+    """Its process is gone, and somebody else has the port: who listens there has to know the secret."""
+    root.mkdir()
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def rude() -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            with connection:
+                connection.sendall(b"220 mail.example.org ready to take whatever you have to send\r\n")
+                connection.recv(4096)
+                connection.sendall(b"500 that was no mail, and no command that anybody here knows\r\n")
+
+    answering = threading.Thread(target=rude)
+    answering.start()
+    stale = rendezvous.publish(root, "one", "127.0.0.1", server.getsockname()[1], b"s" * 32)
+    try:
+        with pytest.raises(WaitTimeout, match=r"it does not answer .*does not know the secret"):
+            join(may_start=False, timeout_s=0.5)
+        handle = join()
+        assert MonitorClient(handle).describe().result(LIMIT)["pid"] != stale.pid
+    finally:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+        answering.join(LIMIT)
+
+
+def test_a_copy_of_the_file_in_another_folder_is_not_trusted(root: Path, join: Connect, tmp_path: Path) -> None:
+    handle = join()
+    MonitorClient(handle).describe().result(LIMIT)
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    (copied / ".monitor.json").write_bytes((root / ".monitor.json").read_bytes())
+    (copied / ".monitor.json").chmod(0o600)
+    with pytest.raises(WaitTimeout, match="rank 0"):
+        connect(copied, program="one", may_start=False, timeout_s=0.3)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])
+def test_a_file_that_others_may_have_read_or_written_is_refused(root: Path, join: Connect, mode: int) -> None:
+    root.mkdir()
+    rendezvous.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
+    (root / ".monitor.json").chmod(mode)
+    with pytest.raises(ConfigError, match=rf"cannot be trusted: others may read or write it \(mode {mode:o}\)"):
+        join()
+
+
+def test_a_file_of_another_user_or_a_link_is_refused(
+    root: Path, join: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    root.mkdir()
+    rendezvous.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
+    assert (root / ".monitor.json").stat().st_mode & 0o777 == 0o600
+    with monkeypatch.context() as other:
+        other.setattr(os, "geteuid", lambda: 12345)
+        with pytest.raises(ConfigError, match="it belongs to user"):
+            join(may_start=False)
+    (root / ".monitor.json").rename(tmp_path / "there")
+    (root / ".monitor.json").symlink_to(tmp_path / "there")
+    with pytest.raises(ConfigError, match="no regular file"):
+        join()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"program": 1, "port": "2"})])
+def test_a_file_that_says_nothing_is_written_over(root: Path, text: str) -> None:
+    root.mkdir()
+    (root / ".monitor.json").write_text(text)
+    (root / ".monitor.json").chmod(0o600)
+    assert rendezvous.find(root) is None
+    said = rendezvous.publish(root, "one", "127.0.0.1", 1, b"s" * 32)
+    assert rendezvous.find(root) == said
+
+
+def test_a_program_has_to_be_a_word(root: Path) -> None:
+    for program in ("", "two\nlines"):
+        with pytest.raises(ConfigError, match="has to be a word"):
+            connect(root, program=program, may_start=False, timeout_s=1.0)
+
+
+_STARTER = """
+import os, socket, sys
+from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.daemon.process import Lifetime
+from trinity_sync.actors.monitor import MonitorClient
+kept = socket.create_server(("127.0.0.1", 0)); kept.set_inheritable(True)
+handle = connect(sys.argv[1], program="one", may_start=True, timeout_s=20.0, lifetime=Lifetime(grace_s=20.0))
+print(MonitorClient(handle).describe().result(20.0)["pid"], os.getsid(0))
+"""
+
+
+def test_it_outlives_who_started_it_and_has_nothing_of_theirs(root: Path, join: Connect) -> None:
+    """`communicate` would wait for whoever holds the pipe; nobody's child is ended with its parent."""
+    starter = subprocess.Popen([sys.executable, "-c", _STARTER, str(root)], stdout=subprocess.PIPE)
+    printed, _ = starter.communicate(timeout=LIMIT)
+    pid, session = map(int, printed.split())
+    process = Path(f"/proc/{pid}")
+    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    assert parent not in (starter.pid, os.getpid())
+    assert os.getsid(pid) not in (session, pid)
+    opened = {str(link.readlink()) for link in (process / "fd").iterdir()}
+    sockets = {name for name in opened if name.startswith("socket:")}
+    assert not {name for name in opened if name.startswith("pipe:")}
+    assert {str(root / ".lock"), str(root / ".monitor.lock"), str(root / ".monitor.log")} <= opened
+    for line in (process / "status").read_text().splitlines():
+        if line.startswith("SigIgn"):
+            ignored = int(line.split()[1], 16)
+    assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGHUP))
+    loaded = (process / "maps").read_text()
+    assert "torch" not in loaded
+    assert "ray" not in Path(f"/proc/{pid}/cmdline").read_text()
+    assert str(process.joinpath("cwd").readlink()) == "/"
+    assert len(sockets) <= 4, "its starter's sockets are open in it"  # its loop's pair, its listening one, a caller's
+    os.kill(pid, signal.SIGTERM)
+    wait_until_let_go(root)

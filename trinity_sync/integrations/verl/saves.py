@@ -1,0 +1,283 @@
+"""`CommittedSaves`: what the checkpoint managers of all engines share: the way of a save, from the call to the commit.
+
+One save, on every rank:
+
+1. earlier saves of this manager are complete, or their failure is raised (all ranks agree);
+2. rank 0 announces the parts to the monitor and hears where to write; all ranks agree;
+3. all ranks copy their state; all ranks agree;
+4. each part is written in the background, into a staging folder that nobody reads;
+5. the monitor commits; rank 0 then enforces the limit, and does what else follows a commit.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.checkpoint.coordinator import SaveFn
+from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.integrations.verl import contents
+from trinity_sync.integrations.verl.commits import Commits
+from trinity_sync.integrations.verl.ranks import together
+from trinity_sync.integrations.verl.reading import hold, step_at
+from trinity_sync.integrations.verl.run_monitor import RunMonitor
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+
+
+class Copies(Protocol):
+    """Copies of what a rank is to write, of one save after another."""
+
+    def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
+        """Copy what this rank is to write; the copies before are not needed any more. Collective.
+
+        Args:
+            step: for errors.
+            todo: names of contents.
+            folder: where to write.
+            staging: the step's staging folder, to which the entries of the files are relative.
+            durable: what is written survives a power cut.
+
+        Returns:
+            What writes each content that is this rank's, by name.
+
+        Raises:
+            RunError: on every rank, where one could not.
+        """
+        ...
+
+
+class CommittedSaves(ABC):
+    """The base of our checkpoint managers; stands before verl's class among the bases of each, which makes `rank`,
+    `world_size` and the rest. The constructor calls `_start_saves`.
+    """
+
+    rank: int
+    world_size: int
+    previous_global_step: int | None
+    previous_saved_paths: list[str]
+    _copies: Copies
+
+    # ---- what differs from engine to engine
+
+    @property
+    @abstractmethod
+    def _backend(self) -> str:
+        """The kind of the engine, as manifests name it."""
+
+    @abstractmethod
+    def _check(self, todo: list[str]) -> None:
+        """Check that these contents can be saved.
+
+        Raises:
+            ConfigError: one cannot.
+        """
+
+    @abstractmethod
+    def _check_files(self, local_path: str) -> None:
+        """Check that what is to be loaded is there.
+
+        Raises:
+            RunError: it is not.
+        """
+
+    @abstractmethod
+    def _load_as_verl(self, local_path: str, hdfs_path: str | None, del_local_after_load: bool) -> None:
+        """Load what verl's manager would. Collective."""
+
+    # ---- the run
+
+    def _start_saves(self, copies: Copies, ray_namespace: str, timeout_s: float) -> None:
+        """Nothing is saved so far.
+
+        Raises:
+            RunError: there is no checkpoint monitor in the namespace.
+        """
+        self.previous_saved_paths = []
+        self._copies = copies
+        self._timeout_s = timeout_s
+        # What this run has saved of its newest step.
+        self._step: int | None = None
+        self._saved: dict[str, set[str]] = {}  # by place in the step's folder
+        self._kinds: set[Kind] = set()
+        self._loaded: int | None = None
+        self._connect(ray_namespace)
+
+    def _connect(self, ray_namespace: str) -> None:
+        """Find the run's checkpoint monitor."""
+        self._use(RunMonitor.in_namespace(ray_namespace, self._timeout_s))
+
+    def _use(self, monitor: RunMonitor) -> None:
+        """Save through this monitor from now on."""
+        self._monitor = monitor.client
+        self._root, self._attempt = monitor.root, monitor.attempt
+        self._roles, self._durable = list(monitor.roles), monitor.durable
+        self._coordinator = CheckpointCoordinator(
+            monitor.handle, job_id=f"rank-{self.rank}", timeout_s=self._timeout_s, attempt=self._attempt
+        )
+        self._commits = Commits(self._monitor, self._attempt, self._timeout_s)
+
+    # ---- saving
+
+    def _save(self, local_path: str, step: int, kind: Kind, names: list[str]) -> None:
+        """Save these contents as a part of the commit of this kind. Collective; returns when the state is copied.
+
+        Raises:
+            ConfigError, RunError: on every rank; also for what an earlier save failed of.
+        """
+        self._check_earlier(step)
+        if self._step != step:
+            self._step, self._saved, self._kinds = step, {}, set()
+        place = together(f"save step {step}", lambda: self._coordinator.place(local_path, step))[self.rank]
+        saved = self._saved.get(place, set())
+        todo = [name for name in names if name not in saved]
+        self.previous_global_step = step
+        if todo:
+            self._write(local_path, step, kind, todo)
+        elif kind == FULL and kind not in self._kinds and self._roles:
+            together(f"begin to save step {step}", lambda: self._tell_parts(local_path, step, kind, {}))
+        elif kind not in self._kinds and self.rank == 0:
+            # All of it is written as weights; it is to count as a full checkpoint now.
+            commit = self._monitor.monitor_step(step, weights=kind == STATE_DICT, attempt=self._attempt)
+            commit.result(self._timeout_s)
+        self._saved[place] = saved | set(todo)
+        self._kinds.add(kind)
+        self._commits.expect(step, kind)
+
+    def _write(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> None:
+        begun: list[tuple[Path, Path]] = []
+        try:
+            together(f"begin to save step {step}", lambda: begun.append(self._begin(local_path, step, kind, todo)))
+            writers = self._copies.take(step, todo, *begun[0], durable=self._durable)
+        except Exception as error:
+            if self.rank == 0 and begun:
+                self._monitor.fail_step(step, str(error), attempt=self._attempt).result(self._timeout_s)
+            raise
+        for name, write in writers.items():
+            part = self._coordinator.part(local_path, step, contents.part(name, self.rank))
+            self._coordinator.save_async(name, write, step, name in contents.WEIGHTS, part=part)
+
+    def _check_earlier(self, step: int) -> None:
+        """Nothing of before is left to be written, and nothing of it failed."""
+
+        def check() -> None:
+            self._finish_writing()
+            self._commits.raise_failures()
+
+        try:
+            together(f"save step {step}, because an earlier save failed", check)
+        except RunError:
+            self._forget()
+            raise
+
+    def _begin(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> tuple[Path, Path]:
+        """Return the folder to write to, and the step's staging folder above it. Rank 0 announces the parts."""
+        self._check(todo)
+        folder = self._coordinator.staged(local_path, step)
+        parts = {
+            self._coordinator.part(local_path, step, contents.part(name, rank)): name
+            for name in todo
+            for rank in contents.writers(name, self.world_size)
+        }
+        self._tell_parts(local_path, step, kind, parts)
+        staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
+        return folder, staging
+
+    def _tell_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
+        """Announce parts, and which of the contents each is; for a full checkpoint, that those of this role are known.
+        Rank 0; nothing on the others.
+        """
+        if self.rank != 0:
+            return
+        roles = self._roles if kind == FULL else []
+        place = self._coordinator.place(local_path, step)
+        if roles and place not in roles:
+            raise ConfigError(f"{local_path} is saved, but the roles of this run are {', '.join(roles)} (open_run)")
+        begun = self._monitor.begin(
+            step,
+            self._attempt,
+            kind,
+            [*parts, *(contents.announcement(role) for role in roles)],
+            {"backend": self._backend, "world_size": self.world_size},
+            weights_parts=[part for part, name in parts.items() if name in contents.WEIGHTS],
+        )
+        begun.result(self._timeout_s)
+        if roles:
+            known = contents.announcement(place)
+            announced = self._monitor.notify_finished(step, part=known, attempt=self._attempt, files=[])
+            announced.result(self._timeout_s)
+
+    # ---- after a save
+
+    def wait_on_save_thread(self) -> None:
+        """Return when all background saves are complete: written by all ranks, committed, the limit enforced.
+
+        Any rank may call it alone.
+
+        Raises:
+            Exception: what a background save of this rank raised.
+            RunError: a save failed on another rank.
+        """
+        try:
+            self._finish_writing()
+            self._commits.wait()
+        except Exception:
+            self._forget()
+            raise
+
+    def _finish_writing(self) -> None:
+        """Wait for this rank's saves. What failed first in the group is what is raised on each rank: once a step has
+        failed its folder goes, and with it what other ranks are writing to.
+        """
+        try:
+            self._coordinator.wait_all()
+        except Exception as error:
+            first = None if self._step is None else self._monitor.status(self._step).result(self._timeout_s)["error"]
+            if first is None:
+                raise
+            raise RunError(f"the checkpoint of step {self._step} failed: {first}") from error
+
+    def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None = None) -> None:
+        """A checkpoint was committed: enforce the limit. Rank 0.
+
+        What there is to delete is what is on disk now, whichever run wrote it. The newest full checkpoint, what is
+        being saved and what somebody holds is never deleted.
+
+        Args:
+            new_path: the folder of the new checkpoint.
+            max_ckpt_to_keep: how many full checkpoints stay; None or 0: no limit.
+        """
+        if new_path not in self.previous_saved_paths:
+            self.previous_saved_paths.append(new_path)
+        if max_ckpt_to_keep and max_ckpt_to_keep > 0:
+            self._monitor.prune(max_ckpt_to_keep).result(self._timeout_s)
+        self.previous_saved_paths = [path for path in self.previous_saved_paths if Path(path).exists()]
+
+    def _forget(self) -> None:
+        """The step failed: nothing of it counts as saved."""
+        self._commits.drop()
+        self._saved, self._kinds = {}, set()
+
+    # ---- loading
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Load a checkpoint as verl does. Saves of this manager end first; the folder is held while it is read."""
+        if local_path is None:
+            return
+        together("load, because an earlier save failed", self.wait_on_save_thread)
+        step = step_at(self._root, local_path)
+        with ExitStack() as held:
+            # A rank that stops before verl's barrier would leave its peers in it.
+            together(f"load {local_path}", lambda: self._prepare(local_path, held))
+            self._load_as_verl(local_path, hdfs_path, del_local_after_load)
+        if step is not None:
+            self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
+
+    def _prepare(self, local_path: str, held: ExitStack) -> None:
+        self._check_files(local_path)
+        hold(self._root, local_path, f"rank {self.rank}", self._timeout_s, held)
