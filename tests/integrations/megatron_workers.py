@@ -52,6 +52,7 @@ class MegatronRank(Rank):
         *,
         trees: bool = True,
         bridge: str | None = None,
+        timeout_s: float = LIMIT,
         **replaced: Any,
     ) -> None:
         """Put our manager into the engine.
@@ -72,7 +73,7 @@ class MegatronRank(Rank):
             setattr(theirs, name, value)
         engine.checkpoint_mananager = theirs
         try:
-            manager = use_in_megatron(engine, namespace, timeout_s=LIMIT)
+            manager = use_in_megatron(engine, namespace, timeout_s=timeout_s)
         finally:
             for name, value in before.items():
                 setattr(theirs, name, value)
