@@ -98,6 +98,23 @@ class MegatronRank(Rank):
         with CudaMeansCpu():
             getattr(self._theirs, method)(*args, **kwargs)
 
+    def load_as_verl(self, layout: str, contents: list[str], path: str) -> None:
+        """Load with verl's own manager, which torch's Adam is unknown to: its step counts are loaded by us."""
+        from trinity_sync.backends.megatron import optimizer_state
+
+        optimizer = self.engine(layout).optimizer
+        load = optimizer.load_state_dict
+
+        def with_steps(state: Any) -> None:
+            optimizer.load_state_dict = load
+            optimizer_state.load(optimizer, state)
+
+        optimizer.load_state_dict = with_steps
+        try:
+            self.by_verl(layout, "load_checkpoint", contents, path)
+        finally:
+            optimizer.load_state_dict = load
+
     def manager(self, layout: str, method: str, *args: Any, **kwargs: Any) -> Any:
         from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 

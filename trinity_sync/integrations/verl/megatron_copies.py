@@ -31,13 +31,16 @@ class Copies:
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
         timeout_s: limit of the ranks' wait for each other where they write together, seconds.
+
+    Attributes:
+        meeting: in which the ranks write what was copied last; None before.
     """
 
     def __init__(self, manager: MegatronCheckpointManager, timeout_s: float) -> None:
         self._manager = manager
         self._trees = trees.Trees(manager)
         self._meetings = Meetings.of_default_group(timeout_s)
-        self._meeting: Meeting | None = None
+        self.meeting: Meeting | None = None
         self._small: dict[str, bytes] | None = None
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
@@ -66,8 +69,8 @@ class Copies:
 
     def give_up(self, name: str, error: BaseException) -> None:
         """See `saves.Copies`."""
-        if name == contents.STATE and self._meeting is not None:
-            self._meeting.give_up(error)
+        if name == contents.STATE and self.meeting is not None:
+            self.meeting.give_up(error)
 
     # ---- the trees of megatron-core
 
@@ -78,7 +81,7 @@ class Copies:
             self._trees.copy(pending, in_background=False).wait_whole(self._meetings.timeout_s)
 
         together(f"copy the state of step {step}", copy)
-        meeting = self._meeting = self._meetings.begin(f"step {step}")
+        meeting = self.meeting = self._meetings.begin(f"step {step}")
 
         def write() -> list[Path | FileTuple]:
             large, small = finalise(pending, meeting, lambda: None, durable=durable)

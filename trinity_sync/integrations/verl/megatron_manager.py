@@ -8,12 +8,15 @@ verl itself has saved as well. See `saves` for the way of a save.
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verl.utils import hdfs_io
 from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager as VerlCheckpointManager
 
+from trinity_sync.backends.meetings import Meeting
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.megatron_copies import Copies, trees_to_save
@@ -49,7 +52,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
     def __init__(self, *args: object, ray_namespace: str = "", timeout_s: float = 1800.0, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         _check_engine(self)
-        self._start_saves(Copies(self, timeout_s), ray_namespace, timeout_s)
+        self._ranks = Copies(self, timeout_s)
+        self._start_saves(self._ranks, ray_namespace, timeout_s)
         self._contents_saved: list[str] = []
 
     # ---- saving
@@ -106,6 +110,19 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
                 if not hdfs_io.copy(src=local_path, dst=hdfs_path, dirs_exist_ok=True):
                     raise RunError(f"{local_path} could not be copied to {hdfs_path}")
         self.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    def _finish_writing(self) -> None:
+        """Also where a rank has died, for which the others would wait: the monitor knows of it first."""
+        if self._step is not None and self._ranks.meeting is not None:
+            watching = partial(self._watch, self._step, self._ranks.meeting)
+            threading.Thread(target=watching, name=f"watch-{self._step}", daemon=True).start()
+        super()._finish_writing()
+
+    def _watch(self, step: int, meeting: Meeting) -> None:
+        try:
+            self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=FULL).result(self._timeout_s)
+        except Exception as error:
+            meeting.give_up(error)
 
     # ---- what differs from other engines
 
