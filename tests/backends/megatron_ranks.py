@@ -198,7 +198,7 @@ def build(case: Mapping[str, Any], models: Path) -> Any:
             total_training_steps=20,
             lr_warmup_steps=2,
             lr_decay_style="cosine",
-            use_checkpoint_opt_param_scheduler=False,
+            use_checkpoint_opt_param_scheduler=case.get("schedule_of_checkpoint", False),
             override_optimizer_config={
                 "overlap_param_gather": late,
                 "adam_beta1": case.get("beta", 0.9),

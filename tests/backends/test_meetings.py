@@ -6,6 +6,7 @@ Ranks are threads here, each with a client of its own of one real store.
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -21,7 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from trinity_sync.backends import meetings as module
-from trinity_sync.backends.meetings import Meetings
+from trinity_sync.backends.meetings import Meeting, Meetings
 from trinity_sync.errors import RunError
 
 RANKS = 3
@@ -95,6 +96,24 @@ def test_a_rank_that_fails_tells_all_the_others_and_the_next_save_is_sound(
     if where == "give up":
         expected[failing] = "its own"
     assert told == expected
+    assert group.outcomes(save) == SOUND
+
+
+def test_a_rank_that_waits_for_one_that_does_not_come_can_be_made_to_give_up(group: Group) -> None:
+    told = threading.Event()
+    begun: queue.Queue[Meeting] = queue.Queue()
+
+    def work(meetings: Meetings) -> None:
+        meeting = meetings.begin("step 1")
+        if meetings.rank == 1:
+            begun.put(meeting)
+        meeting.gather("write", lambda: meetings.rank != 2 or told.wait(LIMIT))
+
+    under_way = group.begin(work)
+    begun.get(timeout=LIMIT).give_up(RunError("rank 2 has died"))
+    assert [outcome(under_way[rank]) for rank in (0, 1)] == ["rank 1: rank 2 has died"] * 2
+    told.set()
+    assert outcome(under_way[2]) == "rank 1: rank 2 has died"
     assert group.outcomes(save) == SOUND
 
 

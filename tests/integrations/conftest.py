@@ -22,12 +22,18 @@ from trinity_sync.sync import SynchronizerConfig
 
 
 @pytest.fixture(scope="package")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def room() -> Iterator[None]:
+    """Ray."""
     with local_ray.joined():
-        models = tmp_path_factory.mktemp("models")
-        ranks = start(models)
-        make_models(models)
-        yield {"models": models, "ranks": ranks}
+        yield
+
+
+@pytest.fixture(scope="package")
+def pair(room: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    models = tmp_path_factory.mktemp("models")
+    ranks = start(models)
+    make_models(models)
+    return {"models": models, "ranks": ranks}
 
 
 @pytest.fixture
@@ -49,7 +55,7 @@ def ranks(pair: dict[str, Any]) -> Iterator[list[Any]]:
 
 
 @pytest.fixture(scope="package")
-def make_run(pair: dict[str, Any]) -> Iterator[Callable[..., VerlRun]]:
+def make_run(room: None) -> Iterator[Callable[..., VerlRun]]:
     """Open a run on a checkpoint folder."""
     made = []
 

@@ -23,7 +23,7 @@ WORLD = 2
 class Rank:
     """One worker. Engines are made once per strategy and go through all tests."""
 
-    def __init__(self, rank: int, port: int, models: str) -> None:
+    def __init__(self, rank: int, port: int, models: str, world: int = WORLD) -> None:
         import warnings
 
         warnings.simplefilter("ignore")
@@ -35,7 +35,7 @@ class Rank:
         self._engines: dict[str, Any] = {}
         self._held = threading.Event()
         self._patched: list[Callable[[], None]] = []
-        dist.init_process_group("gloo", rank=rank, world_size=WORLD, init_method=f"tcp://127.0.0.1:{port}")
+        dist.init_process_group("gloo", rank=rank, world_size=world, init_method=f"tcp://127.0.0.1:{port}")
 
     def pid(self) -> int:
         return os.getpid()

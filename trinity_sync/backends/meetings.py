@@ -173,9 +173,16 @@ class Meeting:
             return found
 
     def give_up(self, error: BaseException) -> None:
-        """This rank cannot go on: nobody passes the next stage. While this rank is in none."""
-        with suppress(RunError), self._next(self._beside, "go on", [self.rank]) as stage:
-            stage.decide(f"rank {self.rank}: {_describe(error)}")
+        """What the ranks wait for, or would wait for next, does not come: nobody passes the stage that this rank is in,
+        nor the one after. On any thread.
+        """
+        decision = f"rank {self.rank}: {_describe(error)}"
+        with suppress(RunError, dist.DistError):
+            client = _Client(self._beside._store)  # the other one is held by whoever waits
+            for stage in (self._stage, self._stage + 1):
+                key = f"{self._prefix}{stage}/decision"
+                client.call(partial(_decide, key, decision))
+                self._keys.append(key)
 
     def forget(self) -> None:
         """Remove what this rank has left in the store: it would grow with every save."""
@@ -295,9 +302,9 @@ class _Stage:
 
     def decide(self, decision: str) -> str:
         """Decide, unless somebody has; what was decided."""
-        self._keys.append(f"{self._prefix}decision")
         key = f"{self._prefix}decision"
-        return self._store.call(lambda store: store.compare_set(key, "", decision)).decode()
+        self._keys.append(key)
+        return self._store.call(partial(_decide, key, decision)).decode()
 
     def _missing(self) -> str:
         missing = [rank for rank in self._awaited if not self._here(rank)]
@@ -312,6 +319,11 @@ class _Stage:
 
     def _get(self, name: str) -> bytes:
         return self._store.call(lambda store: store.get(self._prefix + name))
+
+
+def _decide(key: str, decision: str, store: Store) -> bytes:
+    """What was decided: this, or what somebody decided before."""
+    return store.compare_set(key, "", decision)
 
 
 def _forget(key: str, store: Store) -> None:

@@ -46,6 +46,8 @@ _METADATA: Mapping[str, tuple[str, ...]] = {
         "TensorProperties",
         "_MEM_FORMAT_ENCODING",
     ),
+    # the ranks' plans, which megatron-core keeps for later saves
+    "torch.distributed.checkpoint.planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),

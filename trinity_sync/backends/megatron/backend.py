@@ -18,6 +18,7 @@ from trinity_sync.backends.meetings import Meeting
 from trinity_sync.backends.megatron.checkpoint import Checkpoints
 from trinity_sync.backends.megatron.cpu import CudaMeansCpu
 from trinity_sync.backends.megatron.placement import Geometry, Piece, dtypes_of, pieces
+from trinity_sync.backends.megatron.trees import gather_parameters, gathers_late
 from trinity_sync.backends.saved import saved_by
 from trinity_sync.errors import ConfigError
 from trinity_sync.protocol.parts import FileTuple
@@ -123,10 +124,9 @@ class MegatronBackend:
                     offload_megatron_model_to_cpu(self._engine.module)
 
     def _gather_parameters(self) -> None:
-        if any(getattr(chunk.ddp_config, "overlap_param_gather", False) for chunk in self._engine.module):
+        if gathers_late(self._engine.module):
             with self._on_device():
-                for chunk in self._engine.module:
-                    chunk.start_param_sync(force_sync=True)
+                gather_parameters(self._engine.module)
 
     def _step(self, step: Callable[[], T]) -> T:
         for callback in self._before_change:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trinity_sync.integrations.verl.fsdp import fsdp_save_state_dict
     from trinity_sync.integrations.verl.manager import FSDPCheckpointManager, use_in
     from trinity_sync.integrations.verl.megatron import megatron_save_state_dict
+    from trinity_sync.integrations.verl.megatron_manager import MegatronCheckpointManager, use_in_megatron
     from trinity_sync.integrations.verl.run import open_run
     from trinity_sync.integrations.verl.weights import (
         fsdp_state_dict_meta,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _HOME = {
     "FSDPCheckpointManager": "manager",
     "use_in": "manager",
+    "MegatronCheckpointManager": "megatron_manager",
+    "use_in_megatron": "megatron_manager",
     "fsdp_save_state_dict": "fsdp",
     "fsdp_upload_state_dict": "weights",
     "fsdp_sync_weight_nccl": "weights",
@@ -39,6 +42,7 @@ _HOME = {
 
 __all__ = [
     "FSDPCheckpointManager",
+    "MegatronCheckpointManager",
     "fsdp_save_state_dict",
     "fsdp_state_dict_meta",
     "fsdp_sync_weight_nccl",
@@ -49,6 +53,7 @@ __all__ = [
     "megatron_upload_state_dict",
     "open_run",
     "use_in",
+    "use_in_megatron",
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 MODEL, METADATA, OPTIMIZER, EXTRA, EXPORT = "model", "metadata", "optim", "extra_state", "hf_model"
+STATE = "state"
+"""All that the ranks of a Megatron engine write together."""
 WEIGHTS = (MODEL, METADATA)
 OF_FIRST_RANK = (METADATA, EXPORT)
 

@@ -68,6 +68,9 @@ class Copies:
                 found[contents.EXPORT] = lambda: files.write_export(empty, weights, folder / "huggingface")
         return found
 
+    def give_up(self, name: str, error: BaseException) -> None:
+        """Do nothing: each rank writes its own files."""
+
     def _take(self, step: int, todo: list[str]) -> None:
         live = {self._file(name): value for name, value in self._live(todo).items()}
         self._copy.take(live, f"the state of step {step}")

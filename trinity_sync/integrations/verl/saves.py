@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -46,6 +47,12 @@ class Copies(Protocol):
 
         Raises:
             RunError: on every rank, where one could not.
+        """
+        ...
+
+    def give_up(self, name: str, error: BaseException) -> None:
+        """This rank cannot write one of the contents that were copied last: nobody who writes it with this rank waits
+        for it. May be called on any thread.
         """
         ...
 
@@ -158,7 +165,8 @@ class CommittedSaves(ABC):
             raise
         for name, write in writers.items():
             part = self._coordinator.part(local_path, step, contents.part(name, self.rank))
-            self._coordinator.save_async(name, write, step, name in contents.WEIGHTS, part=part)
+            give_up = partial(self._copies.give_up, name)
+            self._coordinator.save_async(name, write, step, name in contents.WEIGHTS, part=part, on_failure=give_up)
 
     def _check_earlier(self, step: int) -> None:
         """Nothing of before is left to be written, and nothing of it failed."""

@@ -1,0 +1,167 @@
+"""What a rank of a Megatron engine is to write of a save, copied, and the functions that write it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from trinity_sync.backends.meetings import Meeting, Meetings
+from trinity_sync.backends.megatron import trees
+from trinity_sync.backends.megatron.writer import finalise
+from trinity_sync.checkpoint.coordinator import SaveFn
+from trinity_sync.integrations.verl import contents
+from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
+from trinity_sync.integrations.verl.weights import Pairs
+from trinity_sync.protocol.parts import FileTuple
+
+if TYPE_CHECKING:
+    from mbridge.core.llm_bridge import LLMBridge
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+
+HUGGING_FACE = "model/huggingface"
+
+
+class Copies:
+    """Copies of one save after another, in memory that is kept.
+
+    Args:
+        manager: verl's checkpoint manager, with the model and what trains it.
+        timeout_s: limit of the ranks' wait for each other where they write together, seconds.
+
+    Attributes:
+        meeting: in which the ranks write what was copied last; None before.
+    """
+
+    def __init__(self, manager: MegatronCheckpointManager, timeout_s: float) -> None:
+        self._manager = manager
+        self._trees = trees.Trees(manager)
+        self._meetings = Meetings.of_default_group(timeout_s)
+        self.meeting: Meeting | None = None
+        self._small: dict[str, bytes] | None = None
+
+    def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
+        """See `saves.Copies`. A rank that fails to describe its state leaves the others waiting in megatron-core's own
+        collective calls, up to the limit of the process group.
+        """
+        found: dict[str, SaveFn] = {}
+        if trees.gathers_late(self._manager.model):
+            trees.gather_parameters(self._manager.model)
+        if contents.STATE in todo:
+            found[contents.STATE] = self._take_trees(step, folder, staging, durable)
+        exports = contents.EXPORT in todo
+        if contents.METADATA in todo or exports:
+            together(f"describe the contents of step {step}", self._read_small)
+        small = self._small or {}
+        if exports:
+            of_export = {name: data for name, data in small.items() if name.startswith(HUGGING_FACE)}
+            export = self._take_export(step, folder, of_export)
+            if self._manager.rank == 0:
+                found[contents.EXPORT] = export
+        if contents.METADATA in todo and self._manager.rank == 0:
+            own = {name: data for name, data in small.items() if not (exports and name.startswith(HUGGING_FACE))}
+            own["ckpt_contents.json"] = self._manifest(step, contents.STATE in todo)
+            found[contents.METADATA] = lambda: _write_small(own, folder)
+        return found
+
+    def give_up(self, name: str, error: BaseException) -> None:
+        """See `saves.Copies`."""
+        if name == contents.STATE and self.meeting is not None:
+            self.meeting.give_up(error)
+
+    # ---- the trees of megatron-core
+
+    def _take_trees(self, step: int, folder: Path, staging: Path, durable: bool) -> SaveFn:
+        pending = self._trees.plan(folder, trees_to_save(self._manager))
+
+        def copy() -> None:
+            self._trees.copy(pending, in_background=False).wait_whole(self._meetings.timeout_s)
+
+        together(f"copy the state of step {step}", copy)
+        meeting = self.meeting = self._meetings.begin(f"step {step}")
+
+        def write() -> list[Path | FileTuple]:
+            large, small = finalise(pending, meeting, lambda: None, durable=durable)
+            return [*((path.relative_to(staging).as_posix(), size, digest) for path, size, digest in large), *small]
+
+        return write
+
+    # ---- the model in Hugging Face format
+
+    def _take_export(self, step: int, folder: Path, small: dict[str, bytes]) -> SaveFn:
+        """What mbridge writes is gathered to rank 0 here, and written in the background. With options of its own in
+        ``mbridge_config``, or by Megatron-Bridge, it is written here, by the bridge itself.
+        """
+        manager, place = self._manager, folder / HUGGING_FACE
+        what = f"export the model of step {step}"
+        if manager.vanilla_bridge and not any(manager._get_bridge_extended_args().values()):
+            state = use_on_first_rank(what, manager.bridge.export_weights(manager.model), _copied)
+
+            def write() -> list[Path]:
+                _write_small(small, folder)
+                _write_weights(manager.bridge, state or {}, place)
+                return _files(place)
+
+            return write
+        together(f"begin to {what}", lambda: _write_small(small, folder))
+        together(what, lambda: manager._save_model_as_hf_via_bridge(str(place)))
+        return lambda: _files(place)
+
+    # ---- the small files of rank 0
+
+    def _read_small(self) -> None:
+        """Have the configs and the tokenizer as verl writes them, relative path -> bytes. Made once, and on the thread
+        that uses them: none changes in a run.
+        """
+        manager = self._manager
+        if manager.rank != 0 or self._small is not None:
+            return
+        with tempfile.TemporaryDirectory() as name:
+            manager._save_hf_config_and_tokenizer(name)
+            if manager.bridge is not None and manager.vanilla_bridge:
+                manager.bridge.hf_config.save_pretrained(Path(name) / HUGGING_FACE)  # as the bridge's own save does
+            if manager.should_save_extra:
+                manager._save_transformer_config(name)
+            self._small = {path.relative_to(name).as_posix(): path.read_bytes() for path in _files(Path(name))}
+
+    def _manifest(self, step: int, has_trees: bool) -> bytes:
+        with tempfile.TemporaryDirectory() as name:  # verl makes folders when it names them
+            found = self._manager._build_checkpoint_manifest(name, step, has_trees)
+        found["layout"] = trees.layout(self._manager)
+        return (json.dumps(found, indent=2, sort_keys=True) + "\n").encode()
+
+
+def trees_to_save(manager: MegatronCheckpointManager) -> list[str]:
+    """The trees that a save of this manager consists of."""
+    asked = (
+        (trees.MODEL, manager.should_save_dist_ckpt_model),
+        (trees.OPTIMIZER, manager.should_save_optimizer),
+        (trees.EXTRA, manager.should_save_extra),
+    )
+    return [name for name, wanted in asked if wanted]
+
+
+def _copied(tensors: Pairs) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors}
+
+
+def _write_weights(bridge: LLMBridge, state: dict[str, torch.Tensor], place: Path) -> None:
+    """Write what `bridge.save_weights` would, of weights that are gathered already."""
+    bridge.safetensor_io.save_hf_weight(iter(state.items()), str(place), bridge._get_hf_shared_weight_keys())
+    if bridge.safetensor_io.origin_index:
+        bridge.safetensor_io.save_index(str(place))
+
+
+def _write_small(small: dict[str, bytes], folder: Path) -> list[Path]:
+    for name, data in small.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return [folder / name for name in small]
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
