@@ -1,4 +1,4 @@
-# make install | run | test | test-all | campaign | lint | docs | figures | clean. Needs Python 3.11 or 3.12; everything else goes into .venv.
+# make install | run | test | test-all | campaign | lint | docs | figures | clean. Needs Python 3.11.5 or later, or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
 #   make test-all PART=2/4                        the second of four parts, each of which takes less than half an hour
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
@@ -57,6 +57,7 @@ install: $(STAMP)
 # Compiles what it installs, and the package: where PYTHONDONTWRITEBYTECODE is set, as in many containers, each process of
 # each run would do so again, which takes longer than all else that it does at its start.
 $(STAMP): pyproject.toml constraints.txt cpu-excludes.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11, 5) <= v < (3, 13) else "a checkout needs Python 3.11.5 or later, or 3.12; $(PYTHON) is %d.%d.%d: make install PYTHON=python3.12" % v[:3])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9.8"
 	$(BIN)/uv pip install $(UV_FLAGS) --compile-bytecode $(foreach part,$(PARTS),--editable ".[$(part)]")

@@ -1,5 +1,5 @@
-"""verl's own SFT trainer on CPUs, for `torch.distributed.run`: nothing of it is changed but how the ranks meet, for verl
-asks torch for two backends of one device there, which torch refuses.
+"""verl's own SFT trainer on CPUs, for `torch.distributed.run`: nothing of it is changed but how the ranks meet, for
+verl asks torch for two backends of one device there, which torch refuses.
 """
 
 from __future__ import annotations

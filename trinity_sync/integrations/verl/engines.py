@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trinity_sync.integrations.verl.plugin import VENDOR
+import torch.distributed as dist
 
-if TYPE_CHECKING:
-    from trinity_sync.integrations.verl.program import ProgramSaves
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.verl import remote_copies
+from trinity_sync.integrations.verl.at_exit import finish_at_exit
+from trinity_sync.integrations.verl.opening import open_monitor
+from trinity_sync.integrations.verl.saves import CommittedSaves
+from trinity_sync.integrations.verl.vendor import VENDOR, say
 
 _DEVICES = ["cuda", "cpu"]
 
@@ -30,34 +34,61 @@ _CLASSES = {
 class SavesThroughUs:
     """Comes before one of verl's engines among the bases of a class."""
 
-    _saves: ProgramSaves
+    _saves: CommittedSaves | None = None
 
     def initialize(self) -> None:
         """Make model and optimizer as verl does, and put our manager in. Collective."""
         super().initialize()  # type: ignore[misc]
-        from trinity_sync.integrations.verl.program import ProgramSaves
-
-        self._saves = ProgramSaves(self)
+        self._saves = _saves_of(self)
 
     def train_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        self._saves.trainer_went_on()
+        self._went_on()
         mode: AbstractContextManager[None] = super().train_mode(**kwargs)  # type: ignore[misc]
         return mode
 
     def eval_mode(self, **kwargs: Any) -> AbstractContextManager[None]:
-        self._saves.trainer_went_on()
+        self._went_on()
         mode: AbstractContextManager[None] = super().eval_mode(**kwargs)  # type: ignore[misc]
         return mode
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        self._saves.trainer_went_on()
+        self._went_on()
         return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
 
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save through our manager; of the program's last step, return when it is written."""
-        self._saves.trainer_went_on()
-        super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self._saves.finish_last_step()
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save through our manager; what is saved last is written when this returns, for Ray ends workers at once."""
+        self._went_on()
+        super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
+        if self._saves is not None and _is_last(self):
+            self._saves.finish_writing()
+
+    def _went_on(self) -> None:
+        if self._saves is not None:
+            self._saves.trainer_went_on()
+
+
+def _saves_of(engine: Any) -> CommittedSaves | None:
+    """Put our manager into an engine; None: it keeps verl's, which is said where somebody expects another."""
+    if getattr(engine.engine_config, "forward_only", False):
+        return None  # a reference saves nothing
+    try:
+        if engine.engine_config.strategy == "megatron":
+            from trinity_sync.integrations.verl.megatron_manager import use_in_megatron as use
+        else:
+            from trinity_sync.integrations.verl.manager import use_in as use  # type: ignore[assignment]
+        manager: CommittedSaves = use(engine, opens=open_monitor)
+    except ConfigError as error:
+        if dist.get_rank() == 0:
+            say(f"verl saves the checkpoints of this engine itself: {error}")
+        return None
+    finish_at_exit(manager)
+    remote_copies.of_manager(manager)
+    return manager
+
+
+def _is_last(engine: Any) -> bool:
+    step, last = engine._saves.previous_global_step, getattr(engine.optimizer_config, "total_training_steps", None)
+    return step is not None and last is not None and 0 < last <= step
 
 
 def register(module: ModuleType) -> None:

@@ -20,7 +20,7 @@ from trinity_sync.integrations.verl import contents, files
 from trinity_sync.integrations.verl.copies import Copies, check_export
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import check_files
-from trinity_sync.integrations.verl.saves import CommittedSaves
+from trinity_sync.integrations.verl.saves import CommittedSaves, OpensMonitor
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.sync import Synchronizer
 
@@ -43,6 +43,8 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         *args: as for verl's class.
         **kwargs: as for verl's class.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
+        opens: opens the monitor at the first save, without any actors; `ray_namespace` is not used then, and there is
+            no Synchronizer.
         trust_remote_code: passed on when Hugging Face configs and models are made.
         timeout_s: limit of every wait, seconds.
 
@@ -55,6 +57,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         self,
         *args: object,
         ray_namespace: str = "",
+        opens: OpensMonitor | None = None,
         trust_remote_code: bool = False,
         timeout_s: float = 1800.0,
         **kwargs: object,
@@ -62,12 +65,9 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         super().__init__(*args, trust_remote_code=trust_remote_code, **kwargs)
         if self.should_save_hf_model:
             check_export(self)
-        self._start_saves(Copies(self), ray_namespace, timeout_s)
+        self._start_saves(Copies(self), opens or ray_namespace, timeout_s)
         self._announced: int | None = None
-        try:
-            self._synchronizer: Synchronizer | None = Synchronizer.get_actor(namespace=ray_namespace or None)
-        except RunError:
-            self._synchronizer = None
+        self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
 
     # ---- saving
 
@@ -182,6 +182,13 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         """Load with verl's own code, which would run what is pickled in the files."""
         with nothing_runs(local_path):
             VerlCheckpointManager.load_checkpoint(self, local_path, hdfs_path, del_local_after_load)
+
+
+def _synchronizer(ray_namespace: str) -> Synchronizer | None:
+    try:
+        return Synchronizer.get_actor(namespace=ray_namespace or None)
+    except RunError:
+        return None
 
 
 def use_in(engine: FsdpEngine, ray_namespace: str = "", **kwargs: Any) -> FSDPCheckpointManager:

@@ -22,7 +22,7 @@ from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.megatron_copies import Copies, trees_to_save
 from trinity_sync.integrations.verl.megatron_loading import check_loadable, load
 from trinity_sync.integrations.verl.reading import hold
-from trinity_sync.integrations.verl.saves import CommittedSaves
+from trinity_sync.integrations.verl.saves import CommittedSaves, OpensMonitor
 from trinity_sync.protocol.parts import FULL
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         *args: as for verl's class.
         **kwargs: as for verl's class.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
+        opens: opens the monitor at the first save, without any actors; `ray_namespace` is not used then.
         timeout_s: limit of every wait, seconds.
 
     Raises:
@@ -49,11 +50,18 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         RunError: there is no checkpoint monitor in the namespace.
     """
 
-    def __init__(self, *args: object, ray_namespace: str = "", timeout_s: float = 1800.0, **kwargs: object) -> None:
+    def __init__(
+        self,
+        *args: object,
+        ray_namespace: str = "",
+        opens: OpensMonitor | None = None,
+        timeout_s: float = 1800.0,
+        **kwargs: object,
+    ) -> None:
         super().__init__(*args, **kwargs)
         _check_engine(self)
         self._ranks = Copies(self, timeout_s)
-        self._start_saves(self._ranks, ray_namespace, timeout_s)
+        self._start_saves(self._ranks, opens or ray_namespace, timeout_s)
         self._contents_saved: list[str] = []
 
     # ---- saving

@@ -14,37 +14,37 @@ What goes wrong is said on standard error, and leaves verl as it is: verl itself
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from wrapt import register_post_import_hook
 
-VENDOR = "trinity"
-"""What `VERL_ENGINE_VENDOR` names."""
+from trinity_sync.integrations.verl.vendor import is_on, say
 
 TESTED = (0, 9)
 """The version of verl that this was written for and is tested with, without its last part."""
 
 
-def is_on() -> bool:
-    """Whether verl's engines are to be ours, in this process."""
-    return os.environ.get("VERL_ENGINE_VENDOR") == VENDOR
+def _replace(module: ModuleType, name: str, instead_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    setattr(module, name, instead_of(getattr(module, name)))
 
 
 def _resume(module: ModuleType) -> None:
     from trinity_sync.integrations.verl import resuming
 
-    module.find_latest_ckpt_path = resuming.instead_of(module.find_latest_ckpt_path)
+    _replace(module, "find_latest_ckpt_path", resuming.instead_of)
 
 
 def _remote_copies(module: ModuleType) -> None:
     from trinity_sync.integrations.verl import remote_copies
 
-    module.copy = remote_copies.instead_of(module.copy)
+    _replace(module, "copy", remote_copies.instead_of)
 
 
 def _engines(module: ModuleType) -> None:
@@ -70,13 +70,9 @@ def _aloud(do: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         try:
             do(module)
         except Exception as error:
-            _say(f"{module.__name__} is left as it is, because of {type(error).__name__}: {error}")
+            say(f"{module.__name__} is left as it is, because of {type(error).__name__}: {error}")
 
     return hook
-
-
-def _say(text: str) -> None:
-    print(f"trinity-sync: {text}", file=sys.stderr, flush=True)
 
 
 def _version() -> str:
@@ -105,12 +101,20 @@ def register() -> None:
     if not _is_tested(version):
         if is_on():
             known = ".".join(map(str, TESTED))
-            _say(f"verl {version} is not {known}.x, which this is written for: OFF, verl saves its checkpoints itself")
+            say(f"verl {version} is not {known}.x, which this is written for: OFF, verl saves its checkpoints itself")
         return
+    if is_on():
+        atexit.register(_end)  # so early that it runs last
     if os.environ.get("VERL_PLATFORM") == "cpu":
         importlib.import_module("trinity_sync.backends.cpu_platform")  # verl asks for it in a moment
     for name, do in _HOOKS.items():
         register_post_import_hook(_aloud(do), name)
+
+
+def _end() -> None:
+    ends = sys.modules.get("trinity_sync.integrations.verl.at_exit")
+    if ends is not None:
+        ends.end_as_failed()
 
 
 register()

@@ -1,4 +1,4 @@
-"""Which checkpoint a program of verl's goes on from by itself: the newest that verifies, not the one that was begun last.
+"""Which checkpoint a program of verl's goes on from by itself: the newest that verifies, not the one begun last.
 
 All of verl's trainers ask ``find_latest_ckpt_path`` when `resume_mode` is ``auto``; it believes the tracker, which the
 trainers write before a checkpoint is whole. Nothing on the disk is changed here.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.resume_point import check_all_seen, find
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.integrations.verl.vendor import say
 
 Find = Callable[..., "str | None"]
 
@@ -50,7 +50,7 @@ def newest(root: Path) -> Path | None:
         RunError: one that was committed is gone, or cannot be read now; says how to go on without it.
     """
     try:
-        found = find(root, of_verl=True, say=_say)
+        found = find(root, of_verl=True, say=say)
         check_all_seen(root, found, (), skip_missing=os.environ.get(SKIP_MISSING) == "1")
     except TrinityError as error:
         raise RunError(
@@ -60,7 +60,7 @@ def newest(root: Path) -> Path | None:
         ) from error
     if found is None:
         return None
-    _say(f"going on from {found.path}{'' if found.manifest is not None else ', which verl wrote: it is not verified'}")
+    say(f"going on from {found.path}{'' if found.manifest is not None else ', which verl wrote: it is not verified'}")
     return step_dir(root, found.step)
 
 
@@ -100,7 +100,3 @@ def _told(store: Any, key: str, root: Path) -> str | None:
     finally:
         store.set(key, json.dumps(answer))
     return answer["path"]
-
-
-def _say(text: str) -> None:
-    print(f"trinity-sync: {text}", file=sys.stderr, flush=True)

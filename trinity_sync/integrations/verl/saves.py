@@ -12,6 +12,7 @@ One save, on every rank:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,20 @@ from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import hold, step_at
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+
+
+class OpensMonitor(Protocol):
+    """Opens the monitor of a program that does not say at its start where its checkpoints go."""
+
+    def __call__(self, local_path: str, loaded: str | None, timeout_s: float) -> RunMonitor:
+        """Start the monitor, or find it. Collective.
+
+        Args:
+            local_path: what is saved first.
+            loaded: what was loaded last; None: nothing.
+            timeout_s: limit of each wait, seconds.
+        """
+        ...
 
 
 class Copies(Protocol):
@@ -97,8 +112,12 @@ class CommittedSaves(ABC):
 
     # ---- the run
 
-    def _start_saves(self, copies: Copies, ray_namespace: str, timeout_s: float) -> None:
+    def _start_saves(self, copies: Copies, run: str | OpensMonitor, timeout_s: float) -> None:
         """Nothing is saved so far.
+
+        Args:
+            run: Ray namespace in which `open_run` has started the monitor; or what opens it when the first save says
+                where checkpoints go.
 
         Raises:
             RunError: there is no checkpoint monitor in the namespace.
@@ -111,11 +130,19 @@ class CommittedSaves(ABC):
         self._saved: dict[str, set[str]] = {}  # by place in the step's folder
         self._kinds: set[Kind] = set()
         self._loaded: int | None = None
-        self._connect(ray_namespace)
+        self._root: Path | None = None
+        self._opens: OpensMonitor | None = None
+        self._last_loaded: str | None = None
+        self._beside: tuple[int, str] | None = None
+        if isinstance(run, str):
+            self._use(RunMonitor.in_namespace(run, timeout_s))
+        else:
+            self._opens = run
 
-    def _connect(self, ray_namespace: str) -> None:
-        """Find the run's checkpoint monitor."""
-        self._use(RunMonitor.in_namespace(ray_namespace, self._timeout_s))
+    def _open(self, local_path: str) -> None:
+        """See that there is a monitor. Collective where it is to be opened."""
+        if self._opens is not None and self._root is None:
+            self._use(self._opens(local_path, self._last_loaded, self._timeout_s))
 
     def _use(self, monitor: RunMonitor) -> None:
         """Save through this monitor from now on."""
@@ -135,6 +162,7 @@ class CommittedSaves(ABC):
         Raises:
             ConfigError, RunError: on every rank; also for what an earlier save failed of.
         """
+        self._open(local_path)
         self._check_earlier(step)
         if self._step != step:
             self._step, self._saved, self._kinds = step, {}, set()
@@ -190,9 +218,51 @@ class CommittedSaves(ABC):
             for name in todo
             for rank in contents.writers(name, self.world_size)
         }
+        if self._opens is not None and kind == FULL:
+            beside = self._coordinator.part(local_path, step, contents.BESIDE)
+            parts[beside] = contents.BESIDE
+            self._beside = (step, beside) if self.rank == 0 else None
         self._tell_parts(local_path, step, kind, parts)
         staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
         return folder, staging
+
+    def trainer_went_on(self) -> None:
+        """Take note that the trainer does other things than to save, so that what it has written itself, beside what
+        the engine saved last, is whole: it can be committed. May be called at any time, on any rank.
+
+        Raises:
+            RunError: the monitor is gone.
+            WaitTimeout: it does not answer.
+        """
+        if self._beside is not None:
+            (step, part), self._beside = self._beside, None
+            finished = self._monitor.notify_finished(step, part=part, attempt=self._attempt, files=[])
+            finished.result(self._timeout_s)
+
+    def finish_writing(self) -> None:
+        """Return when this rank has written what it saved; what other ranks do, and the commit, is not waited for.
+
+        Raises:
+            Exception: what a background save of this rank raised, or of another, if that failed first.
+        """
+        if self._root is not None:
+            self._finish_writing()
+
+    def follow(self, path: str, then: Callable[[], None]) -> bool:
+        """Do something with a step's folder, in the background, when it is committed. What it raises is told at the
+        next save, or by `wait_on_save_thread`.
+
+        Args:
+            path: the folder.
+
+        Returns:
+            Whether its commit is awaited here. Where it is not, nothing is done.
+        """
+        step = step_at(self._root, path)
+        if step is None or step != self._step or FULL not in self._kinds:
+            return False
+        self._commits.follow(step, FULL, lambda _: then())
+        return True
 
     def _tell_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
         """Announce parts, and which of the contents each is; for a full checkpoint, that those of this role are known.
@@ -229,7 +299,10 @@ class CommittedSaves(ABC):
             Exception: what a background save of this rank raised.
             RunError: a save failed on another rank.
         """
+        if self._opens is not None and self._root is None:
+            return
         try:
+            self.trainer_went_on()
             self._finish_writing()
             self._commits.wait()
         except Exception:
@@ -267,7 +340,7 @@ class CommittedSaves(ABC):
     def _forget(self) -> None:
         """The step failed: nothing of it counts as saved."""
         self._commits.drop()
-        self._saved, self._kinds = {}, set()
+        self._saved, self._kinds, self._beside = {}, set(), None
 
     # ---- loading
 
@@ -283,6 +356,7 @@ class CommittedSaves(ABC):
             # A rank that stops before verl's barrier would leave its peers in it.
             together(f"load {local_path}", lambda: self._prepare(local_path, held))
             self._load_as_verl(local_path, hdfs_path, del_local_after_load)
+        self._last_loaded = local_path
         if step is not None:
             self._loaded, self._step, self._saved, self._kinds = step, None, {}, set()
 

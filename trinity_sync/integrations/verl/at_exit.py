@@ -1,0 +1,46 @@
+"""The end of a verl program, which waits for nothing: what was saved last is finished first, and a failure is one."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import weakref
+from typing import Protocol
+
+
+class Saves(Protocol):
+    """What a checkpoint manager does at the end."""
+
+    def wait_on_save_thread(self) -> None: ...
+
+
+_managers: weakref.WeakSet[Saves] = weakref.WeakSet()
+_failed = False
+
+
+def finish_at_exit(manager: Saves) -> None:
+    """Have the process end only when all saves of this manager are complete, or have failed."""
+    if not _managers:
+        atexit.register(_finish)
+    _managers.add(manager)
+
+
+def end_as_failed() -> None:
+    """Give the process the exit code 1 if a save failed at its end. To be called by the handler that runs last."""
+    if _failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _finish() -> None:
+    global _failed
+    for manager in list(_managers):
+        try:
+            manager.wait_on_save_thread()
+        except Exception as error:
+            _failed = True
+            print(
+                f"trinity-sync: a checkpoint was lost at the end of the program: {error}", file=sys.stderr, flush=True
+            )

@@ -1,0 +1,63 @@
+"""Opening the checkpoint monitor of a verl program that knows nothing of us: its first save says where it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from trinity_sync.actors.local.handle import LocalHandle
+from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.layout import step_of
+from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.verl.program import this_program
+from trinity_sync.integrations.verl.ranks import together
+from trinity_sync.integrations.verl.run_monitor import RunMonitor
+
+
+def open_monitor(local_path: str, loaded: str | None, timeout_s: float) -> RunMonitor:
+    """Find the program's monitor for the folder that a save goes to, or start it: a process that ends with the program.
+    Collective. For its arguments and errors see `saves.OpensMonitor` and `connecting.connect`.
+
+    Checkpoints of later steps than the one that was loaded from the folder become ``abandoned-*``.
+
+    Raises:
+        ConfigError: the path is in no folder ``global_step_N``; further as `connect`.
+    """
+    root, _ = _split(local_path)
+    resume_step = 0
+    if loaded is not None:
+        place, step = _split(loaded)
+        resume_step = step if place == root else 0
+    program = this_program()
+    opened: list[LocalHandle] = []
+
+    def find(*, may_start: bool) -> None:
+        opened.append(
+            connect(
+                root,
+                program=program.word,
+                may_start=may_start,
+                timeout_s=timeout_s,
+                resume_step=resume_step,
+                config=MonitorConfig(timeout_s=timeout_s),
+                address=program.address,
+            )
+        )
+
+    first = dist.get_rank() == 0
+    what = f"open the checkpoint folder {root}"
+    together(what, lambda: find(may_start=True) if first else None)
+    together(what, lambda: None if first else find(may_start=False))
+    return RunMonitor.of(opened[0], timeout_s)
+
+
+def _split(local_path: str) -> tuple[Path, int]:
+    """Return the checkpoint folder and the step of a place in it."""
+    path = Path(local_path).absolute()
+    for folder in (path, *path.parents):
+        step = step_of(folder.name)
+        if step is not None:
+            return folder.parent, step
+    raise ConfigError(f"{local_path} is in no folder global_step_N, as checkpoints of verl's trainers are")

@@ -1,0 +1,19 @@
+"""By which word verl's programs ask for us, and how we speak in them."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VENDOR = "trinity"
+"""What `VERL_ENGINE_VENDOR` names."""
+
+
+def is_on() -> bool:
+    """Whether verl's engines are to be ours, in this process."""
+    return os.environ.get("VERL_ENGINE_VENDOR") == VENDOR
+
+
+def say(text: str) -> None:
+    """Say something where the user looks, in a program whose logging is verl's."""
+    print(f"trinity-sync: {text}", file=sys.stderr, flush=True)
