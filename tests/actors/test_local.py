@@ -321,8 +321,8 @@ def test_what_the_search_for_another_one_fails_of_is_told(served: Served, stack:
 
 
 @contextmanager
-def forked(work: Callable[[], None]) -> Iterator[int]:
-    """Do something in a fork, which then waits to be killed."""
+def forked(work: Callable[[], object]) -> Iterator[int]:
+    """Do something in a fork, which then waits to be killed, as it is at the end of the block."""
     done, tells = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -342,27 +342,31 @@ def forked(work: Callable[[], None]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-def test_the_death_of_a_caller_is_noticed_though_a_fork_of_its_parent_lives(served: Served) -> None:
-    """A fork holds no connection of its parent's open."""
-    handle = LocalHandle(served.link())
-    call(handle, "lifeline", "parent")
-    call(handle, "add", 1).result(LIMIT)
+def test_the_death_of_a_caller_is_noticed_though_a_fork_of_it_lives(served: Served, stack: ExitStack) -> None:
+    """A fork, such as one that loads data, holds no connection of its parent's open, and cannot use it either."""
+    forks, tells = os.pipe()
 
-    def in_fork() -> None:
-        with pytest.raises(RunError, match="by a fork"):
-            call(handle, "add", 1).result(LIMIT)
-        own = LocalHandle(served.link())
-        call(own, "lifeline", "fork")
-        call(own, "add", 1).result(LIMIT)
+    def in_rank() -> None:
+        handle = LocalHandle(served.link())
+        call(handle, "lifeline", "rank")
+        call(handle, "add", 1).result(LIMIT)
+        pid = os.fork()
+        if pid == 0:
+            with pytest.raises(RunError, match="by a fork"):
+                call(handle, "add", 1).result(LIMIT)
+            os.write(tells, b"%d" % os.getpid())
+            signal.pause()
 
-    watcher = LocalHandle(served.link())
-    with forked(in_fork):
-        handle.close()
-        assert call(watcher, "an_end").result(LIMIT) == ["parent"]
-        served.body._ended.clear()
+    with forked(in_rank):
+        fork = int(os.read(forks, 20))
+        watcher = LocalHandle(served.link())
+        stack.callback(watcher.close)
         waiting = call(watcher, "an_end")
-    assert waiting.result(LIMIT) == ["parent", "fork"]
-    watcher.close()
+        assert not waiting.has_ended(0.05)
+    try:
+        assert waiting.result(LIMIT) == ["rank"]
+    finally:
+        os.kill(fork, signal.SIGKILL)
 
 
 def test_members_are_those_who_have_called_until_they_are_gone(served: Served) -> None:

@@ -30,7 +30,7 @@ from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.locks import open_lock, try_lock
 
 LIMIT = 20.0
-LIFETIME = Lifetime(first_s=10.0, grace_s=0.2, return_s=1.0)
+LIFETIME = Lifetime(first_s=10.0, grace_s=0.1, return_s=0.5)
 
 Connect = Callable[..., LocalHandle]
 
@@ -222,9 +222,9 @@ def test_another_program_is_refused_while_one_lives(root: Path, join: Connect, m
 
 
 def test_a_program_waits_for_one_that_is_ending_and_begins_a_new_attempt(root: Path, join: Connect) -> None:
-    before = join("one", lifetime=Lifetime(grace_s=1.0))
+    before = join("one", lifetime=Lifetime(grace_s=0.5))
     commit(before, 1)
-    before.close()  # its monitor lives on for a second
+    before.close()  # its monitor lives on for half a second
     handle = join("another")
     assert MonitorClient(handle).describe().result(LIMIT)["attempt"] == 1
 
@@ -233,6 +233,7 @@ def test_a_run_of_another_kind_in_the_folder_is_told(
     root: Path, join: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "LOOK_S", 0.3)
+    monkeypatch.setattr(connecting, "_START_AGAIN_S", 0.1)
     with locked(root, root), pytest.raises(ConfigError, match=rf"is in use by the run in {root} \(pid {os.getpid()} "):
         join()
 
@@ -290,8 +291,8 @@ def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
 
 
 def test_an_address_of_another_machine_is_told(join: Connect) -> None:
-    with pytest.raises(RunError, match=r"the checkpoint monitor cannot listen at 192\.0\.2\.1"):
-        join(address="192.0.2.1")
+    with pytest.raises(RunError, match=r"the checkpoint monitor cannot listen at 203\.0\.113\.77"):
+        join(address="203.0.113.77")
 
 
 def test_a_rank_waits_for_rank_0_as_long_as_it_may(join: Connect) -> None:
@@ -388,7 +389,8 @@ from trinity_sync.checkpoint.daemon.process import Lifetime
 from trinity_sync.actors.monitor import MonitorClient
 kept = socket.create_server(("127.0.0.1", 0)); kept.set_inheritable(True)
 handle = connect(sys.argv[1], program="one", may_start=True, timeout_s=20.0, lifetime=Lifetime(grace_s=20.0))
-print(MonitorClient(handle).describe().result(20.0)["pid"], os.getsid(0))
+pid = MonitorClient(handle).describe().result(20.0)["pid"]
+print(pid, os.getsid(0), os.readlink(f"/proc/self/fd/{kept.fileno()}"))
 """
 
 
@@ -396,14 +398,14 @@ def test_it_outlives_who_started_it_and_has_nothing_of_theirs(root: Path, join: 
     """`communicate` would wait for whoever holds the pipe; nobody's child is ended with its parent."""
     starter = subprocess.Popen([sys.executable, "-c", _STARTER, str(root)], stdout=subprocess.PIPE)
     printed, _ = starter.communicate(timeout=LIMIT)
-    pid, session = map(int, printed.split())
+    pid, session, kept = (int(word) if word.isdecimal() else word for word in printed.decode().split())
     process = Path(f"/proc/{pid}")
     parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
     assert parent not in (starter.pid, os.getpid())
     assert os.getsid(pid) not in (session, pid)
     opened = {str(link.readlink()) for link in (process / "fd").iterdir()}
-    sockets = {name for name in opened if name.startswith("socket:")}
     assert not {name for name in opened if name.startswith("pipe:")}
+    assert kept not in opened, "a socket of its starter's is open in it"
     assert {str(root / ".lock"), str(root / ".monitor.lock"), str(root / ".monitor.log")} <= opened
     for line in (process / "status").read_text().splitlines():
         if line.startswith("SigIgn"):
@@ -413,6 +415,5 @@ def test_it_outlives_who_started_it_and_has_nothing_of_theirs(root: Path, join: 
     assert "torch" not in loaded
     assert "ray" not in Path(f"/proc/{pid}/cmdline").read_text()
     assert str(process.joinpath("cwd").readlink()) == "/"
-    assert len(sockets) <= 4, "its starter's sockets are open in it"  # its loop's pair, its listening one, a caller's
     os.kill(pid, signal.SIGTERM)
     wait_until_let_go(root)

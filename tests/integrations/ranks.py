@@ -40,6 +40,11 @@ class Rank:
     def pid(self) -> int:
         return os.getpid()
 
+    def program(self) -> Any:
+        from trinity_sync.integrations.verl.program import this_program
+
+        return this_program()
+
     def engine(self, strategy: str) -> Any:
         if strategy not in self._engines:
             model = {"fsdp": "tied", "fsdp2": "untied"}[strategy]

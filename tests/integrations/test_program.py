@@ -1,0 +1,103 @@
+"""What names a program to its checkpoint monitor, and where that listens. A rank is a group of its own here."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch.distributed as dist
+
+from tests.integrations.ranks import LIMIT
+from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.errors import RunError
+from trinity_sync.integrations.verl import program
+from trinity_sync.integrations.verl.program import this_program
+from trinity_sync.integrations.verl.run_monitor import RunMonitor
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # other tests of this process are of a cluster
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
+
+
+def others(monkeypatch: pytest.MonkeyPatch, *said: tuple[str, str, str]) -> None:
+    """Let there be other ranks: their words, machines and hosts, rank 0 first; this one is the last."""
+    monkeypatch.setattr(program, "together", lambda what, work: [*said, work()])
+
+
+def test_a_group_on_one_machine_has_one_word_and_a_loopback(group: None) -> None:
+    one = this_program()
+    assert one == this_program()
+    assert len(one.word) == 32
+    assert one.address == "127.0.0.1"
+
+
+def test_the_word_is_that_of_rank_0(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    others(monkeypatch, ("drawn elsewhere", program._machine(), "here"))
+    assert this_program().word == "drawn elsewhere"
+
+
+class Routes:
+    """Stands for a socket that looks which way packets would go."""
+
+    def __init__(self, ways: dict[str, str]) -> None:
+        self._ways = ways
+
+    def __call__(self, *args: object) -> Routes:
+        return self
+
+    def __enter__(self) -> Routes:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+    def connect(self, place: tuple[str, int]) -> None:
+        if place[0] not in self._ways:
+            raise OSError("Network is unreachable")
+        self._from = self._ways[place[0]]
+
+    def getsockname(self) -> tuple[str, int]:
+        return self._from, 0
+
+
+def test_a_group_on_several_machines_listens_where_they_get_to(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master's name may be this machine's own, by a loopback; then what the others are reached from counts."""
+    others(monkeypatch, ("word", "another machine", "203.0.113.9"))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(socket, "socket", Routes({"127.0.0.1": "127.0.0.1", "203.0.113.9": "203.0.113.1"}))
+    assert this_program().address == "203.0.113.1"
+    monkeypatch.setattr(socket, "socket", Routes({"127.0.0.1": "127.0.0.1"}))
+    with pytest.raises(
+        RunError, match=r"no address is known by which 127\.0\.0\.1, 203\.0\.113\.9 reach .* MASTER_ADDR"
+    ):
+        this_program()
+
+
+def test_under_ray_the_job_is_the_program(ranks: list[Any]) -> None:
+    found = ray.get([rank.program.remote() for rank in ranks], timeout=LIMIT)
+    context = ray.get_runtime_context()
+    assert {one.word for one in found} == {f"{context.get_session_name()}-{context.get_job_id()}"}
+    assert {one.address for one in found} == {ray.util.get_node_ip_address()}
+
+
+def test_a_manager_is_told_the_same_of_either_monitor(make_run: Any, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "ray", roles=("actor",))
+    of_ray = RunMonitor.in_namespace(run.namespace, LIMIT)
+    handle = connect(tmp_path / "local", program="one", may_start=True, timeout_s=LIMIT)
+    local = RunMonitor.of(handle, LIMIT)
+    assert (of_ray.root, local.root) == (tmp_path / "ray", tmp_path / "local")
+    assert (of_ray.attempt, of_ray.durable, list(of_ray.roles)) == (local.attempt, local.durable, ["actor"])
+    assert list(local.roles) == []
+    for monitor in (of_ray, local):
+        assert monitor.client.status(1).result(LIMIT)["state"] == "unknown"
+    handle.close()
+    with pytest.raises(RunError, match="there is no 'checkpoint_monitor' in Ray namespace 'nowhere'"):
+        RunMonitor.in_namespace("nowhere", LIMIT)
