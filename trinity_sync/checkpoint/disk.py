@@ -190,10 +190,19 @@ class CheckpointDisk:
         except OSError as error:
             raise RunError(f"{tracker_path(self.root, kind)} could not be set to step {step}: {error}") from error
 
+    def named_by_verl(self) -> int | None:
+        """The step that the tracker of full checkpoints names, whoever wrote it; None: none, or it cannot be read."""
+        return None if self.root is None else read_tracker(self.root, FULL).step
+
     def clean(self, step: int) -> None:
-        """Remove what is staged of a step."""
+        """Remove what is staged of a step, which failed; the tracker does not name it any more where verl's trainer has
+        written that in advance.
+        """
         if self.root is not None:
             recovery.clean_staging(self.root, step, self.attempt, clock=self.clock)
+            committed = read_committed(self.root)
+            if committed is not None and self.named_by_verl() == step != committed:
+                write_tracker(self.root, FULL, committed or None)
 
     # ---- afterwards
 

@@ -45,7 +45,7 @@ from trinity_sync.host.process import small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import CommitMeta
-from trinity_sync.protocol.parts import FULL, Kind
+from trinity_sync.protocol.parts import BESIDE_PART, FULL, Kind
 from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
 
@@ -299,7 +299,8 @@ class CheckpointMonitor(Writers):
 
     async def end(self, why: str, timeout_s: float) -> None:
         """Come to an end, as nobody is left who could write: the steps whose parts are all in are committed, the others
-        fail, and what is staged of them goes.
+        fail, and what is staged of them goes. What verl's trainer writes beside a step's files is in where its tracker
+        names the step: that is what it writes last.
 
         Args:
             why: why no part can come any more.
@@ -309,6 +310,12 @@ class CheckpointMonitor(Writers):
         """
         deadline = time.monotonic() + timeout_s
         await self._changes.wait(lambda: self._execution.idle, lambda: _ENDING, timeout_s)
+        named = await asyncio.to_thread(self._disk.named_by_verl)
+        if named is not None and named in self._book.open_steps():
+            for part in self._book.awaited(named):
+                if part.rpartition("/")[2] == BESIDE_PART:
+                    await self.notify_finished(named, part=part, files=[])
+        await self._changes.wait(lambda: self._execution.idle, lambda: _ENDING, max(0.0, deadline - time.monotonic()))
         for step in self._book.open_steps():
             missing = ", ".join(self._book.status(step).missing)
             await self.fail_step(step, f"{why}; missing: {missing}" if missing else why)

@@ -78,6 +78,11 @@ class CommitBook:
         entry = self._steps.get(step)
         return entry is not None and entry.failed is None and not entry.deleted and part in entry.parts.done
 
+    def awaited(self, step: int) -> list[str]:
+        """Names of the announced parts of a step that are not in."""
+        entry = self._steps.get(step)
+        return [] if entry is None else [name for name in entry.parts.expected if name not in entry.parts.done]
+
     def turn(self, ticket: str) -> bool | None:
         """Return whether this ticket has its turn. None: not known; its step failed or its writer is lost."""
         turn = self._turns.get(ticket)

@@ -17,6 +17,7 @@ KINDS: tuple[Kind, ...] = (STATE_DICT, FULL)
 
 #: The part that brings the version digest and no files. It is a weights part, waited for only where it is named.
 DIGEST_PART = "digest"
+BESIDE_PART = "beside"
 
 #: A file of a part: (path relative to the checkpoint folder, bytes, xxh3_128 hex).
 FileTuple: TypeAlias = tuple[str, int, str]
