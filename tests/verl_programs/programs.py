@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,10 +76,8 @@ class Program:
             for one in [*running.ranks(), process]:
                 with_children = [one] if not one.is_running() else [one, *one.children(recursive=True)]
                 for each in with_children:
-                    try:
+                    with suppress(psutil.NoSuchProcess):
                         each.kill()
-                    except psutil.NoSuchProcess:
-                        pass
             process.wait(LIMIT)
 
     def run(self) -> int:
@@ -88,7 +86,12 @@ class Program:
             return running.wait()
 
     def _environment(self) -> dict[str, str]:
-        of_cpu = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+        of_cpu = {
+            "VERL_PLATFORM": "cpu",
+            "VERL_ENGINE_DEVICE": "cuda",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(_ROOT),
+        }
         return {**os.environ, **of_cpu, "VERL_FILE_LOGGER_PATH": str(self.folder / "metrics.jsonl"), **self.environment}
 
     def _command(self) -> list[str]:

@@ -1,10 +1,13 @@
-"""verl's own SFT trainer, unchanged, with our two variables: it saves through us, is killed, and goes on bit for bit."""
+"""verl's own SFT trainer, unchanged, with our two variables: it saves through us, is killed, goes on bit for bit."""
 
 from __future__ import annotations
 
 import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.verl_programs.programs import PLUGIN, WITHOUT_US, Program, prepare
@@ -63,3 +66,98 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
     files = {entry.path for entry in read_manifest(step_dir(program.checkpoints, 6)).files}
     assert {"data_0.pt", "data_1.pt", "fsdp_config.json", "model_world_size_2_rank_1.pt"} <= files
     assert (program.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "all"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1, 0.4])
+def test_a_kill_at_any_instant_of_a_save_costs_no_step_that_was_whole(
+    prepared: Path, uninterrupted: Program, tmp_path: Path, victims: tuple[int, ...], delay_s: float
+) -> None:
+    program = make(prepared, tmp_path, PLUGIN)
+    with program.started() as running:
+        running.wait_until(lambda: step_dir(program.checkpoints, 2).is_dir(), "save of step 2")
+        time.sleep(delay_s)  # the instant is what is tried
+        running.kill(*victims)
+        assert running.wait() != 0
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [0, 2, 4])
+    assert_whole(program.checkpoints, [2, 4, 6])
+
+
+@pytest.mark.all
+def test_a_damaged_newest_checkpoint_is_passed_over_in_a_line(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    program = make(prepared, tmp_path, PLUGIN)
+    with program.started() as running:
+        running.wait_until(lambda: (step_dir(program.checkpoints, 4) / "manifest.json").exists(), "commit of step 4")
+        running.kill(0, 1)
+        running.wait()
+    torn = step_dir(program.checkpoints, 4) / "model_world_size_2_rank_1.pt"
+    held = bytearray(torn.read_bytes())
+    held[len(held) // 2] ^= 1
+    torn.write_bytes(held)
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [2])
+    said = [line for line in program.said().splitlines() if line.startswith("trinity-sync: ")]
+    assert any("step 4 is passed over" in line and torn.name in line for line in said), said
+
+
+@pytest.mark.all
+def test_verl_goes_on_from_ours_and_we_from_verls(prepared: Path, uninterrupted: Program, tmp_path: Path) -> None:
+    program = make(prepared, tmp_path, PLUGIN, "trainer.total_training_steps=4")
+    assert program.run() == 0, program.said()
+    of_verl = replace(program, environment=WITHOUT_US, overrides=())
+    assert of_verl.run() == 0, of_verl.said()
+    assert_goes_on(of_verl, uninterrupted, [4])
+    shutil.rmtree(step_dir(program.checkpoints, 6))
+    (program.checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
+    verls = tmp_path / "of verl"
+    shutil.copytree(uninterrupted.checkpoints, verls / "checkpoints")
+    shutil.rmtree(verls / "checkpoints/global_step_6")
+    (verls / "checkpoints/latest_checkpointed_iteration.txt").write_text("4")
+    ours = make(prepared, verls, PLUGIN)
+    assert ours.run() == 0, ours.said()
+    assert_goes_on(ours, uninterrupted, [4])
+    assert "which verl wrote: it is not verified" in ours.said()
+
+
+@pytest.mark.all
+def test_the_limit_of_checkpoints_is_kept_and_never_below_one_that_is_whole(prepared: Path, tmp_path: Path) -> None:
+    program = make(prepared, tmp_path, PLUGIN, "trainer.max_ckpt_to_keep=1", "trainer.save_freq=1")
+    assert program.run() == 0, program.said()
+    assert_whole(program.checkpoints, [6])
+
+
+@pytest.mark.all
+def test_contents_without_the_optimizer_are_saved_so(prepared: Path, tmp_path: Path) -> None:
+    program = make(prepared, tmp_path, PLUGIN, "checkpoint.save_contents=[model,extra]")
+    assert program.run() == 0, program.said()
+    assert_whole(program.checkpoints, [2, 4, 6])
+    assert not list(program.checkpoints.rglob("optim_*"))
+
+
+@pytest.mark.all
+def test_a_copy_to_a_remote_place_is_of_what_was_committed(prepared: Path, tmp_path: Path) -> None:
+    program = make(prepared, tmp_path, PLUGIN, f"trainer.default_hdfs_dir={tmp_path}/remote")
+    assert program.run() == 0, program.said()
+    for step in (2, 4, 6):
+        ours = step_dir(program.checkpoints, step)
+        copied = tmp_path / "remote" / ours.name
+        assert (copied if copied.is_dir() else tmp_path / "remote" / "manifest.json").exists()
+
+
+@pytest.mark.all
+def test_a_full_disk_ends_the_program_and_leaves_what_was_whole(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    program = make(prepared, tmp_path, PLUGIN)
+    with program.started() as running:
+        running.wait_until(lambda: (step_dir(program.checkpoints, 2) / "manifest.json").exists(), "commit of step 2")
+        for rank in running.ranks():
+            rank.rlimit(psutil.RLIMIT_FSIZE, (100_000, 100_000))  # no larger file can be written: as on a full disk
+        assert running.wait() != 0
+    assert "step 4" in program.said() or "step 6" in program.said()
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [2])
