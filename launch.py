@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import sys
 
+import trinity_sync.cli  # noqa: F401 - first: from then on Ctrl-C is told in one line
+
+# isort: split
 import hydra
 from omegaconf import DictConfig
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from tests.cli.stand_in import StandIn, standing_in
 from trinity_sync.cli import main as cli
+from trinity_sync.config import conf_dir
 from trinity_sync.host.module_path import own_module_folders
 from trinity_sync.launch import launcher as real_launcher
 
@@ -141,3 +145,19 @@ def test_an_experiment_without_its_header_is_told_so(
     file.write_text("# @package _global_\n" + file.read_text())
     assert run("--config-dir=my_conf", f"experiment={option}") == 0
     assert launcher.calls[0].cfg.trainer.steps == 3
+
+
+@pytest.mark.parametrize("program", [["launch.py"], ["-m", "trinity_sync.cli", "run"]], ids=["launch.py", "command"])
+def test_ctrl_c_in_the_first_moments_is_told_in_one_line(tmp_path: Path, program: list[str]) -> None:
+    """While Hydra is imported: nothing of ours can answer yet."""
+    (tmp_path / "hydra").mkdir()
+    (tmp_path / "hydra/__init__.py").write_text("raise KeyboardInterrupt\n")
+    root = conf_dir().parent
+    ended = subprocess.run(
+        [sys.executable, *program],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.returncode, ended.stderr) in [(-signal.SIGINT, "error: interrupted\n"), (130, "error: interrupted\n")]
