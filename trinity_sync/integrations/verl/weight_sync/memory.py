@@ -1,0 +1,139 @@
+"""Mode ``memory``: buckets in shared memory of the node, which has no name.
+
+The sender makes memory that no file system lists, and receivers open it by the sender's process and descriptor. So only
+processes of the same user reach it, two programs cannot meet, and the kernel takes it back with the last process that
+has it, in whatever way that ends: nothing can be left behind. There are two rooms, in turns: one is filled while
+receivers copy the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+import torch
+
+from trinity_sync.errors import RunError
+from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Outgoing
+from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
+from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
+from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End, Source
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.tensors import byte_tensor
+
+_ROOMS = 2
+
+
+class MemoryMode(Mode):
+    """Shared memory."""
+
+    def prepare(self, host: str) -> None:
+        """There is nothing to prepare."""
+
+    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+        return _MemoryOutgoing(hub)
+
+    def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
+        return _MemoryIncoming(sender.name)
+
+    def abandon(self) -> None:
+        """There is nothing to take back."""
+
+
+class _Room:
+    """Shared memory that grows."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("trinity-sync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self._descriptor, 0o600)
+        # Else a receiver that reads what is cut off meanwhile would be ended by a signal.
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        self._nbytes = 0
+        self._mapped: mmap.mmap | None = None
+
+    def bytes(self, nbytes: int) -> torch.Tensor:
+        """At least so many of its bytes, writable."""
+        if self._mapped is None or self._nbytes < nbytes:
+            self._mapped = None
+            os.ftruncate(self._descriptor, nbytes)
+            self._mapped = mmap.mmap(self._descriptor, nbytes)
+            self._nbytes = nbytes
+        return byte_tensor(memoryview(self._mapped))
+
+    def source(self) -> Source:
+        """Where receivers find it."""
+        return os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino, self._nbytes
+
+    def close(self) -> None:
+        """Give it back, also where an error that somebody keeps still refers to the mapping."""
+        os.close(self._descriptor)
+        if self._mapped is not None:
+            self._mapped.madvise(mmap.MADV_REMOVE)
+        self._mapped = None
+
+
+class _MemoryOutgoing(Outgoing):
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._rooms = [_Room() for _ in range(_ROOMS)]
+        self._asked = 0
+
+    def room(self, nbytes: int) -> torch.Tensor:
+        if self._asked >= _ROOMS:
+            self._hub.wait_taken(self._asked - _ROOMS)
+        self._asked += 1
+        room = self._rooms[(self._asked - 1) % _ROOMS]
+        try:
+            return room.bytes(nbytes)
+        except (OSError, ValueError) as error:
+            raise RunError(f"there is no room for {nbytes} bytes of shared memory: {error}; lower bucket_mb") from error
+
+    def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
+        self._hub.tell(Bucket(number, layout, digest, self._rooms[number % _ROOMS].source()))
+
+    def end(self, end: End) -> None:
+        self._hub.tell(end)
+
+    def close(self, *, failed: bool) -> None:
+        for room in self._rooms:
+            room.close()
+
+
+class _MemoryIncoming(Incoming):
+    def __init__(self, sender: str) -> None:
+        self._sender = sender
+        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
+
+    def take(self, bucket: Bucket) -> torch.Tensor:
+        source = self._map(bucket.source)
+        data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8)
+        data.copy_(byte_tensor(memoryview(source)[: bucket.layout.nbytes]))
+        return data
+
+    def _map(self, source: Source) -> mmap.mmap:
+        assert isinstance(source, tuple), "the sender is of the same mode"
+        pid, number, inode, nbytes = source
+        known = self._mapped.get((number, inode))
+        if known is None or len(known) < nbytes:
+            known = self._mapped[number, inode] = self._open(pid, number, inode, nbytes)
+        return known
+
+    def _open(self, pid: int, number: int, inode: int, nbytes: int) -> mmap.mmap:
+        try:
+            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RunError(
+                f"the memory of {self._sender} cannot be opened here ({error.strerror}): members have to run as one "
+                "user on one node; else set engine_kwargs' mode to nccl or checkpoint"
+            ) from error
+        try:
+            found = os.fstat(descriptor)
+            if found.st_ino != inode or found.st_size < nbytes:
+                raise RunError(f"process {pid} has other memory under its descriptor {number} than {self._sender} said")
+            return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+
+    def close(self, *, failed: bool) -> None:
+        self._mapped.clear()
