@@ -19,14 +19,15 @@ from verl.workers.rollout import BaseRollout
 
 from tests.backends import engines
 
-BUCKET_MB = 1
+BUCKET_BYTES = 32 << 10
+"""The sender decides: several buckets, between which members die."""
 MODULE = "tests.integrations.registering"
 
 
 def config(backend: str, keys: dict[str, Any]) -> CheckpointEngineConfig:
     return CheckpointEngineConfig(
         backend=backend,
-        update_weights_bucket_megabytes=BUCKET_MB,
+        update_weights_bucket_megabytes=1,
         engine_kwargs={backend: keys},
         custom_backend_module=MODULE,
     )
@@ -104,7 +105,7 @@ class Trainer(TrainingWorker, _Failing):
         self.actor = self
         import_external_libs(MODULE)
         self.checkpoint_engine = CheckpointEngineRegistry.new(
-            backend, is_master=rank == 0, bucket_size=BUCKET_MB << 20, **keys
+            backend, is_master=rank == 0, bucket_size=BUCKET_BYTES, **keys
         )
         self._watch()
 
