@@ -238,7 +238,7 @@ def test_a_reward_that_raises_ends_the_run_and_its_traceback_is_in_the_logs(fold
         "the reward function my_rewards.broken, called for prompt 0 of step 1, failed: "
         f"ZeroDivisionError: division by zero ({rewards}:7)"
     )
-    assert f"error: {told}\n" in run.output
+    assert f"error: {told} (traceback in {folder / 'logs/driver.log'})\n" in run.output
     assert run.record["error"] == told
     logs = {name: (folder / "logs" / f"{name}.log").read_text() for name in ("driver", "explorer-0")}
     for log in logs.values():

@@ -25,9 +25,7 @@ HERE = [
 ]
 
 
-@pytest.mark.parametrize(
-    "explorer", [["explorer=hf"], pytest.param(["explorer.engine={max_model_len: 640}"], marks=pytest.mark.all)]
-)
+@pytest.mark.parametrize("explorer", [["explorer=hf"], pytest.param([], marks=pytest.mark.all)])
 def test_the_recipe_runs_on_a_tiny_model_with_data_in_verls_form(tmp_path: Path, explorer: list[str]) -> None:
     data = [
         f"task.path={write_problems(tmp_path / 'train.parquet', 9, 'train')}",
