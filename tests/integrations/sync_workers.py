@@ -18,6 +18,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 from verl.workers.rollout import BaseRollout
 
 from tests.backends import engines
+from tests.integrations.sync_members import shared_memory
 
 BUCKET_BYTES = 32 << 10
 """The sender decides: several buckets, between which members die."""
@@ -57,8 +58,7 @@ class _Failing:
 
     def memory(self) -> list[str]:
         """Shared memory that this process holds."""
-        held = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        return [str(one) for one in held if "trinity-sync-weights" in str(one.readlink()) and one.stat().st_blocks]
+        return shared_memory()
 
     def reached(self, number: int) -> None:
         if self._dies and number == 3:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integrations import sync_members
+from tests.integrations.sync_members import (
+    BUCKET,
+    LIMIT,
+    MODES,
+    Members,
+    Named,
+    left_in,
+    receive,
+    send,
+    shared_memory,
+    weights,
+)
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
 from trinity_sync.integrations.verl.weight_sync import receiving
@@ -21,92 +32,6 @@ from trinity_sync.integrations.verl.weight_sync.members import Node, Ready, plac
 from trinity_sync.integrations.verl.weight_sync.settings import Settings
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
-
-LIMIT = 20.0
-MODES = ("memory", "nccl", "checkpoint")
-BUCKET = 1024  # bytes: several buckets, and a tensor that is larger than one
-Named = tuple[str, torch.Tensor]
-
-
-def weights(seed: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(seed)
-    shapes = {"embed": (40, 16), "a.weight": (16, 8), "a.bias": (7,), "empty": (0, 4), "scale": (), "head": (5, 3, 2)}
-    found = {name: torch.randn(shape, generator=made) for name, shape in shapes.items()}
-    return found | {"steps": torch.arange(9), "half": found["a.weight"].bfloat16()}
-
-
-class Members:
-    """A sync's members, driven as verl's manager does."""
-
-    def __init__(self, mode: str, folder: Path, *, receivers: int = 2, timeout_s: float = LIMIT, **more: object):
-        given = {"mode": mode, "timeout_s": timeout_s, **({"dir": str(folder)} if mode == "checkpoint" else {}), **more}
-        self.ranks = [WeightSync(BUCKET, is_master=rank == 0, **given) for rank in range(2)]
-        self.rollout = [WeightSync(BUCKET, **given) for _ in range(receivers)]
-        self.pool = ThreadPoolExecutor(8)
-
-    def meet(self) -> None:
-        everybody = [*self.ranks, *self.rollout]
-        ready = list(self.pool.map(lambda member: member.prepare(), everybody))
-        of_ranks, of_rollout = WeightSync.build_topology(len(self.ranks), len(self.rollout), ready)
-        places = [*of_ranks["place"], *of_rollout["place"]]
-        list(self.pool.map(lambda member, its: member.init_process_group(place=its), everybody, places))
-
-    def move(self, state: dict[str, torch.Tensor], step: int, given: Iterable[Named] | None = None) -> list[Any]:
-        """What became of each member: what was returned, received or raised."""
-        futures = [
-            *(
-                self.pool.submit(send, rank, given if given is not None else iter(state.items()), step)
-                for rank in self.ranks[:1]
-            ),
-            *(self.pool.submit(send, rank, iter(state.items()), step) for rank in self.ranks[1:]),
-            *(self.pool.submit(receive, one, step) for one in self.rollout),
-        ]
-        return [future.exception(3 * LIMIT) or future.result() for future in futures]
-
-    def finalize(self) -> None:
-        for member in (*self.ranks, *self.rollout):
-            member.finalize()
-
-
-def send(engine: WeightSync, given: Iterable[Named], step: int) -> Any:
-    return asyncio.run(engine.send_weights(given, step))  # type: ignore[arg-type]
-
-
-def receive(engine: WeightSync, step: int, use: Callable[[str], None] = lambda name: None) -> dict[str, torch.Tensor]:
-    async def all_of_them() -> dict[str, torch.Tensor]:
-        found = {}
-        async for name, tensor in engine.receive_weights(step):
-            found[name] = tensor
-            use(name)
-        return found
-
-    return asyncio.run(all_of_them())
-
-
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Callable[..., Members]]:
-    made: list[Members] = []
-
-    def members(mode: str, **more: Any) -> Members:
-        made.append(Members(mode, tmp_path / "versions", **more))
-        return made[-1]
-
-    yield members
-    for one in made:
-        one.finalize()
-        one.pool.shutdown()
-
-
-def shared_memory() -> list[str]:
-    """What this process holds of shared memory without a name, and what is in /dev/shm."""
-    held = [entry for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    return [
-        str(entry) for entry in held if "trinity-sync-weights" in str(entry.readlink()) and entry.stat().st_blocks
-    ] + [str(path) for path in Path("/dev/shm").glob("*trinity-sync-weights*")]
-
-
-def left_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*") if path.name != ".lock") if folder.exists() else []
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -199,7 +124,7 @@ def test_a_damaged_bucket_is_never_part_of_a_whole_version(
         real(self, bucket)
 
     monkeypatch.setattr(receiving.Stream, "_take", damaged)
-    monkeypatch.setitem(globals(), "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
+    monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     sender, nothing, receiver = members.move(weights(1), 1)
     assert isinstance(receiver, ChecksumError)
     assert "bucket 2 of trainer rank 0" in str(receiver)
@@ -223,7 +148,7 @@ def test_the_last_tensor_comes_after_the_digest_of_the_version(
     members.meet()
     handed: list[str] = []
     monkeypatch.setattr(receiving, "version_digest", lambda entries: "0" * 32)
-    monkeypatch.setitem(globals(), "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
+    monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
     sender, _, receiver = members.move(weights(1), 1)
     assert isinstance(receiver, ChecksumError)
     assert isinstance(sender, RunError)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed import BroadcastOptions, Store
     from torch.distributed.distributed_c10d import Work
 
+_WATCHDOG_S = 60.0
+
 
 class Group(Protocol):
     """What is used of torch's groups, gloo between CPUs and NCCL between GPUs. Their stubs leave out `broadcast`."""
@@ -50,7 +52,8 @@ def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: fl
     limit = timedelta(seconds=timeout_s)
     if transport == "nccl":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        # By its own limit NCCL's watchdog ends the whole process; who waits for an operation is to be first, and told.
+        options._timeout = limit + timedelta(seconds=_WATCHDOG_S)
         return cast(Group, dist.ProcessGroupNCCL(store, rank, size, options))
     return cast(Group, dist.ProcessGroupGloo(store, rank, size, limit))
 

@@ -107,24 +107,18 @@ class ShardFile:
         self.close()
 
 
-def open_shard_file(path: str | Path, *, private: bool = False) -> tuple[PartLayout, memoryview]:
+def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
     """Map a shard file.
 
-    Args:
-        path: the file.
-        private: let the view be written to; what is written is seen by this mapping alone.
-
     Returns:
-        (layout, view of the data section, ``layout.nbytes`` long; read-only unless `private`). The mapping lives as
-        long as the view.
+        (layout, read-only view of the data section, ``layout.nbytes`` long). The mapping lives as long as the view.
 
     Raises:
         ShardFileError: as of `ShardFile`.
     """
     with _told(path), Path(path).open("rb") as file:
         layout, start, size = _read_header(path, file)
-        access = mmap.ACCESS_COPY if private else mmap.ACCESS_READ
-        mapping = mmap.mmap(file.fileno(), size, access=access)
+        mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     return layout, memoryview(mapping)[start:]
 
 

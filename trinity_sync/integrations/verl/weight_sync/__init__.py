@@ -7,6 +7,7 @@ verl.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 BACKEND = "trinity"
@@ -37,4 +38,6 @@ def register() -> None:
     if asked not in ("0", "1"):
         raise ConfigError(f"{NO_GATHER_VARIABLE}={asked}: set it to 1 to send without a gather, or to 0")
     if asked == "1":
+        with contextlib.suppress(ImportError):  # as verl does; imported later, it would take the name back
+            import verl.checkpoint_engine.delta_checkpoint_engine  # noqa: F401
         CheckpointEngineRegistry.register(NO_GATHER)(ShardedWeightSync)

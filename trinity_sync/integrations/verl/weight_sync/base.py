@@ -1,10 +1,10 @@
 """What a mode of the weight sync is: how the bytes of a bucket get from a sender to the receivers.
 
 1. `Mode.prepare`, on senders, before anybody is told of anybody.
-2. `Mode.outgoing` on senders and `Mode.incoming` on receivers, for each sender, once they are linked.
+2. `Offer.outgoing` on senders and `Mode.incoming` on receivers, for each sender, once they are linked.
 3. Per bucket `Outgoing.room`, `Outgoing.put` and, once a receiver is told, `Incoming.take`.
 4. `Outgoing.end`, after the last bucket.
-5. `close` of all, in whatever way it ends; where the sync has failed, with `failed`.
+5. `close` of all, in whatever way it ends; where the sync has failed, with `failed`, and `Offer.withdraw`.
 """
 
 from __future__ import annotations
@@ -71,19 +71,14 @@ class Incoming(ABC):
         """Give back what the sync has held, but for what `take` returned."""
 
 
-class Mode(ABC):
-    """How bytes travel. One for each engine of verl's, for all its syncs."""
+class Offer(ABC):
+    """What a sender has made for a sync before anybody is linked.
 
-    @abstractmethod
-    def prepare(self, host: str) -> int | str | None:
-        """As a sender, make what receivers have to know beforehand (`Ready.meeting`).
+    Attributes:
+        meeting: what receivers have to know of it.
+    """
 
-        Args:
-            host: this node's address.
-
-        Raises:
-            RunError: it cannot be made.
-        """
+    meeting: str | None = None
 
     @abstractmethod
     def outgoing(self, hub: Hub, place: Place) -> Outgoing:
@@ -94,9 +89,24 @@ class Mode(ABC):
         """
 
     @abstractmethod
-    def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
-        """Begin to receive. Errors as of `outgoing`."""
+    def withdraw(self) -> None:
+        """Take it back, where nothing came of it. May be called again."""
+
+
+class Mode(ABC):
+    """How bytes travel. One for each engine of verl's, for all its syncs."""
 
     @abstractmethod
-    def abandon(self) -> None:
-        """As a sender, take back what `prepare` has made, where nothing came of it. May be called again."""
+    def prepare(self, host: str) -> Offer:
+        """As a sender, make what a sync needs beforehand.
+
+        Args:
+            host: this node's address.
+
+        Raises:
+            RunError, WaitTimeout: it cannot be made.
+        """
+
+    @abstractmethod
+    def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
+        """Begin to receive. Errors as of `Offer.outgoing`."""

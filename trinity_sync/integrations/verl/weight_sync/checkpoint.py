@@ -14,14 +14,13 @@ import torch
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.integrations.verl.weight_sync import versions_folder
-from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Outgoing
+from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
 from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
 from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
 from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End, Working
 from trinity_sync.integrations.verl.weight_sync.versions_folder import Held
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.shard_file import open_shard_file, write_shard_file
-from trinity_sync.weights.tensors import byte_tensor
+from trinity_sync.weights.shard_file import ShardFile, write_shard_file
 
 
 class CheckpointMode(Mode):
@@ -35,32 +34,34 @@ class CheckpointMode(Mode):
     def __init__(self, root: Path, timeout_s: float) -> None:
         self._root = root
         self._timeout_s = timeout_s
-        self._begun: Held | None = None
         self._newest: Held | None = None
 
-    def prepare(self, host: str) -> str:
-        """Make the folder of the version; return it."""
-        self._begun = versions_folder.begin(self._root, self._timeout_s)
-        return str(self._begun.path)
-
-    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
-        assert self._begun is not None, "a sender prepares"
-        return _FolderOutgoing(hub, self._begun, self)
+    def prepare(self, host: str) -> Offer:
+        """Make the folder of the version."""
+        return _FolderOffer(versions_folder.begin(self._root, self._timeout_s), self)
 
     def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
         return _FolderIncoming(versions_folder.hold(Path(str(sender.meeting))))
 
-    def abandon(self) -> None:
-        if self._begun is not None:
-            self._begun.leave(remove=True)
-            self._begun = None
-
-    def keep_begun(self) -> None:
-        """The version that was begun has been read by all: it stays, in place of the one before."""
-        if self._newest is not None:
-            self._newest.leave(remove=True)
-        self._newest, self._begun = self._begun, None
+    def keep(self, held: Held) -> None:
+        """A version has been read by all: it stays, in place of the one before."""
+        before, self._newest = self._newest, held
+        if before is not None:
+            before.leave(remove=True)
         versions_folder.remove_others(self._root, self._timeout_s)
+
+
+class _FolderOffer(Offer):
+    def __init__(self, held: Held, mode: CheckpointMode) -> None:
+        self._held = held
+        self._mode = mode
+        self.meeting = str(held.path)
+
+    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+        return _FolderOutgoing(hub, self._held, self._mode)
+
+    def withdraw(self) -> None:
+        self._held.leave(remove=True)
 
 
 class _FolderOutgoing(Outgoing):
@@ -104,9 +105,9 @@ class _FolderOutgoing(Outgoing):
 
     def close(self, *, failed: bool) -> None:
         if failed:
-            self._mode.abandon()
+            self._held.leave(remove=True)
         else:
-            self._mode.keep_begun()
+            self._mode.keep(self._held)
 
 
 class _FolderIncoming(Incoming):
@@ -114,11 +115,14 @@ class _FolderIncoming(Incoming):
         self._held = held
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        path = str(bucket.source)
-        layout, data = open_shard_file(path, private=True)
-        if layout != bucket.layout:
-            raise RunError(f"{path} is laid out in another way than its sender said")
-        return byte_tensor(data)
+        with ShardFile(str(bucket.source)) as file:
+            if file.layout != bucket.layout:
+                raise RunError(f"{file.path} is laid out in another way than its sender said")
+            # Into memory of its own, not mapped: what is checked is what is used, whatever becomes of the file.
+            data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8)
+            if bucket.layout.nbytes:
+                file.read(0, data.numpy().data)
+        return data
 
     def close(self, *, failed: bool) -> None:
         self._held.leave(remove=failed)

@@ -12,10 +12,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from functools import partial
+import weakref
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -23,7 +23,7 @@ from verl.checkpoint_engine.base import CheckpointEngine
 
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.integrations.verl.weight_sync import BACKEND, NO_GATHER, members
-from trinity_sync.integrations.verl.weight_sync.base import Mode, Outgoing
+from trinity_sync.integrations.verl.weight_sync.base import Mode
 from trinity_sync.integrations.verl.weight_sync.checkpoint import CheckpointMode
 from trinity_sync.integrations.verl.weight_sync.gathering import Gathering
 from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
@@ -33,12 +33,12 @@ from trinity_sync.integrations.verl.weight_sync.messages import Done
 from trinity_sync.integrations.verl.weight_sync.nccl import NcclMode
 from trinity_sync.integrations.verl.weight_sync.own_shards import Exported, own_shards
 from trinity_sync.integrations.verl.weight_sync.receiving import Named, Stream, tensors
-from trinity_sync.integrations.verl.weight_sync.sending import Sent, send
+from trinity_sync.integrations.verl.weight_sync.sending import Sent, send, travelling
+from trinity_sync.integrations.verl.weight_sync.session import Session, told
 from trinity_sync.integrations.verl.weight_sync.settings import Settings, read
 from trinity_sync.integrations.verl.weights import each_once
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
-from trinity_sync.weights.tensors import from_torch, wire_name
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +66,7 @@ class WeightSync(CheckpointEngine):
         self._bucket_bytes = min(bucket_size, self._settings.bucket_mb << 20)
         self._sends = bool(is_master) if not self._all_send else is_master is not None
         self._mode = _mode(self._settings)
-        self._hub: Hub | None = None
-        self._place: Place | None = None
-        self._outgoing: Outgoing | None = None
-        self._streams: list[Stream] = []
+        self._session = Session(self._settings.timeout_s)
         self._gathering: Gathering[Any] | None = None
         self._last: dict[str, object] | None = None
 
@@ -80,20 +77,19 @@ class WeightSync(CheckpointEngine):
 
         Raises:
             RunError: what the mode needs cannot be made, or a gather of an earlier version still hangs.
+            WaitTimeout: an earlier sync does not end here.
         """
-        self._break_off("a new sync begins")
-        if self._gathering is not None and self._gathering.stuck:
-            raise RunError("a gather of an earlier version still hangs in the trainer; restart its ranks")
+        self._session.end("a new sync begins")
+        if self._gathering is not None:
+            self._gathering.wait()  # two at once would mix up what the trainer's ranks gather
+        self._session = session = Session(self._settings.timeout_s)
         if not self._sends:
             return members.this_process(self._settings, None, None)
-        host = str(ray.util.get_node_ip_address()).strip("[]")
-        try:
-            self._hub = Hub(host, self._settings.timeout_s)
-            meeting = self._mode.prepare(host)
-        except BaseException as error:
-            take_back(error, partial(self._break_off, f"{type(error).__name__}: {error}"))
-            raise
-        return members.this_process(self._settings, self._hub.address, meeting)
+        with session.at_work():
+            host = str(ray.util.get_node_ip_address()).strip("[]")
+            session.hub = Hub(host, self._settings.timeout_s)
+            session.offer = self._mode.prepare(host)
+            return members.this_process(self._settings, session.hub.address, session.offer.meeting)
 
     @classmethod
     def build_topology(
@@ -121,24 +117,27 @@ class WeightSync(CheckpointEngine):
             RunError: one is gone.
             WaitTimeout: one does not come.
         """
-        self._place = place
-        try:
+        session = self._session
+        with session.at_work():
             if place.role == "sender":
-                assert self._hub is not None, "a sender prepares"
-                self._hub.meet(place.receivers)
-                self._outgoing = self._mode.outgoing(self._hub, place)
+                assert session.hub is not None, "a sender prepares"
+                assert session.offer is not None, "a sender prepares"
+                session.hub.meet(place.receivers)
+                session.outgoing = session.offer.outgoing(session.hub, place)
             elif place.role == "receiver":
                 for sender in place.senders:
                     spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
                     with _or_give_up(spoke.give_up):
-                        self._streams.append(Stream(spoke, self._mode.incoming(spoke, place, sender)))
-        except BaseException as error:
-            take_back(error, partial(self._break_off, f"{type(error).__name__}: {error}"))
-            raise
+                        session.streams.append(Stream(spoke, self._mode.incoming(spoke, place, sender)))
+            session.place = place
 
     def finalize(self) -> None:
-        """Give back what is still held. On all members; may be called again."""
-        self._break_off("the sync was ended")
+        """Give back what is still held. On all members; may be called again.
+
+        Raises:
+            WaitTimeout: a thread that is at work in the sync does not end.
+        """
+        self._session.end("the sync was ended")
 
     def last_version(self) -> dict[str, object] | None:
         """Return ``step``, ``digest``, ``mode``, ``bytes`` and ``seconds`` of the version that this member sent or
@@ -170,37 +169,42 @@ class WeightSync(CheckpointEngine):
     async def _send(
         self, items: Iterable[Any], shards: Callable[[Iterator[Any]], Shards], step: int | None
     ) -> dict[str, float] | None:
-        place = self._met("send")
+        session = self._session
         self._gathering = gathering = Gathering(items, _version(step), self._settings.timeout_s)
+        giving = asyncio.ensure_future(asyncio.to_thread(self._give, session, gathering, shards(gathering), step))
         try:
-            return await asyncio.to_thread(self._give, gathering, shards(gathering), place, step)
+            return await asyncio.shield(giving)  # which gathers what is left, whatever becomes of this call
+        except asyncio.CancelledError:
+            session.end("it was cancelled", briefly=True)
+            raise
+
+    def _give(
+        self, session: Session, gathering: Gathering[Any], shards: Shards, step: int | None
+    ) -> dict[str, float] | None:
+        try:
+            with session.at_work():
+                place = _met(session, "send")
+                if place.role == "gatherer":
+                    gathering.finish()
+                    return None
+                return self._give_as_sender(session, place, shards, step)
+        except BaseException as error:
+            take_back(error, gathering.finish)
+            raise
         finally:
             gathering.close()
 
-    def _give(
-        self, gathering: Gathering[Any], shards: Shards, place: Place, step: int | None
+    def _give_as_sender(
+        self, session: Session, place: Place, shards: Shards, step: int | None
     ) -> dict[str, float] | None:
-        try:
-            if place.role == "gatherer":
-                gathering.finish()
-                return None
-            return self._give_as_sender(shards, place, step)
-        except BaseException as error:
-            self._break_off(f"{type(error).__name__}: {error}")
-            take_back(error, gathering.finish)
-            raise
-
-    def _give_as_sender(self, shards: Shards, place: Place, step: int | None) -> dict[str, float] | None:
-        assert self._hub is not None, "a sender prepares"
-        assert self._outgoing is not None, "a sender has met the others"
+        assert session.hub is not None, "a sender prepares"
+        assert session.outgoing is not None, "a sender has met the others"
         started = time.perf_counter()
         full = self._settings.verify == "full" and not self._all_send
-        sent = send(shards, self._outgoing, bucket_bytes=self._bucket_bytes, step=step, whole=full)
-        done = self._hub.wait_done()
+        sent = send(shards, session.outgoing, bucket_bytes=self._bucket_bytes, step=step, whole=full)
+        done = session.hub.wait_done()
         digest = _agreed([*(one.digest for one in done), *([sent.digest] if full else [])], step)
-        outgoing, self._outgoing = self._outgoing, None
-        outgoing.close(failed=False)
-        self._hub.close()
+        session.finish()
         seconds = time.perf_counter() - started
         self._remember(step, digest, done[0].nbytes, seconds)
         logger.info("%s was sent to %d receivers: %s", _version(step), len(done), self._last)
@@ -222,64 +226,50 @@ class WeightSync(CheckpointEngine):
 
     # ---- the rollout's workers
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Named, None]:
+    def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[Named, None]:
         """Receive a version. On the rollout's workers.
 
         Args:
             global_steps: the trainer's step.
 
         Yields:
-            (name, tensor), the tensors of the receiver's own from then on. The last one comes only after every digest
-            of the version was checked.
+            (name, tensor), the tensors of the receiver's own from then on, on the GPU if there is one. The last one
+            comes only after every digest of the version was checked.
 
         Raises:
             RunError: a sender is gone, or has failed.
             WaitTimeout: nothing comes.
             ChecksumError: what came is not what was sent; nothing of it was handed out.
         """
-        self._met("receive")
+        session = self._session
+        receiving = self._receive(session, global_steps)
+        # An engine that fails before it asks for a first tensor lets go of this, and nothing in it ever runs.
+        weakref.finalize(receiving, session.end, "its engine did not take the weights", briefly=True).atexit = False
+        return receiving
+
+    async def _receive(self, session: Session, step: int | None) -> AsyncGenerator[Named, None]:
         started = time.perf_counter()
-        arriving = _Arriving(tensors(self._streams, digest=self._settings.verify == "full"))
+        _met(session, "receive")
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        full = self._settings.verify == "full"
+        arriving = _Arriving(session, tensors(session.streams, digest=full, device=device))
         try:
             while (batch := await asyncio.to_thread(arriving.next)) is not None:
                 for named in batch:
                     yield named
         except GeneratorExit:
-            self._break_off("its engine did not take all of them")
+            session.end("its engine did not take all of them")
             raise
-        except BaseException as error:
-            self._break_off(f"{type(error).__name__}: {error}")
+        except asyncio.CancelledError:
+            session.end("it was cancelled", briefly=True)
             raise
-        for stream in self._streams:
-            stream.close()
-        self._streams = []
         assert arriving.done is not None, "it has ended"
-        self._remember(global_steps, arriving.done.digest, arriving.done.nbytes, time.perf_counter() - started)
+        self._remember(step, arriving.done.digest, arriving.done.nbytes, time.perf_counter() - started)
 
     # ---- both
 
-    def _met(self, what: str) -> Place:
-        place, self._place = self._place, None
-        if place is None:
-            raise RunError(f"there is nobody to {what} weights: init_process_group comes before, once for each version")
-        return place
-
     def _remember(self, step: int | None, digest: str | None, nbytes: int, seconds: float) -> None:
         self._last = {"step": step, "digest": digest, "mode": self._settings.mode, "bytes": nbytes, "seconds": seconds}
-
-    def _break_off(self, why: str) -> None:
-        """End what is under way, if anything is, and tell who takes part in it."""
-        self._place = None
-        hub, self._hub = self._hub, None
-        outgoing, self._outgoing = self._outgoing, None
-        streams, self._streams = self._streams, []
-        if hub is not None:
-            hub.give_up(why)
-        for stream in streams:
-            stream.give_up(why)
-        if outgoing is not None:
-            outgoing.close(failed=True)
-        self._mode.abandon()
 
 
 class ShardedWeightSync(WeightSync):
@@ -300,23 +290,34 @@ class ShardedWeightSync(WeightSync):
             global_steps: the trainer's step.
         """
         exported: Iterable[Exported] = weights.get_per_tensor_param_shard()[0]
-        return await self._send(exported, lambda items: own_shards(items, self._settings.wire_dtype), global_steps)
+        wire, family = self._settings.wire_dtype, weights.model_config.hf_config.model_type
+        return await self._send(exported, lambda items: own_shards(items, wire, family), global_steps)
 
 
 class _Arriving:
     """What `tensors` yields, and what it returns in the end."""
 
-    def __init__(self, batches: Any) -> None:
+    def __init__(self, session: Session, batches: Generator[list[Named], None, Done]) -> None:
+        self._session = session
         self._batches = batches
         self.done: Done | None = None
 
     def next(self) -> list[Named] | None:
         """The next ones; None: there are no more. A thread may not raise StopIteration into a coroutine."""
-        try:
-            return cast("list[Named]", next(self._batches))
-        except StopIteration as ended:
-            self.done = ended.value
-            return None
+        with self._session.at_work():
+            try:
+                return next(self._batches)
+            except StopIteration as ended:
+                self._session.finish()
+                self.done = ended.value
+                return None
+
+
+def _met(session: Session, what: str) -> Place:
+    place, session.place = session.place, None
+    if place is None:
+        raise RunError(f"there is nobody to {what} weights: init_process_group comes before, once for each version")
+    return place
 
 
 def _mode(settings: Settings) -> Mode:
@@ -329,7 +330,7 @@ def _mode(settings: Settings) -> Mode:
 
 def _whole(named: Iterable[Named], wire_dtype: str | None) -> Iterator[tuple[Shard, torch.Tensor]]:
     for name, tensor in named:
-        yield whole(name, wire_name(from_torch(tensor.dtype), wire_dtype), tensor.shape), tensor
+        yield whole(name, travelling(name, tensor, wire_dtype), tensor.shape), tensor
 
 
 def _agreed(digests: list[str | None], step: int | None) -> str | None:
@@ -352,5 +353,5 @@ def _or_give_up(give_up: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        give_up(f"{type(error).__name__}: {error}")
+        give_up(told(error))
         raise

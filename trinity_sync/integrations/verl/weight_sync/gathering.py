@@ -16,6 +16,9 @@ from trinity_sync.errors import RunError, WaitTimeout
 
 T = TypeVar("T")
 
+_GRACE_S = 1.0
+"""By then a thread has ended that has nothing left to do."""
+
 
 class Gathering(Generic[T]):
     """What an engine of verl's yields, one by one. No item is asked for before the one before was used.
@@ -40,10 +43,18 @@ class Gathering(Generic[T]):
         self._thread = threading.Thread(target=self._gather, args=(device,), name="gather weights", daemon=True)
         self._thread.start()
 
-    @property
-    def stuck(self) -> bool:
-        """Whether a wait for an item was given up that has still not come."""
-        return self._over and self._thread.is_alive()
+    def wait(self) -> None:
+        """Wait until nothing is gathered any more.
+
+        Raises:
+            RunError: a wait for an item was given up, and it has still not come.
+            WaitTimeout: there is still more to come.
+        """
+        self._thread.join(_GRACE_S if self._over else self._timeout_s)
+        if self._thread.is_alive() and self._over:
+            raise RunError(f"a gather of {self._what} still hangs in the trainer; restart its ranks")
+        if self._thread.is_alive():
+            raise WaitTimeout("the trainer's ranks", f"end the gathers of {self._what}", self._timeout_s)
 
     def __iter__(self) -> Iterator[T]:
         return self

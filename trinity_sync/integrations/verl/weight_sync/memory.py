@@ -15,7 +15,7 @@ import os
 import torch
 
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Outgoing
+from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
 from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
 from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
 from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End, Source
@@ -28,16 +28,21 @@ _ROOMS = 2
 class MemoryMode(Mode):
     """Shared memory."""
 
-    def prepare(self, host: str) -> None:
-        """There is nothing to prepare."""
-
-    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
-        return _MemoryOutgoing(hub)
+    def prepare(self, host: str) -> Offer:
+        return _MemoryOffer()
 
     def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
         return _MemoryIncoming(sender.name)
 
-    def abandon(self) -> None:
+
+class _MemoryOffer(Offer):
+    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+        try:
+            return _MemoryOutgoing(hub)
+        except OSError as error:
+            raise RunError(f"this system gives no shared memory without a name: {error}; set another mode") from error
+
+    def withdraw(self) -> None:
         """There is nothing to take back."""
 
 

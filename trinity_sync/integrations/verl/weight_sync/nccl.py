@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from trinity_sync.errors import RunError
-from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Outgoing
+from trinity_sync.integrations.verl.weight_sync.base import Incoming, Mode, Offer, Outgoing
 from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
 from trinity_sync.integrations.verl.weight_sync.members import Place, Sender
 from trinity_sync.integrations.verl.weight_sync.messages import Bucket, End
@@ -38,34 +40,43 @@ class NcclMode(Mode):
         auto = "nccl" if torch.cuda.is_available() else "gloo"
         self._transport = auto if transport == "auto" else transport
         self._timeout_s = timeout_s
-        self._store: dist.TCPStore | None = None
 
-    def prepare(self, host: str) -> str:
-        """Serve a store where the group meets; return its place."""
+    def prepare(self, host: str) -> Offer:
+        """Serve a store where the group meets."""
         limit = timedelta(seconds=self._timeout_s)
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        return f"{secrets.token_hex(8)} {self._store.port} {host}"
-
-    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
-        assert self._store is not None, "a sender prepares"
-        meeting = str(place.senders[place.index].meeting)
-        group = self._enter(self._store, meeting, 0, place, hub.check)
-        return _NcclOutgoing(hub, group, self._transport, self._timeout_s)
+        try:
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        except RuntimeError as error:
+            raise RunError(f"the group of the sync cannot meet at {host}, which is this node: {error}") from error
+        return _NcclOffer(store, host, self)
 
     def incoming(self, spoke: Spoke, place: Place, sender: Sender) -> Incoming:
         _, port, host = str(sender.meeting).split(" ", 2)
         with _told(f"{sender.name} cannot be met at {host}:{port}", spoke.check):
             store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=self._timeout_s))
-        group = self._enter(store, str(sender.meeting), 1 + place.index, place, spoke.check)
-        return _NcclIncoming(spoke, group, self._transport, self._timeout_s)
+        member = self.enter(store, str(sender.meeting), 1 + place.index, place, spoke.check)
+        return _NcclIncoming(spoke, member)
 
-    def abandon(self) -> None:
-        self._store = None
-
-    def _enter(self, store: dist.Store, meeting: str, rank: int, place: Place, check: Callable[[], None]) -> Group:
+    def enter(self, store: dist.Store, meeting: str, rank: int, place: Place, check: Callable[[], None]) -> _Member:
+        """Enter the group. Errors as of `Offer.outgoing`; `check` says who is gone, if that is why."""
         with _told(f"the {self._transport} group of the sync could not be made in {self._timeout_s:g} s", check):
             prefixed = dist.PrefixStore(f"{meeting.split(' ', 1)[0]}/", store)
-            return make_group(prefixed, rank, 1 + len(place.receivers), self._transport, self._timeout_s)
+            group = make_group(prefixed, rank, 1 + len(place.receivers), self._transport, self._timeout_s)
+        return _Member(group, self._transport, self._timeout_s)
+
+
+class _NcclOffer(Offer):
+    def __init__(self, store: dist.TCPStore, host: str, mode: NcclMode) -> None:
+        self._store: dist.TCPStore | None = store
+        self._mode = mode
+        self.meeting = f"{secrets.token_hex(8)} {store.port} {host}"
+
+    def outgoing(self, hub: Hub, place: Place) -> Outgoing:
+        assert self._store is not None, "it was not withdrawn"
+        return _NcclOutgoing(hub, self._mode.enter(self._store, str(self.meeting), 0, place, hub.check))
+
+    def withdraw(self) -> None:
+        self._store = None
 
 
 class _Member:
@@ -75,10 +86,29 @@ class _Member:
         self._groups = [group]
         self._transport = transport
         self._timeout_s = timeout_s
+        self._has_met = False
         self.device = torch.device("cpu" if transport == "gloo" else f"cuda:{torch.cuda.current_device()}")
 
     def begin(self, data: torch.Tensor) -> Work:
-        return begin_broadcast(self._groups[0], data, self._timeout_s)
+        """Begin to broadcast. NCCL's members meet in the first one, without a limit: the wait for a thread has one."""
+        begun: SimpleQueue[Work | Exception] = SimpleQueue()
+        if self._has_met:
+            return begin_broadcast(self._groups[0], data, self._timeout_s)
+        threading.Thread(target=self._begin_first, args=(data, begun), name="meet in a group", daemon=True).start()
+        try:
+            work = begun.get(timeout=self._timeout_s)
+        except Empty:
+            raise RuntimeError(f"its members did not meet within {self._timeout_s:g} s") from None
+        if isinstance(work, Exception):
+            raise work
+        self._has_met = True
+        return work
+
+    def _begin_first(self, data: torch.Tensor, begun: SimpleQueue[Work | Exception]) -> None:
+        try:
+            begun.put(begin_broadcast(self._groups[0], data, self._timeout_s))
+        except Exception as error:
+            begun.put(error)
 
     def wait(self, work: Work, what: str, check: Callable[[], None]) -> None:
         with _told(f"{what} could not be broadcast within {self._timeout_s:g} s", check):
@@ -93,9 +123,9 @@ class _Member:
 
 
 class _NcclOutgoing(Outgoing):
-    def __init__(self, hub: Hub, group: Group, transport: str, timeout_s: float) -> None:
+    def __init__(self, hub: Hub, member: _Member) -> None:
         self._hub = hub
-        self._member = _Member(group, transport, timeout_s)
+        self._member = member
         self._rooms = [torch.empty(0, dtype=torch.uint8, device=self._member.device) for _ in range(_ROOMS)]
         self._under_way: dict[int, Work] = {}
         self._asked = 0
@@ -129,9 +159,9 @@ class _NcclOutgoing(Outgoing):
 
 
 class _NcclIncoming(Incoming):
-    def __init__(self, spoke: Spoke, group: Group, transport: str, timeout_s: float) -> None:
+    def __init__(self, spoke: Spoke, member: _Member) -> None:
         self._spoke = spoke
-        self._member = _Member(group, transport, timeout_s)
+        self._member = member
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8, device=self._member.device)

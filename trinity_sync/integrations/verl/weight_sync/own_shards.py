@@ -3,70 +3,97 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from trinity_sync.errors import RunError
+from trinity_sync.integrations.verl.weight_sync.sending import travelling
 from trinity_sync.weights import dtypes
-from trinity_sync.weights.shards import Rect, Shard, flat_range, matrix_view
-from trinity_sync.weights.tensors import from_torch, wire_name
+from trinity_sync.weights.shards import Rect, Shard, flat_range
 
 Exported = tuple[str, torch.Tensor, Any]
 """Name, this rank's elements (flat), and verl's `ShardSpec`."""
 
 
-def own_shards(exported: Iterable[Exported], wire_dtype: str | None) -> Iterator[tuple[Shard, torch.Tensor]]:
+def own_shards(
+    exported: Iterable[Exported], wire_dtype: str | None, family: str
+) -> Iterator[tuple[Shard, torch.Tensor]]:
     """Yield the shard of each tensor, and its elements. All ranks yield all tensors, in one order.
 
     Args:
         exported: what verl's ``get_per_tensor_param_shard`` yields.
         wire_dtype: the dtype of floating tensors on their way; None: as they are.
+        family: transformers' ``model_type``.
 
     Raises:
-        RunError: the engine would have to convert what it holds to the names and shapes of Hugging Face.
+        RunError: the engine would have to convert what it holds to the names and shapes of Hugging Face, or does not
+            hold what it says.
     """
     for name, elements, spec in exported:
-        yield _own(name, elements, spec, wire_dtype)
+        shape = tuple(int(size) for size in spec.full_shape)
+        if spec.place is not None or spec.to_hf_chunk is not None or spec.hf_slots is not None:
+            _refuse(name)  # the first is of engines whose names and shapes are their own, such as Megatron
+        if not _is_saved_so(name, shape, family):
+            _refuse(name)
+        yield _own(name, shape, elements, spec, wire_dtype)
 
 
-def _own(name: str, elements: torch.Tensor, spec: Any, wire_dtype: str | None) -> tuple[Shard, torch.Tensor]:
+def _refuse(name: str) -> None:
+    raise RunError(
+        f"the engine holds {name} in another form than Hugging Face's, and it is put right only where it is gathered: "
+        "use backend=trinity for this model"
+    )
+
+
+def _is_saved_so(name: str, shape: tuple[int, ...], family: str) -> bool:
+    """Whether verl's gather hands the tensor on as it is: fused experts it takes apart."""
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    return [one for one, _ in unfuse_moe_params([(name, torch.empty(shape, device="meta"))], family)] == [name]
+
+
+def _own(
+    name: str, shape: tuple[int, ...], elements: torch.Tensor, spec: Any, wire_dtype: str | None
+) -> tuple[Shard, torch.Tensor]:
     from verl.workers.engine.spec import BlockPlacement, derive_dtensor_placement
 
-    if spec.to_hf_chunk is not None or spec.hf_slots is not None:
-        raise RunError(
-            f"the engine holds {name} in another form than Hugging Face's, and it is put right only where it is "
-            "gathered: use backend=trinity for this model"
-        )
-    if spec.place is None:
-        place, contributes, _ = derive_dtensor_placement(spec)
-    else:
-        place, contributes = spec.place, spec.contributes
-    shape = tuple(int(size) for size in spec.full_shape)
-    dtype = wire_name(from_torch(elements.dtype), wire_dtype)
+    place, contributes, _ = derive_dtensor_placement(spec)
+    dtype = travelling(name, elements, wire_dtype)
     if not contributes or not elements.numel():
         return Shard(name, dtype, shape, ()), elements[:0]
     if not isinstance(place, BlockPlacement):
-        return flat_range(name, dtype, shape, int(place), int(place) + elements.numel()), elements
-    if place.is_flat_contiguous:
-        return flat_range(name, dtype, shape, place.flat_offset, place.flat_offset + elements.numel()), elements
-    return Shard(name, dtype, shape, tuple(_block(shape, place, dtypes.itemsize(dtype)))), elements
+        shard = flat_range(name, dtype, shape, 0, prod(shape))
+    elif place.is_flat_contiguous:
+        shard = flat_range(name, dtype, shape, place.flat_offset, place.flat_offset + prod(place.local_shape))
+    else:
+        rects = _block(shape, place.local_shape, place.global_offset, dtypes.itemsize(dtype))
+        shard = Shard(name, dtype, shape, tuple(rects))
+    if shard.numel_local != elements.numel():
+        raise RunError(f"the engine holds {elements.numel()} elements of {name}, and says {shard.numel_local}")
+    return shard, elements
 
 
-def _block(shape: tuple[int, ...], place: Any, itemsize: int) -> Iterator[Rect]:
-    """The rectangles of a block of a tensor: one of a matrix, else one for each run that lies together."""
-    sizes, starts = place.local_shape, place.global_offset
-    if len(shape) == 2:
-        yield Rect(0, starts[0], starts[1], sizes[0], sizes[1])
+def _block(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], itemsize: int) -> Iterator[Rect]:
+    """The rectangles of the matrix view that a block of a tensor is, in the order of its elements.
+
+    Args:
+        shape: of the tensor, at least two dimensions, of which one behind the first is cut.
+        sizes, starts: of the block, for each dimension.
+        itemsize: bytes of an element.
+    """
+    last = max(dim for dim, size in enumerate(sizes) if size != shape[dim])
+    within = prod(shape[last + 1 :])  # what lies behind the last cut is whole, so it lies together
+    width = sizes[last] * within
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    offset = sum(start * stride for start, stride in zip(starts[1:], strides[1:], strict=True))
+    if last == 1:
+        yield Rect(0, starts[0], offset, sizes[0], width)
         return
-    _, cols = matrix_view(shape)
     at = 0
-    for index in itertools.product(*map(range, sizes[:-1])):
-        row = starts[0] + index[0]
-        col, width = 0, cols
-        for start, offset, size in zip(starts[1:-1], index[1:], shape[1:-1], strict=True):
-            width //= size
-            col += (start + offset) * width
-        yield Rect(at, row, col + starts[-1], 1, sizes[-1])
-        at += sizes[-1] * itemsize
+    for row, *index in itertools.product(*map(range, sizes[:last])):
+        col = offset + sum(one * stride for one, stride in zip(index, strides[1:last], strict=True))
+        yield Rect(at, starts[0] + row, col, 1, width)
+        at += width * itemsize

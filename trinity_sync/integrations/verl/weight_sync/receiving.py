@@ -66,7 +66,11 @@ class Stream:
         what = f"bucket {bucket.number} of {self._spoke.sender}"
         if bucket.number != self._buckets:
             raise ChecksumError(f"{what} came in place of bucket {self._buckets}")
-        data = self._incoming.take(bucket)
+        try:
+            data = self._incoming.take(bucket)
+        except RunError:
+            self._spoke.check()  # what the sender has failed of takes its memory and files away, too
+            raise
         check_bytes(what, data.cpu().numpy().data, bucket.layout.nbytes, bucket.digest)
         self._spoke.tell(Taken(bucket.number))
         self._buckets += 1
@@ -86,10 +90,16 @@ class Stream:
         """Tell the sender that the version was handed on."""
         self._spoke.tell(done)
 
+    def interrupt(self) -> None:
+        """From another thread: end what is waited for here, with an error."""
+        self._spoke.interrupt()
+
     def give_up(self, why: str) -> None:
         """Tell the sender that it was not, and let go."""
-        self._spoke.give_up(why)
-        self._incoming.close(failed=True)
+        try:
+            self._spoke.give_up(why)
+        finally:
+            self._incoming.close(failed=True)
 
     def close(self) -> None:
         """Let go."""
@@ -97,12 +107,15 @@ class Stream:
         self._incoming.close(failed=False)
 
 
-def tensors(streams: Sequence[Stream], *, digest: bool) -> Generator[list[Named], None, Done]:
+def tensors(
+    streams: Sequence[Stream], *, digest: bool, device: torch.device | None = None
+) -> Generator[list[Named], None, Done]:
     """Yield whole tensors, as many at a time as there are without a wait; the last of all only after every check.
 
     Args:
         streams: from all senders, of which each sends a share of every tensor, in one order.
         digest: compute the version's digest, and compare it with that of the sender, if it has one.
+        device: where the tensors are to be; None: where they arrived.
 
     Returns:
         What the senders were told when all was handed on.
@@ -126,7 +139,7 @@ def tensors(streams: Sequence[Stream], *, digest: bool) -> Generator[list[Named]
         name, tensor = _together(pieces)
         if digest:
             entries.append(digest_entry(name, tensor, None))
-        ready.append((name, tensor))
+        ready.append((name, tensor if device is None else tensor.to(device)))
     found = version_digest(entries) if digest else None
     for stream in streams:
         sent = stream.end.digest if stream.end is not None else None

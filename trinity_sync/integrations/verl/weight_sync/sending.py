@@ -15,7 +15,7 @@ from trinity_sync.integrations.verl.weight_sync.messages import End
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.packing import pack_shards, unpack
 from trinity_sync.weights.shards import Shard
-from trinity_sync.weights.tensors import digest_entry
+from trinity_sync.weights.tensors import digest_entry, from_torch, wire_name
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,28 @@ def send(
     digest = version_digest(entries) if whole else None
     outgoing.end(End(step, buckets, tensors, digest))
     return Sent(nbytes, tensors, buckets, digest, asked.seconds)
+
+
+def travelling(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> str:
+    """The dtype in which a tensor of the trainer's travels.
+
+    Args:
+        name: the tensor's.
+        tensor: what is held of it.
+        wire_dtype: that of floating tensors; None: as they are.
+
+    Raises:
+        RunError: it is not to travel at all.
+    """
+    if "lora_" in name or ".base_layer." in name:
+        raise RunError(
+            f"{name} is of a model with LoRA adapters that are not merged, and receivers would have the frozen weights "
+            "for ever: set verl's model.lora.merge=true, and backend=trinity"
+        )
+    try:
+        return wire_name(from_torch(tensor.dtype), wire_dtype)
+    except ValueError as error:
+        raise RunError(f"{name} cannot be sent: {error}") from error
 
 
 class _Timed(Iterator[tuple[Shard, torch.Tensor]]):

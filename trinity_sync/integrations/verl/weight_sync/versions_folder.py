@@ -10,13 +10,15 @@
         bucket-00000.safetensors       each bucket
 
 Who leaves a version that is not to stay removes it if nobody else has its lease. A killed process has none, so the last
-of the others cleans up after it; where there are no others, the next sender in this folder.
+of the others cleans up after it; where there are no others, the next sender in this folder. What has another name, or
+is committed and has no lease, is none of ours: it is left alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 
 _DRAFT = ".sending-"
 _COMMITTED = "version"
+_OURS = re.compile(r"(?:\.sending|version(?:_\d+)?)-[0-9a-f]{16}")
 _LEASE = "lease"
 _LOCK = ".lock"
 
@@ -100,7 +103,7 @@ def begin(root: Path, timeout_s: float) -> Held:
     try:
         make_folder(root)
         with _locked(root, timeout_s):
-            for draft in root.glob(f"{_DRAFT}*"):
+            for draft in _versions(root, f"{_DRAFT}*"):
                 _remove_if_left(draft)
             folder = root / f"{_DRAFT}{token}"
             folder.mkdir(mode=0o700)
@@ -136,8 +139,12 @@ def remove_others(root: Path, timeout_s: float) -> None:
         WaitTimeout: another process keeps the folder locked.
     """
     with _locked(root, timeout_s):
-        for folder in (*root.glob(f"{_COMMITTED}*-*"), *root.glob(f"{_DRAFT}*")):
+        for folder in _versions(root, "*"):
             _remove_if_left(folder)
+
+
+def _versions(root: Path, pattern: str) -> list[Path]:
+    return [found for found in root.glob(pattern) if _OURS.fullmatch(found.name) and not found.is_symlink()]
 
 
 def _lease(folder: Path, *, create: bool) -> int:
@@ -164,6 +171,8 @@ def _remove_if_left(folder: Path) -> None:
     try:
         lease = open_lock(folder / _LEASE, create=False)
     except FileNotFoundError:
+        if not folder.name.startswith(_DRAFT):
+            return
         lease = None  # it is being removed, or its sender was killed before it had made one
     try:
         if lease is not None and not try_lock(lease):
