@@ -29,6 +29,7 @@ class Members:
     """Two ranks of the trainer, and receivers."""
 
     def __init__(self, mode: str, folder: Path, *, receivers: int = 2, timeout_s: float = LIMIT, **more: object):
+        self.folder = folder
         given = {"mode": mode, "timeout_s": timeout_s, **({"dir": str(folder)} if mode == "checkpoint" else {}), **more}
         self.ranks = [WeightSync(BUCKET, is_master=rank == 0, **given) for rank in range(2)]
         self.rollout = [WeightSync(BUCKET, **given) for _ in range(receivers)]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -67,6 +70,41 @@ def test_versions_move_and_nothing_is_held_between_them(
         assert [name.split("-")[0] for name in left_in(tmp_path / "versions")] == (
             [f"version_{step}"] if mode == "checkpoint" else []
         )
+
+
+def odd(number: int) -> dict[str, torch.Tensor]:
+    """Tensors of which each is of another kind, and whose dtypes and shapes differ from version to version."""
+    dtype = (torch.float32, torch.bfloat16, torch.float64)[number % 3]
+    shared = torch.arange(64 + number).to(dtype)
+    made = torch.Generator().manual_seed(number)
+    return {
+        "columns": torch.randn(30 + number, 20, generator=made)
+        .to(dtype)
+        .t(),  # larger than a bucket, and not contiguous
+        "nothing": torch.empty(0, 3, dtype=dtype),  # a bucket of its own, without a byte
+        "shared": shared,
+        "tied": shared,
+        "part": shared[3:-1:2],
+        "expanded": torch.ones(1, dtype=dtype).expand(5, 4),
+        "flags": torch.tensor([True, False]),
+        "fp8": torch.randn(6, generator=made).to(torch.float8_e4m3fn),
+        f"only in {number}": torch.tensor(number),
+        "large": torch.randn(400, generator=made).to(dtype),
+        "last": torch.empty(0, dtype=dtype),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_versions_of_all_kinds_of_tensors_move(mode: str, make: Callable[..., Members]) -> None:
+    members = make(mode)
+    for step in (1, 2, 3):
+        members.meet()
+        _, _, *received = members.move(odd(step), step)
+        for found in received:
+            assert not isinstance(found, BaseException), found
+            assert list(found) == list(odd(step))
+            assert state_digest(found, None) == state_digest(odd(step), None)
+            assert all(tensor.is_contiguous() for tensor in found.values())
 
 
 def test_the_wire_dtype_is_of_floating_tensors(make: Callable[..., Members]) -> None:
@@ -315,3 +353,30 @@ def test_the_backend_is_registered_and_the_other_name_only_when_asked(monkeypatc
     monkeypatch.setenv(weight_sync.NO_GATHER_VARIABLE, "yes")
     with pytest.raises(ConfigError, match="TRINITY_SYNC_NO_GATHER=yes"):
         weight_sync.register()
+
+
+HOOKED = """
+import sys
+
+import wrapt
+
+from trinity_sync.integrations.verl import weight_sync
+
+assert "torch" not in sys.modules and "verl" not in sys.modules
+wrapt.register_post_import_hook(lambda module: weight_sync.register(), "verl.checkpoint_engine.base")
+
+from verl.checkpoint_engine import CheckpointEngineRegistry
+
+print({name: found.__name__ for name, found in CheckpointEngineRegistry._registry.items()})
+"""
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(("asked", "takes"), [("1", "ShardedWeightSync"), ("0", "DeltaShardedCheckpointEngine")])
+def test_the_name_is_ours_also_where_verl_registers_its_own_later(asked: str, takes: str) -> None:
+    variables = {**os.environ, weight_sync.NO_GATHER_VARIABLE: asked}
+    found = subprocess.run(
+        [sys.executable, "-c", HOOKED], env=variables, check=True, capture_output=True, text=True, timeout=120
+    )
+    assert f"'delta_sharded': '{takes}'" in found.stdout
+    assert "'trinity': 'WeightSync'" in found.stdout

@@ -184,8 +184,8 @@ def test_receivers_are_read_as_long_as_they_are_told() -> None:
             for number, event in enumerate(heard):
                 spoke.receive("go on")
                 event.set()
-                for one in range(2000):
-                    spoke.tell(Taken(2000 * number + one))
+                for one in range(6000):
+                    spoke.tell(Taken(6000 * number + one))
         except BaseException as error:
             failed.append(error)
 
@@ -195,7 +195,7 @@ def test_receivers_are_read_as_long_as_they_are_told() -> None:
     for event in heard:
         hub.tell(Working())
         assert event.wait(10.0), failed
-    hub.wait_taken(2000 * len(heard) - 1)
+    hub.wait_taken(6000 * len(heard) - 1)
     thread.join(LIMIT)
     assert not failed
     hub.close()
