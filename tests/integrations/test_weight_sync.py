@@ -357,12 +357,14 @@ def test_the_backend_is_registered_and_the_other_name_only_when_asked(monkeypatc
 
 HOOKED = """
 import sys
+from unittest.mock import MagicMock
 
 import wrapt
 
 from trinity_sync.integrations.verl import weight_sync
 
 assert "torch" not in sys.modules and "verl" not in sys.modules
+sys.modules["cupy"] = MagicMock()  # which verl's own engine needs, and is there with GPUs only
 wrapt.register_post_import_hook(lambda module: weight_sync.register(), "verl.checkpoint_engine.base")
 
 from verl.checkpoint_engine import CheckpointEngineRegistry
