@@ -20,8 +20,8 @@ from verl.workers.rollout import BaseRollout
 from tests.backends import engines
 from tests.integrations.sync_members import shared_memory
 
-BUCKET_BYTES = 32 << 10
-"""The sender decides: several buckets, between which members die."""
+BUCKET_BYTES = 4 << 10
+"""The sender decides: many buckets, between which members die."""
 MODULE = "tests.integrations.registering"
 
 
@@ -40,11 +40,11 @@ class _Failing:
     def __init__(self) -> None:
         self._failed = asyncio.Event()
         self._why = ""
-        self._dies = False
+        self._dies_at: int | None = None
 
-    def die(self) -> None:
-        """Be killed in the middle of the next sync."""
-        self._dies = True
+    def die(self, at: int) -> None:
+        """Be killed in the next sync, when this tensor comes."""
+        self._dies_at = at
 
     def fail(self, error: BaseException) -> None:
         self._why = f"{type(error).__name__}: {error}"
@@ -61,7 +61,7 @@ class _Failing:
         return shared_memory()
 
     def reached(self, number: int) -> None:
-        if self._dies and number == 3:
+        if number == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -54,7 +54,7 @@ def moves(program: Any, step: int) -> dict[str, float]:
     assert ray.get([worker.digest.remote() for worker in program.rollout], timeout=LIMIT) == [expected] * len(
         program.rollout
     )
-    assert metrics["weight_sync/buckets"] > 1  # of rank 0, which without a gather has half of a bf16 model
+    assert metrics["weight_sync/buckets"] > 6  # of rank 0, which without a gather has half of a bf16 model
     return metrics
 
 
@@ -96,8 +96,9 @@ def test_versions_move_without_a_gather(mode: str, start: Callable[..., Any], mo
 @pytest.mark.all
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("victim", ["trainer rank 0", "trainer rank 1", "rollout"])
+@pytest.mark.parametrize("at", [0, 12])
 def test_a_killed_member_ends_the_sync_for_all_and_the_next_one_works(
-    mode: str, victim: str, start: Callable[..., Any], tmp_path: Path
+    mode: str, victim: str, at: int, start: Callable[..., Any], tmp_path: Path
 ) -> None:
     program = start(mode)
     moves(program, 1)
@@ -106,7 +107,7 @@ def test_a_killed_member_ends_the_sync_for_all_and_the_next_one_works(
         "trainer rank 1": program.ranks[1],
         "rollout": program.rollout[0],
     }
-    ray.get(members[victim].die.remote(), timeout=LIMIT)
+    ray.get(members[victim].die.remote(at), timeout=LIMIT)
     started = time.monotonic()
     with pytest.raises(Exception, match=r"(?s)died|gone|gave the weights up|could not be"):
         program.move(2)
