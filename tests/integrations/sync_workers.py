@@ -22,7 +22,7 @@ from tests.integrations.sync_members import shared_memory
 
 BUCKET_BYTES = 4 << 10
 """The sender decides: many buckets, between which members die."""
-MODULE = "tests.integrations.registering"
+MODULE = "trinity_sync.integrations.verl.weight_sync.backend"
 
 
 def config(backend: str, keys: dict[str, Any]) -> CheckpointEngineConfig:
@@ -219,8 +219,6 @@ class Program:
             self.start_trainer()
 
     def move(self, step: int) -> dict[str, float]:
-        from tests.integrations import registering  # noqa: F401
-
         group = RayWorkerGroup(
             worker_handles=self.ranks, ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(Trainer))
         )
