@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,8 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.integrations.verl.weight_sync import nccl
 from trinity_sync.integrations.verl.weight_sync.engine import WeightSync
 from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
-from trinity_sync.integrations.verl.weight_sync.messages import Taken, Working
+from trinity_sync.integrations.verl.weight_sync.members import Address
+from trinity_sync.integrations.verl.weight_sync.messages import Done, Taken, Working
 from trinity_sync.weights.tensors import state_digest
 
 
@@ -172,6 +175,7 @@ def test_a_sync_waits_for_the_gathers_of_the_one_before(make: Callable[..., Memb
     assert isinstance(sending.exception(LIMIT), RunError)
 
 
+@pytest.mark.all
 def test_receivers_are_read_as_long_as_they_are_told() -> None:
     """Else what they say of many buckets would fill the link, and they would wait for each other."""
     hub = Hub("127.0.0.1", 5.0)
@@ -222,16 +226,61 @@ def test_an_address_that_is_not_of_this_node_is_told() -> None:
         Hub("192.0.2.1", 1.0)
 
 
+def test_receivers_that_go_on_are_waited_for() -> None:
+    """The limit is that of each wait, not of all that a receiver loads once everything was sent."""
+    hub = Hub("127.0.0.1", 0.5)
+    given_up = threading.Event()
+
+    def receiver() -> None:
+        spoke = Spoke("the sender", hub.address, 0, LIMIT)
+        for number in range(4):
+            given_up.wait(0.3)
+            spoke.tell(Taken(number))
+        spoke.tell(Done("digest", 8))
+        given_up.wait(LIMIT)
+        spoke.close()
+
+    thread = threading.Thread(target=receiver, daemon=True)
+    thread.start()
+    hub.meet(["receiver"])
+    assert hub.wait_done() == [Done("digest", 8)]
+    given_up.set()
+    thread.join(LIMIT)
+    hub.close()
+
+
+def test_who_answers_in_another_language_is_no_sender() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = Address("127.0.0.1", other.getsockname()[1], b"key")
+
+        def answer() -> None:
+            connected, _ = other.accept()
+            connected.sendall(struct.pack("!i", 20) + b"HTTP/1.1 400 Bad Req")
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(RunError, match="the sender is gone, or takes part in another sync"):
+            Spoke("the sender", address, 0, 5.0)
+
+
 def test_a_receiver_gets_tensors_on_its_device(make: Callable[..., Members], monkeypatch: pytest.MonkeyPatch) -> None:
     members = make("memory", receivers=1)
     real = torch.device
+    threads: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def device(which: torch.device) -> Iterator[None]:
+        threads.append((threading.current_thread().name, str(which)))
+        yield
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(
-        "trinity_sync.integrations.verl.weight_sync.engine.torch.device",
-        lambda kind, number=None: real("meta") if (kind, number) == ("cuda", 3) else real(kind),
+        torch, "device", lambda kind, number=None: real("meta") if (kind, number) == ("cuda", 3) else real(kind)
     )
     members.meet()
     *_, found = members.move(weights(1), 1)
     assert {tensor.device.type for tensor in found.values()} == {"meta"}
+    assert {which for _, which in threads} == {"meta"}  # in all threads, which else would work on the first GPU
+    assert {name.split("_")[0] for name, _ in threads} >= {"asyncio"}

@@ -111,7 +111,6 @@ def one(name: str, shape: tuple[int, ...] = (4, 2), count: int | None = None, **
         (one("model.layers.0.mlp.experts.gate_up_proj", (2, 4, 3)), "another form than Hugging Face's"),
         (one("model.layers.0.mlp.experts.down_proj", (2, 4, 3)), "another form than Hugging Face's"),
         (one("model.q_proj.base_layer.weight"), "adapters that are not merged"),
-        (one("model.q_proj.lora_A.default.weight"), "adapters that are not merged"),
         (one("w", count=7), "holds 7 elements of w, and says 8"),
         (one("w", count=9), "holds 9 elements of w, and says 8"),
     ],

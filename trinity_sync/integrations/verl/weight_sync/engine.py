@@ -250,9 +250,8 @@ class WeightSync(CheckpointEngine):
     async def _receive(self, session: Session, step: int | None) -> AsyncGenerator[Named, None]:
         started = time.perf_counter()
         _met(session, "receive")
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         full = self._settings.verify == "full"
-        arriving = _Arriving(session, tensors(session.streams, digest=full, device=device))
+        arriving = _Arriving(session, tensors(session.streams, digest=full, device=session.device))
         try:
             while (batch := await asyncio.to_thread(arriving.next)) is not None:
                 for named in batch:

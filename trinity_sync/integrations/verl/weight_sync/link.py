@@ -170,9 +170,11 @@ class Hub:
 
         Raises:
             RunError: one is gone, or has given up.
-            WaitTimeout: one has not.
+            WaitTimeout: those that have not say nothing any more.
         """
-        self._wait(lambda receiver: receiver.done is not None, "load the weights that it took", self._timeout_s)
+        while late := [receiver for receiver in self._receivers if receiver.done is None]:
+            if not self._read(self._timeout_s):
+                raise WaitTimeout(late[0].name, "go on to take and load the weights", self._timeout_s)
         return [receiver.done for receiver in self._receivers if receiver.done is not None]
 
     def check(self) -> None:
@@ -266,7 +268,7 @@ class Spoke:
         except BlockingIOError:
             self.close()
             raise WaitTimeout(sender, "let this receiver in", timeout_s) from None
-        except (AuthenticationError, EOFError, OSError) as error:
+        except (AuthenticationError, AssertionError, EOFError, OSError) as error:  # the second: it speaks otherwise
             self.close()
             raise RunError(f"{sender} is gone, or takes part in another sync ({error})") from error
 

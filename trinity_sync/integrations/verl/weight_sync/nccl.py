@@ -106,7 +106,8 @@ class _Member:
 
     def _begin_first(self, data: torch.Tensor, begun: SimpleQueue[Work | Exception]) -> None:
         try:
-            begun.put(begin_broadcast(self._groups[0], data, self._timeout_s))
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                begun.put(begin_broadcast(self._groups[0], data, self._timeout_s))
         except Exception as error:
             begun.put(error)
 

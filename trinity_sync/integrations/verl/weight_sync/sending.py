@@ -84,7 +84,7 @@ def travelling(name: str, tensor: torch.Tensor, wire_dtype: str | None) -> str:
     Raises:
         RunError: it is not to travel at all.
     """
-    if "lora_" in name or ".base_layer." in name:
+    if ".base_layer." in name:
         raise RunError(
             f"{name} is of a model with LoRA adapters that are not merged, and receivers would have the frozen weights "
             "for ever: set verl's model.lora.merge=true, and backend=trinity"

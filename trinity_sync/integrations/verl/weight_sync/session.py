@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 
+import torch
+
 from trinity_sync.errors import RunError, WaitTimeout, take_back
 from trinity_sync.integrations.verl.weight_sync.base import Offer, Outgoing
 from trinity_sync.integrations.verl.weight_sync.link import Hub
@@ -24,12 +26,14 @@ class Session:
         timeout_s: limit of the wait for a thread that is at work in it, seconds.
 
     Attributes:
+        device: the GPU of the thread that made it; None: there is none.
         place: what this member is told; None: not yet, or it was used.
         hub, offer, outgoing: a sender's.
         streams: a receiver's.
     """
 
     def __init__(self, timeout_s: float) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.place: Place | None = None
         self.hub: Hub | None = None
         self.offer: Offer | None = None
@@ -47,7 +51,8 @@ class Session:
         Raises:
             RunError: the sync has ended.
         """
-        with self._work:
+        # A thread of its own would work on the first GPU, and be given memory there.
+        with self._work, torch.cuda.device(self.device) if self.device is not None else contextlib.nullcontext():
             try:
                 self._check()
                 yield
