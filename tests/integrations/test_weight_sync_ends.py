@@ -10,13 +10,14 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
 from tests.integrations.sync_members import LIMIT, MODES, Members, Named, receive, send, weights
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.integrations.verl.weight_sync import nccl
+from trinity_sync.integrations.verl.weight_sync import link, nccl
 from trinity_sync.integrations.verl.weight_sync.engine import WeightSync
 from trinity_sync.integrations.verl.weight_sync.link import Hub, Spoke
 from trinity_sync.integrations.verl.weight_sync.members import Address
@@ -247,6 +248,36 @@ def test_receivers_that_go_on_are_waited_for() -> None:
     given_up.set()
     thread.join(LIMIT)
     hub.close()
+
+
+def test_who_comes_too_late_is_let_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub("127.0.0.1", 1.0)
+    met, real = threading.Event(), link.answer_challenge
+    inside = threading.Event()
+
+    def slowly(connection: Connection, key: bytes) -> None:
+        if threading.current_thread().name == "let a receiver in":
+            inside.set()
+            assert met.wait(LIMIT)
+        real(connection, key)
+
+    monkeypatch.setattr(link, "answer_challenge", slowly)
+    late: list[BaseException] = []
+
+    def come() -> None:
+        try:
+            Spoke("the sender", hub.address, 0, LIMIT).receive("send a bucket")
+        except RunError as error:
+            late.append(error)
+
+    thread = threading.Thread(target=come, daemon=True)
+    thread.start()
+    with pytest.raises(WaitTimeout, match=r"receiver did not connect to the sender of the weights within 1 s"):
+        hub.meet(["receiver"])
+    assert inside.is_set()
+    met.set()
+    thread.join(LIMIT / 2)
+    assert "the sender is gone" in str(late)
 
 
 def test_who_answers_in_another_language_is_no_sender() -> None:

@@ -66,7 +66,7 @@ class WeightSync(CheckpointEngine):
         self._bucket_bytes = min(bucket_size, self._settings.bucket_mb << 20)
         self._sends = bool(is_master) if not self._all_send else is_master is not None
         self._mode = _mode(self._settings)
-        self._session = Session(self._settings.timeout_s)
+        self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[Any] | None = None
         self._last: dict[str, object] | None = None
 
@@ -82,7 +82,9 @@ class WeightSync(CheckpointEngine):
         self._session.end("a new sync begins")
         if self._gathering is not None:
             self._gathering.wait()  # two at once would mix up what the trainer's ranks gather
-        self._session = session = Session(self._settings.timeout_s)
+        # asked for only now: a process that knows its GPU has taken memory on it
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self._session = session = Session(self._settings.timeout_s, device)
         if not self._sends:
             return members.this_process(self._settings, None, None)
         with session.at_work():

@@ -129,6 +129,8 @@ class Hub:
             return
         wire.limit(self._timeout_s)
         self._came.put((hello.index, wire))
+        if self._listening.fileno() < 0:  # too late: nobody looks there any more
+            self._let_nobody_in()
 
     def _let_nobody_in(self) -> None:
         with contextlib.suppress(OSError):

@@ -24,16 +24,16 @@ class Session:
 
     Args:
         timeout_s: limit of the wait for a thread that is at work in it, seconds.
+        device: the GPU of this member; None: it has none.
 
     Attributes:
-        device: the GPU of the thread that made it; None: there is none.
         place: what this member is told; None: not yet, or it was used.
         hub, offer, outgoing: a sender's.
         streams: a receiver's.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    def __init__(self, timeout_s: float, device: torch.device | None) -> None:
+        self.device = device
         self.place: Place | None = None
         self.hub: Hub | None = None
         self.offer: Offer | None = None
