@@ -29,9 +29,10 @@ from tests.integrations.sync_members import (
 )
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl import weight_sync
-from trinity_sync.integrations.verl.weight_sync import receiving
+from trinity_sync.integrations.verl.weight_sync import memory, receiving
 from trinity_sync.integrations.verl.weight_sync.engine import ShardedWeightSync, WeightSync
 from trinity_sync.integrations.verl.weight_sync.members import Node, Ready, place
+from trinity_sync.integrations.verl.weight_sync.messages import Bucket
 from trinity_sync.integrations.verl.weight_sync.settings import Settings
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.tensors import state_digest
@@ -187,10 +188,35 @@ def test_the_last_tensor_comes_after_the_digest_of_the_version(
     handed: list[str] = []
     monkeypatch.setattr(receiving, "version_digest", lambda entries: "0" * 32)
     monkeypatch.setattr(sync_members, "receive", lambda one, step, _use=receive: _use(one, step, handed.append))
-    sender, _, receiver = members.move(weights(1), 1)
+    state = weights(1) | {"beside it": torch.zeros(3), "last": torch.zeros(3)}  # in one bucket
+    sender, _, receiver = members.move(state, 1)
     assert isinstance(receiver, ChecksumError)
     assert isinstance(sender, RunError)
-    assert list(weights(1))[-1] not in handed
+    assert "beside it" in handed
+    assert "last" not in handed
+
+
+def test_a_receiver_tells_what_the_sender_failed_of(
+    make: Callable[..., Members], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where it comes to the sender's memory only when that is gone."""
+    members = make("memory", receivers=1)
+    members.meet()
+
+    def failing() -> Iterator[Named]:
+        yield from list(weights(1).items())[:3]
+        raise RuntimeError("Connection closed by peer")
+
+    sending = members.pool.submit(send, members.ranks[0], failing(), 1)
+    real = memory._MemoryIncoming.take
+
+    def late(self: memory._MemoryIncoming, bucket: Bucket) -> torch.Tensor:
+        sending.exception(LIMIT)
+        return real(self, bucket)
+
+    monkeypatch.setattr(memory._MemoryIncoming, "take", late)
+    with pytest.raises(RunError, match=r"trainer rank 0 .* gave the weights up: .*Connection closed by peer"):
+        receive(members.rollout[0], 1)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -151,6 +151,7 @@ def test_a_sync_that_is_begun_anew_ends_the_one_before_and_not_itself(mode: str,
         moves(members, step)
     error = before.exception(LIMIT)
     assert isinstance(error, RunError)
+    assert str(error) == "the sync was ended: a new sync begins"
     assert time.monotonic() - started < LIMIT
 
 

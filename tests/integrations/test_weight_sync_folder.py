@@ -201,6 +201,18 @@ def test_a_removal_that_is_broken_off_is_ended_by_the_next(
     assert left_in(root) == []
 
 
+def test_versions_of_an_earlier_attempt_go_when_the_next_is_read(make: Callable[..., Members]) -> None:
+    members = make("checkpoint", receivers=1)
+    for step in (1, 2):
+        earlier = begin(members.folder, LIMIT)
+        earlier.commit(step)
+        earlier.leave(remove=False)
+    members.meet()
+    assert len(left_in(members.folder)) == 3
+    members.move(weights(3), 3)
+    assert [name.split("-")[0] for name in left_in(members.folder)] == ["version_3"]
+
+
 def test_two_programs_in_one_folder_keep_apart(make: Callable[..., Members]) -> None:
     """As the actor's and another role's, each with a newest version of its own."""
     programs = [make("checkpoint", receivers=1) for _ in range(2)]

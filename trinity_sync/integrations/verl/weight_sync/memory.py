@@ -8,7 +8,6 @@ receivers copy the other.
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 
@@ -50,10 +49,8 @@ class _Room:
     """Shared memory that grows."""
 
     def __init__(self) -> None:
-        self._descriptor = os.memfd_create("trinity-sync-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = os.memfd_create("trinity-sync-weights", os.MFD_CLOEXEC)
         os.fchmod(self._descriptor, 0o600)
-        # Else a receiver that reads what is cut off meanwhile would be ended by a signal.
-        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self._nbytes = 0
         self._mapped: mmap.mmap | None = None
 
@@ -68,7 +65,7 @@ class _Room:
 
     def source(self) -> Source:
         """Where receivers find it."""
-        return os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino, self._nbytes
+        return os.getpid(), self._descriptor, os.fstat(self._descriptor).st_ino
 
     def close(self) -> None:
         """Give it back, also where an error that somebody keeps still refers to the mapping."""
@@ -108,37 +105,37 @@ class _MemoryOutgoing(Outgoing):
 class _MemoryIncoming(Incoming):
     def __init__(self, sender: str) -> None:
         self._sender = sender
-        self._mapped: dict[tuple[int, int], mmap.mmap] = {}
 
     def take(self, bucket: Bucket) -> torch.Tensor:
-        source = self._map(bucket.source)
+        assert isinstance(bucket.source, tuple), "the sender is of the same mode"
+        pid, number, inode = bucket.source
         data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8)
-        data.copy_(byte_tensor(memoryview(source)[: bucket.layout.nbytes]))
+        descriptor = self._open(pid, number)
+        try:
+            if os.fstat(descriptor).st_ino != inode:
+                raise RunError(f"process {pid} has other memory under its descriptor {number} than {self._sender} said")
+            self._read(descriptor, data)
+        finally:
+            os.close(descriptor)
         return data
 
-    def _map(self, source: Source) -> mmap.mmap:
-        assert isinstance(source, tuple), "the sender is of the same mode"
-        pid, number, inode, nbytes = source
-        known = self._mapped.get((number, inode))
-        if known is None or len(known) < nbytes:
-            known = self._mapped[number, inode] = self._open(pid, number, inode, nbytes)
-        return known
-
-    def _open(self, pid: int, number: int, inode: int, nbytes: int) -> mmap.mmap:
+    def _open(self, pid: int, number: int) -> int:
         try:
-            descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+            return os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise RunError(
                 f"the memory of {self._sender} cannot be opened here ({error.strerror}): members have to run as one "
                 "user on one node; else set engine_kwargs' mode to nccl or checkpoint"
             ) from error
-        try:
-            found = os.fstat(descriptor)
-            if found.st_ino != inode or found.st_size < nbytes:
-                raise RunError(f"process {pid} has other memory under its descriptor {number} than {self._sender} said")
-            return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
-        finally:
-            os.close(descriptor)
+
+    def _read(self, descriptor: int, data: torch.Tensor) -> None:
+        """Read, not mapped: that would keep, and even make anew, what the sender gives back meanwhile."""
+        left, at = data.numpy().data, 0
+        while left:
+            count = os.preadv(descriptor, [left], at)
+            if not count:
+                raise RunError(f"the memory of {self._sender} ends after {at} bytes, before its bucket does")
+            left, at = left[count:], at + count
 
     def close(self, *, failed: bool) -> None:
-        self._mapped.clear()
+        """Nothing is held."""

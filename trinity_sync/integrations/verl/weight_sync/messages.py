@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from trinity_sync.weights.layout import PartLayout
 
-Source = tuple[int, int, int, int] | str | None
-"""Where a bucket's bytes are: in memory (pid, descriptor, inode, bytes that it has), in a file (path), or on their way
-over the group."""
+Source = tuple[int, int, int] | str | None
+"""Where a bucket's bytes are: in memory (pid, descriptor, inode), in a file (path), or on their way over the group."""
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,10 @@ class Stream:
             raise ChecksumError(f"{what} came in place of bucket {self._buckets}")
         try:
             data = self._incoming.take(bucket)
+            check_bytes(what, data.cpu().numpy().data, bucket.layout.nbytes, bucket.digest)
         except RunError:
-            self._spoke.check()  # what the sender has failed of takes its memory and files away, too
+            self._spoke.check()  # a sender that gives up takes its memory and files away, too: that is what to tell
             raise
-        check_bytes(what, data.cpu().numpy().data, bucket.layout.nbytes, bucket.digest)
         self._spoke.tell(Taken(bucket.number))
         self._buckets += 1
         self.nbytes += bucket.layout.nbytes
