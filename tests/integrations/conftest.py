@@ -97,3 +97,20 @@ def steps(run: VerlRun) -> Iterator[int]:
 def step(steps: Iterator[int]) -> int:
     """A step that no other test has saved, after all of theirs."""
     return 10 * next(steps)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Make members of a weight sync (`Members`); those of mode checkpoint write to ``versions``."""
+    from tests.integrations.sync_members import Members
+
+    made: list[Members] = []
+
+    def members(mode: str, **more: Any) -> Members:
+        made.append(Members(mode, tmp_path / "versions", **more))
+        return made[-1]
+
+    yield members
+    for one in made:
+        one.finalize()
+        one.pool.shutdown()

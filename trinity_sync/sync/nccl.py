@@ -27,8 +27,8 @@ from trinity_sync.protocol.staged import part_name
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import Bucket, Delivery, ExplorerSide, FindDestination, SyncMode, TrainerSide
 from trinity_sync.sync.layouts import LayoutCache
-from trinity_sync.sync.process_group import Group, begin_broadcast
-from trinity_sync.sync.round_group import close, forget, give_up, open_group, wait
+from trinity_sync.sync.process_group import Group, begin_broadcast, close
+from trinity_sync.sync.round_group import forget, give_up, open_group, wait
 
 if TYPE_CHECKING:
     import numpy as np
@@ -159,7 +159,7 @@ def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap
     try:
         sent = _send(broadcast, groups[0], layout, segment)
     finally:
-        close(groups, broadcast)
+        close(groups, broadcast.transport)
     return sent
 
 
@@ -285,7 +285,7 @@ class _Arriving:
                     receiving.wait()
         finally:
             self._under_way.clear()
-            close(self._groups, self._broadcast)
+            close(self._groups, self._broadcast.transport)
         return clean
 
     def _go_on(self) -> None:

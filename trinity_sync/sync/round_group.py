@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -77,16 +75,3 @@ def open_group(broadcast: Broadcast, sender: int, rank: int) -> Group:
 def wait(work: Work, broadcast: Broadcast) -> None:
     """Wait until the operation of a round has ended."""
     process_group.wait(work, broadcast.timeout_s, nccl=broadcast.transport == "nccl")
-
-
-def close(groups: list[Group], broadcast: Broadcast) -> None:
-    """Let go of a group, which the list refers to and, after an error, its traceback. gloo takes 20 ms to close its
-    connections (two turns of its loop): nobody has to wait for that. NCCL's would break off what is under way without a
-    shutdown before.
-    """
-    if broadcast.transport == "gloo":
-        threading.Thread(target=groups.clear, name="close group", daemon=True).start()
-        return
-    with contextlib.suppress(RuntimeError):
-        groups[0].shutdown()
-    groups.clear()

@@ -8,7 +8,7 @@ the bucket length alone (`layouts`), so a receiver is told no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -72,26 +72,62 @@ def pack(
         ValueError: a dtype that does not travel.
     """
     room = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def reused(nbytes: int) -> torch.Tensor:
+        nonlocal room
+        if room.numel() < nbytes:
+            room = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return room
+
+    shards = ((_shard(name, tensor, wire_dtype), tensor) for name, tensor in tensors)
+    return pack_shards(shards, reused, bucket_bytes=bucket_bytes)
+
+
+def pack_shards(
+    shards: Iterable[tuple[Shard, torch.Tensor]],
+    make_room: Callable[[int], torch.Tensor],
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Iterator[tuple[PartLayout, torch.Tensor]]:
+    """Copy shards one by one into buckets, cast to their dtypes; a tensor may be let go when the next one is asked for.
+
+    Args:
+        shards: what is held of each tensor, and its elements in the order of the shard's local bytes, on any device.
+        make_room: gives the memory (uint8) of the next bucket, at least as many bytes as it is told. Asked once a
+            bucket, after the one before was yielded and is done with.
+        bucket_bytes: length of a bucket; a shard that is larger has one of its own.
+
+    Yields:
+        The layout and the bytes (``layout.nbytes`` long) of each bucket.
+
+    Raises:
+        RunError: a name came twice.
+    """
+    room: torch.Tensor | None = None
     bucket = _Bucket(bucket_bytes)
     seen: set[str] = set()
-    for name, tensor in tensors:
-        if name in seen:
-            raise RunError(f"the state dict has {name} twice")
-        seen.add(name)
-        shard = _shard(name, tensor, wire_dtype)
+    for shard, tensor in shards:
+        if shard.name in seen:
+            raise RunError(f"the state dict has {shard.name} twice")
+        seen.add(shard.name)
         end = bucket.end
         if (full := bucket.add(shard)) is not None:
-            yield full, room[: full.nbytes]
-            end = 0
+            yield full, _filled(room, full)
+            room, end = None, 0
         (_, start), stop = bucket.entries[-1], bucket.end
-        if room.numel() < stop:
-            # Only the first bytes of a bucket can need more room than there is, so nothing has to be carried over.
-            room = torch.empty(max(bucket_bytes, stop), dtype=torch.uint8, device=device)
+        if room is None:  # only the first bytes of a bucket can need more than its usual length
+            room = make_room(max(bucket_bytes, stop))
         if start > end:  # they are part of the digest, so they must not be what an earlier bucket left
             room[end:start] = 0
         room[start:stop].view(to_torch(shard.dtype)).view(tensor.shape).copy_(tensor.detach())
     if bucket.entries:
-        yield bucket.layout(), room[: bucket.end]
+        layout = bucket.layout()
+        yield layout, _filled(room, layout)
+
+
+def _filled(room: torch.Tensor | None, layout: PartLayout) -> torch.Tensor:
+    assert room is not None, "a bucket with shards has room"
+    return room[: layout.nbytes]
 
 
 def unpack(bucket: PartLayout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

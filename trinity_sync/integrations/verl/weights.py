@@ -127,10 +127,10 @@ def _parameters(engine: Engine) -> Pairs:
             "the model is trained with LoRA adapters, and the engine hands out the frozen weights without them, so "
             "explorers would have the first version for ever: set verl's model.lora.merge=true to send merged weights"
         )
-    return _each_once(tensors)
+    return each_once(tensors)
 
 
-def _each_once(tensors: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
+def each_once(tensors: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors by name. From Megatron tied ones come from the first and the last pipeline stage both."""
     seen = set()
     for name, tensor in tensors:

@@ -1,0 +1,134 @@
+"""The weight sync in verl's own manager, with real trainer's ranks, and each member killed once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests import local_ray
+from tests.backends.engines import make_models
+from tests.integrations.ranks import START_LIMIT
+from trinity_sync.integrations.verl import weight_sync
+
+LIMIT = 30.0
+MODES = ("memory", "nccl", "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with local_ray.joined():
+        folder = tmp_path_factory.mktemp("models")
+        make_models(folder)
+        yield folder
+
+
+@pytest.fixture
+def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    from tests.integrations.sync_workers import Program
+
+    made = []
+
+    def program(mode: str, **more: Any) -> Program:
+        keys = {
+            "mode": mode,
+            "timeout_s": LIMIT,
+            **({"dir": str(tmp_path / "versions")} if mode == "checkpoint" else {}),
+        }
+        made.append(Program(models, keys, **more))
+        return made[-1]
+
+    yield program
+    for one in made:
+        one.end([*one.ranks, *one.rollout])
+
+
+def moves(program: Any, step: int) -> dict[str, float]:
+    """Move other weights, and look at what the rollout has then."""
+    expected = ray.get([rank.change.remote(step) for rank in program.ranks], timeout=START_LIMIT)[0]
+    metrics: dict[str, float] = program.move(step)
+    assert ray.get([worker.digest.remote() for worker in program.rollout], timeout=LIMIT) == [expected] * len(
+        program.rollout
+    )
+    assert metrics["weight_sync/buckets"] > 6  # of rank 0, which without a gather has half of a bf16 model
+    return metrics
+
+
+def left(folder: Path) -> list[str]:
+    """Versions and what was begun of others, without the part of the name that is drawn."""
+    return sorted(path.name.rsplit("-", 1)[0] for path in folder.glob("*") if path.name != ".lock")
+
+
+def test_versions_move_in_verls_manager(start: Callable[..., Any]) -> None:
+    program = start("memory")
+    for step in (1, 2):
+        assert moves(program, step)["weight_sync/mode_memory"] == 1
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("mode", MODES)
+def test_versions_move_to_several_workers(mode: str, start: Callable[..., Any], tmp_path: Path) -> None:
+    program = start(mode, workers=2)
+    for step in (1, 2, 3):
+        assert moves(program, step)["weight_sync/receivers"] == 2
+    assert [name.split("-")[0] for name in left(tmp_path / "versions")] == (
+        ["version_3"] if mode == "checkpoint" else []
+    )
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("mode", MODES)
+def test_versions_move_without_a_gather(mode: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+
+    monkeypatch.setattr(CheckpointEngineRegistry, "_registry", {})
+    monkeypatch.setenv(weight_sync.NO_GATHER_VARIABLE, "1")
+    weight_sync.register()
+    program = start(mode, backend="delta_sharded")
+    for step in (1, 2):
+        moves(program, step)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("victim", ["trainer rank 0", "trainer rank 1", "rollout"])
+@pytest.mark.parametrize("at", [0, 12])
+def test_a_killed_member_ends_the_sync_for_all_and_the_next_one_works(
+    mode: str, victim: str, at: int, start: Callable[..., Any], tmp_path: Path
+) -> None:
+    program = start(mode)
+    moves(program, 1)
+    members = {
+        "trainer rank 0": program.ranks[0],
+        "trainer rank 1": program.ranks[1],
+        "rollout": program.rollout[0],
+    }
+    ray.get(members[victim].die.remote(at), timeout=LIMIT)
+    started = time.monotonic()
+    with pytest.raises(Exception, match=r"(?s)died|gone|gave the weights up|could not be"):
+        program.move(2)
+    survivors = {name: actor for name, actor in members.items() if name != victim}
+    if victim == "rollout":  # this rank has only to gather, and does
+        del survivors["trainer rank 1"]
+    said = dict(
+        zip(survivors, ray.get([one.failure.remote() for one in survivors.values()], timeout=2 * LIMIT), strict=True)
+    )
+    assert time.monotonic() - started < LIMIT
+    if victim == "rollout":
+        assert "rollout worker 0" in said["trainer rank 0"]
+    else:
+        assert "trainer rank 0" in said["rollout"]
+    for name in set(said) - {"rollout"}:
+        assert "RunError" in said[name]
+    assert ray.get([one.memory.remote() for one in survivors.values()], timeout=LIMIT) == [[]] * len(survivors)
+    assert left(tmp_path / "versions") == (["version_1"] if mode == "checkpoint" else [])
+
+    program.restart("rollout" if victim == "rollout" else "trainer")
+    moves(program, 3)
+    assert [name.split("-")[0] for name in left(tmp_path / "versions")] == (
+        ["version_3"] if mode == "checkpoint" else []
+    )
