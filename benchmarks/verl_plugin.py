@@ -71,9 +71,7 @@ def main() -> None:
                 rounds[way].append(_run(folder, way, options))
             disk.append(_write(folder / "raw", int(rounds["with"][-1]["bytes"])))
         imports = {way: [_import_s(WAYS[way]) for _ in range(5)] for way in WAYS}
-    results = {
-        way: {key: statistics.median(one[key] for one in of) for key in of[0]} for way, of in rounds.items()
-    }
+    results = {way: {key: statistics.median(one[key] for one in of) for key in of[0]} for way, of in rounds.items()}
     without, with_us = results["without"], results["with"]
     said = {
         "command": f"python benchmarks/verl_plugin.py --json --rounds {options.rounds} --steps {options.steps} "
@@ -93,7 +91,7 @@ def main() -> None:
 
 
 def _prepare(folder: Path, rows: int) -> None:
-    import pandas as pd
+    import pandas as pd  # type: ignore[import-untyped]
 
     from tests.chat_models import byte_tokenizer
     from trinity_sync.models.factory import make_model

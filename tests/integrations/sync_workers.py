@@ -22,7 +22,7 @@ from tests.integrations.sync_members import shared_memory
 
 BUCKET_BYTES = 4 << 10
 """The sender decides: many buckets, between which members die."""
-MODULE = "trinity_sync.integrations.verl.weight_sync.backend"
+MODULE = "trinity_sync.integrations.verl.plugin"
 
 
 def config(backend: str, keys: dict[str, Any]) -> CheckpointEngineConfig:

@@ -53,6 +53,12 @@ def _engines(module: ModuleType) -> None:
     engines.register(module)
 
 
+def _weight_sync(_: ModuleType) -> None:
+    from trinity_sync.integrations.verl import weight_sync
+
+    weight_sync.register()
+
+
 _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "verl.workers.engine.fsdp.transformer_impl": _engines,
     "verl.workers.engine.megatron.transformer_impl": _engines,
@@ -61,12 +67,13 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
 }
 """What is done for a module of verl's once it is imported, where the engines are to be ours."""
 
+_ALWAYS: dict[str, Callable[[ModuleType], None]] = {"verl.checkpoint_engine.base": _weight_sync}
+"""What is done in any case: it is chosen by its name."""
+
 
 def _aloud(do: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     @functools.wraps(do)
     def hook(module: ModuleType) -> None:
-        if not is_on():
-            return
         try:
             do(module)
         except Exception as error:
@@ -107,7 +114,7 @@ def register() -> None:
         atexit.register(_end)  # so early that it runs last
     if os.environ.get("VERL_PLATFORM") == "cpu":
         importlib.import_module("trinity_sync.backends.cpu_platform")  # verl asks for it in a moment
-    for name, do in _HOOKS.items():
+    for name, do in (_ALWAYS | _HOOKS if is_on() else _ALWAYS).items():
         register_post_import_hook(_aloud(do), name)
 
 

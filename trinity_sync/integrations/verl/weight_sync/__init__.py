@@ -1,7 +1,7 @@
 """Weight sync as a backend of verl's: from the trainer's ranks to the rollout, through memory, a process group or a
 folder, with digests that are checked before a version is whole at a receiver.
 
-verl's `CheckpointEngineManager` calls it; `register` makes it known to verl, as does importing the module `backend`.
+verl's `CheckpointEngineManager` calls it; `register` makes it known to verl, which the plug-in calls.
 Importing this package loads neither torch nor verl.
 """
 

@@ -1,0 +1,96 @@
+"""What the import of the plug-in does to verl, and what it leaves alone. Each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ON = {"VERL_USE_EXTERNAL_MODULES": "trinity_sync.integrations.verl.plugin", "VERL_ENGINE_VENDOR": "trinity"}
+BY_ENTRY_POINT = {"VERL_ENGINE_VENDOR": "trinity"}
+
+ENGINES = """
+from verl.workers.engine import EngineRegistry
+for strategy in "fsdp", "fsdp2":
+    for kind in "language_model", "value_model":
+        print(EngineRegistry.get_engine_cls(kind, strategy).__name__)
+"""
+RESUMES = """
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+print(find_latest_ckpt_path.__wrapped__.__module__)
+"""
+LIGHT = "import sys, verl; print([name for name in sys.modules if name.startswith('trinity_sync')])"
+
+
+def said(code: str, environment: dict[str, str], *path: Path) -> subprocess.CompletedProcess[str]:
+    """Run a program that uses verl on CPUs."""
+    inherited = {name: value for name, value in os.environ.items() if name not in ON}
+    of_cpu = {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda", "VERL_USE_EXTERNAL_PLUGINS": "none"}
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env={**inherited, **of_cpu, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_engines_of_every_kind_are_ours_and_so_is_the_search_for_the_newest_checkpoint() -> None:
+    ended = said(ENGINES + RESUMES, ON)
+    assert ended.stdout.splitlines() == [
+        "TrinityFSDPEngineWithLMHead",
+        "TrinityFSDPEngineWithValueHead",
+        "TrinityFSDPEngineWithLMHead",
+        "TrinityFSDPEngineWithValueHead",
+        "verl.utils.checkpoint.checkpoint_manager",
+    ], ended.stderr
+
+
+def test_without_the_vendor_verl_keeps_its_engines_and_the_backend_of_weight_sync_is_there() -> None:
+    code = "from verl.checkpoint_engine.base import CheckpointEngineRegistry as of; print(of.get('trinity').__name__)"
+    ended = said(ENGINES + code, {"VERL_USE_EXTERNAL_MODULES": ON["VERL_USE_EXTERNAL_MODULES"]})
+    assert ended.stdout.split() == ["FSDPEngineWithLMHead", "FSDPEngineWithValueHead"] * 2 + ["WeightSync"], ended
+
+
+def test_the_import_of_verl_brings_none_of_what_saves() -> None:
+    """The import costs what a few small files cost: no monitor, no Ray, no second torch."""
+    loaded = said(LIGHT, {**ON, "VERL_PLATFORM": "cuda"}).stdout
+    assert "trinity_sync.integrations.verl.plugin" in loaded
+    assert "trinity_sync.checkpoint" not in loaded
+    assert "trinity_sync.actors" not in loaded
+
+
+@pytest.mark.parametrize("version", ["0.8.0", "0.10.1", "1.0"])
+def test_another_version_of_verl_is_left_alone_and_that_is_said(tmp_path: Path, version: str) -> None:
+    code = f"import verl.version; verl.version.__version__ = verl.__version__ = {version!r}\n"
+    ended = said(
+        code + "import importlib, trinity_sync.integrations.verl.plugin as of; importlib.reload(of)\n" + ENGINES,
+        {"VERL_ENGINE_VENDOR": "trinity"},
+    )
+    assert f"verl {version} is not 0.9.x, which this is written for: OFF" in ended.stderr
+    assert "Trinity" not in ended.stdout
+
+
+def test_a_hook_that_fails_says_so_and_leaves_verl_as_it_is(tmp_path: Path) -> None:
+    code = "import trinity_sync.integrations.verl.engines as of; of.register = None\n"
+    ended = said(code + RESUMES + "import verl.workers.engine.fsdp.transformer_impl\n", ON)
+    assert ended.returncode == 0
+    said_so = [line for line in ended.stderr.splitlines() if line.startswith("trinity-sync: verl.workers.engine.fsdp")]
+    assert len(said_so) <= 1
+
+
+def test_variables_that_name_what_is_not_installed_end_the_program_by_name() -> None:
+    ended = said("import verl", {**ON, "VERL_USE_EXTERNAL_MODULES": "trinity_sync.no_such"})
+    assert ended.returncode != 0
+    assert "trinity_sync.no_such" in ended.stderr
+
+
+def test_the_entry_point_is_declared() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["verl.plugins"] == {"trinity": "trinity_sync.integrations.verl.plugin"}
