@@ -16,7 +16,7 @@ from trinity_sync.checkpoint.daemon.process import Hello, Lifetime, Settings
 from trinity_sync.checkpoint.lock import InUseError, word_of
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.host.detached import start_detached
+from trinity_sync.host.detached import KilledError, start_detached
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ LOOK_S = 10.0
 _POLL_S = 0.1
 #: Where the folder is held, that is how often a process is started to look again.
 _START_AGAIN_S = 1.0
+#: One that is killed while it starts is started so often.
+_MOST_KILLED = 3
 #: A start that has begun has so long at least.
 _LEAST_S = 1.0
 
@@ -116,10 +118,11 @@ class _Search:
     timeout_s: float
     _since: float | None = field(default=None, init=False)
     _not_before: float = field(default=0.0, init=False)
+    _killed: int = field(default=0, init=False)
 
     def link(self) -> Link:
         """Look until there is one; errors as for `connect`."""
-        deadline, self._since = time.monotonic() + self.timeout_s, None
+        deadline, self._since, self._killed = time.monotonic() + self.timeout_s, None, 0
         while True:
             left = max(_LEAST_S, deadline - time.monotonic())
             seen = self._look(left)
@@ -181,9 +184,15 @@ class _Search:
         return _Seen(f"the checkpoint monitor of {whose} ({found})", lives=True, ending=ending)
 
     def _start(self, left: float) -> bool:
-        """Start one; False: somebody holds the folder."""
+        """Start one; False: somebody holds the folder, or has killed it."""
         given = pickle.dumps(self.settings)
-        error = pickle.loads(start_detached(process.__name__, given, who=WHO, timeout_s=left))
+        try:
+            error = pickle.loads(start_detached(process.__name__, given, who=WHO, timeout_s=left))
+        except KilledError:
+            self._killed += 1
+            if self._killed == _MOST_KILLED:
+                raise
+            return False
         if error is None:
             return True
         if not isinstance(error, InUseError):
