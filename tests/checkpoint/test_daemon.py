@@ -365,8 +365,12 @@ def test_a_copy_of_the_file_in_another_folder_is_not_trusted(root: Path, join: C
     copied.mkdir()
     (copied / ".monitor.json").write_bytes((root / ".monitor.json").read_bytes())
     (copied / ".monitor.json").chmod(0o600)
-    with pytest.raises(WaitTimeout, match="rank 0"):
+    with pytest.raises(WaitTimeout, match=rf"is that of {root}\)"):
         connect(copied, program="one", may_start=False, timeout_s=0.3)
+    own = connect(copied, program="another", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME)
+    assert MonitorClient(own).describe().result(LIMIT)["root"] == str(copied)
+    own.close()
+    wait_until_let_go(copied)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])

@@ -13,6 +13,7 @@ from trinity_sync.actors.local.frames import NotOursError
 from trinity_sync.actors.local.handle import Link, LocalHandle
 from trinity_sync.checkpoint.daemon import process, rendezvous
 from trinity_sync.checkpoint.daemon.process import Hello, Lifetime, Settings
+from trinity_sync.checkpoint.daemon.rendezvous import Rendezvous
 from trinity_sync.checkpoint.lock import InUseError, word_of
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
@@ -158,9 +159,7 @@ class _Search:
         return WaitTimeout("rank 0", f"have {WHO} of this program listen for {root} ({seen.what})", self.timeout_s)
 
     def _look(self, left: float) -> _Seen:
-        """Args:
-        left: limit for a monitor that is there to get ready, seconds.
-        """
+        """Look once. A monitor that is there has `left` seconds to get ready."""
         settings = self.settings
         found = rendezvous.find(settings.root)
         if found is None:
@@ -170,18 +169,25 @@ class _Search:
         except (OSError, EOFError, NotOursError) as error:
             return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
         hello: Hello = link.hello
-        ours = hello["program"] == settings.program and _same(hello["root"], settings.root)
-        ending = hello["ending"] or (not ours and hello["members"] == 0)
-        if ours and not ending:
-            if settings.attempt in (None, hello["attempt"]):
-                return _Seen(str(found), link)
-            link.end()
-            link.close()
-            raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
+        seen = self._judged(hello, found)
+        if seen is None and settings.attempt in (None, hello["attempt"]):
+            return _Seen(str(found), link)
         link.end()
         link.close()
+        if seen is None:
+            raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
+        return seen
+
+    def _judged(self, hello: Hello, found: Rendezvous) -> _Seen | None:
+        """What a monitor is that answers; None: that of this program, at work."""
+        if not _same(hello["root"], self.settings.root):  # the file was copied
+            return _Seen(f"the one that is named there ({found}) is that of {hello['root']}")
+        ours = hello["program"] == self.settings.program
+        ending = hello["ending"] or (not ours and hello["members"] == 0)
+        if ours and not ending:
+            return None
         whose = "this program" if ours else "another program"
-        return _Seen(f"the checkpoint monitor of {whose} ({found})", lives=True, ending=ending)
+        return _Seen(f"{WHO} of {whose} ({found})", lives=True, ending=ending)
 
     def _start(self, left: float) -> bool:
         """Start one; False: somebody holds the folder, or has killed it."""
