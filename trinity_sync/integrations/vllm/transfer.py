@@ -19,7 +19,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
     initialize_layerwise_reload,
 )
 
@@ -28,7 +27,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.vllm.arrivals import Arrival, Arrivals, Arrived, Received, Shapes
 from trinity_sync.integrations.vllm.link import Address, serve
 from trinity_sync.integrations.vllm.mapped import Mapped, Share
-from trinity_sync.integrations.vllm.sessions import give_back, unfilled
+from trinity_sync.integrations.vllm.sessions import finish, give_back, unfilled
 from trinity_sync.sync.base import ExplorerSide, SyncMode
 from trinity_sync.sync.layouts import LayoutCache
 from trinity_sync.weights.shards import listed
@@ -117,8 +116,8 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise
 
     def finish_weight_update(self) -> None:
-        """End the session: what waits for all of its layer's weights is put in."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        """End the session."""
+        finish(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Nothing is held that the end of the process does not free."""
