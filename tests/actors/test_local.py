@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.actors.local import frames
+from trinity_sync.actors.local import frames, server
+from trinity_sync.actors.local import handle as local_handle
 from trinity_sync.actors.local.frames import NotOursError
 from trinity_sync.actors.local.handle import Link, LocalHandle
 from trinity_sync.actors.local.server import LocalHost, LocalServer
@@ -42,6 +43,7 @@ class Body:
         self._host = host
         self.ids: list[str] = []
         self.ends: list[str] = []
+        self.drops = 0
         self.gate = asyncio.Event()
         self._ended = asyncio.Event()
 
@@ -59,6 +61,14 @@ class Body:
 
     async def open(self) -> None:
         self.gate.set()
+
+    async def drop(self, times: int) -> int:
+        """End the caller's connection so often, and answer then."""
+        self.drops += 1
+        if self.drops <= times:
+            server._current.get().connection.writer.close()
+            await asyncio.Event().wait()
+        return self.drops
 
     async def refuse(self) -> None:
         raise ConfigError("checkpoint.dir is not there")
@@ -304,7 +314,16 @@ def test_connections_that_end_before_an_answer_are_not_made_for_ever(served: Ser
     served.soon(served.server.take_no_more)
     with pytest.raises(MemberDied):
         waiting.result(LIMIT)
-    assert 1 <= len(made) <= 3
+    assert 1 <= len(made) <= 5
+
+
+def test_connections_that_hold_are_made_for_as_long_as_it_takes(
+    served: Served, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_handle, "_HOLDS_S", 0.0)
+    handle = LocalHandle(served.link(), lambda why: served.link())
+    stack.callback(handle.close)
+    assert call(handle, "drop", 7).result(LIMIT) == 8
 
 
 def test_what_the_search_for_another_one_fails_of_is_told(served: Served, stack: ExitStack) -> None:

@@ -27,6 +27,7 @@ from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host import detached
 from trinity_sync.host.locks import open_lock, try_lock
 
 LIMIT = 20.0
@@ -201,6 +202,33 @@ def test_two_who_may_start_it_at_once_have_one(root: Path, join: Connect) -> Non
     assert len(handles) == 3
 
 
+@pytest.mark.parametrize("times", [2, 3])
+def test_one_that_is_killed_while_it_starts_is_started_again_a_few_times(
+    join: Connect, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    starts = []
+    start = detached.start_detached
+
+    def killed_at_first(module: str, given: bytes, **options: Any) -> bytes:
+        starts.append(module)
+        return start("tests.checkpoint.killed" if len(starts) <= times else module, given, **options)
+
+    monkeypatch.setattr(connecting, "start_detached", killed_at_first)
+    if times < 3:
+        MonitorClient(join()).describe().result(LIMIT)
+    else:
+        with pytest.raises(RunError, match="the checkpoint monitor could not start: it was killed"):
+            join()
+    assert len(starts) == 3
+
+
+def test_what_it_says_before_it_can_report_is_told() -> None:
+    with pytest.raises(
+        RunError, match="no_such_module could not start: ModuleNotFoundError: No module named 'no_such'"
+    ):
+        detached.start_detached("no_such", b"", who="no_such_module", timeout_s=LIMIT)
+
+
 def test_two_who_may_start_it_have_one_after_its_death_too(root: Path, join: Connect) -> None:
     handles = [join(), join()]
     commit(handles[0], 1)
@@ -337,8 +365,12 @@ def test_a_copy_of_the_file_in_another_folder_is_not_trusted(root: Path, join: C
     copied.mkdir()
     (copied / ".monitor.json").write_bytes((root / ".monitor.json").read_bytes())
     (copied / ".monitor.json").chmod(0o600)
-    with pytest.raises(WaitTimeout, match="rank 0"):
+    with pytest.raises(WaitTimeout, match=rf"is that of {root}\)"):
         connect(copied, program="one", may_start=False, timeout_s=0.3)
+    own = connect(copied, program="another", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME)
+    assert MonitorClient(own).describe().result(LIMIT)["root"] == str(copied)
+    own.close()
+    wait_until_let_go(copied)
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620])

@@ -45,6 +45,16 @@ class Rank:
 
         return this_program()
 
+    def join_run(self, root: str, resume_step: int) -> Any:
+        """Return pid and attempt of the run's monitor, which this process is connected to until `leave_run`."""
+        from trinity_sync.integrations.verl.local_run import join_run
+
+        self._monitor = join_run(root, resume_step=resume_step, timeout_s=LIMIT)
+        return self._monitor.client.describe().result(LIMIT)["pid"], self._monitor.attempt
+
+    def leave_run(self) -> None:
+        self._monitor.handle.close()
+
     def engine(self, strategy: str) -> Any:
         if strategy not in self._engines:
             model = {"fsdp": "tied", "fsdp2": "untied"}[strategy]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.integrations.ranks import LIMIT
 from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.lock import has_no_monitor
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl import program
 from trinity_sync.integrations.verl.program import this_program
@@ -86,6 +87,22 @@ def test_under_ray_the_job_is_the_program(ranks: list[Any]) -> None:
     context = ray.get_runtime_context()
     assert {one.word for one in found} == {f"{context.get_session_name()}-{context.get_job_id()}"}
     assert {one.address for one in found} == {ray.util.get_node_ip_address()}
+
+
+def test_the_ranks_of_a_program_open_a_folder_by_themselves(ranks: list[Any], tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    for found in ends(ranks, "join_run", str(root), 7):
+        with pytest.raises(RunError, match=r"rank 0: .*global_step_7 is not a committed full checkpoint"):
+            ray.get(found, timeout=LIMIT / 2)
+    joined = ray.get(ends(ranks, "join_run", str(root), 0), timeout=LIMIT)
+    assert len(set(joined)) == 1
+    ray.get(ends(ranks, "leave_run"), timeout=LIMIT)
+    assert has_no_monitor(root, LIMIT)
+    assert {attempt for _, attempt in joined} == {0}
+
+
+def ends(ranks: list[Any], method: str, *args: object) -> list[Any]:
+    return [getattr(rank, method).remote(*args) for rank in ranks]
 
 
 def test_a_manager_is_told_the_same_of_either_monitor(make_run: Any, tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ from trinity_sync.errors import RunError, WaitTimeout
 Report = Callable[[bytes], None]
 
 
+class KilledError(RunError):
+    """A process ended before it said anything: somebody has killed it."""
+
+
 def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> bytes:
     """Start ``serve(given, report)`` of a module in a process of its own, and wait for its report.
 
@@ -34,6 +38,7 @@ def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> 
         What it reported.
 
     Raises:
+        KilledError: it ended without a report, and without a word.
         RunError: it ended without a report; says what it printed.
         WaitTimeout: there is no report.
     """
@@ -57,7 +62,9 @@ def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> 
         raise WaitTimeout(who, "start", timeout_s) from None
     if not reported:
         lines = printed.decode(errors="replace").strip().splitlines()
-        raise RunError(f"{who} could not start: {lines[-1] if lines else 'it ended without a word'}")
+        if not lines:
+            raise KilledError(f"{who} could not start: it was killed")
+        raise RunError(f"{who} could not start: {lines[-1]}")
     return reported
 
 

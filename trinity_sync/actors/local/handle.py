@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -28,8 +29,8 @@ T = TypeVar("T")
 
 #: For a message to be taken, seconds: the process at the other end may be stopped.
 _SEND_S = 30
-#: A connection is made anew so often in a row without one answer in between.
-_MOST_IN_VAIN = 3
+#: A connection is made anew so often in a row without one answer in between, or so many seconds that it holds.
+_MOST_IN_VAIN, _HOLDS_S = 5, 10.0
 
 
 class Link:
@@ -166,7 +167,7 @@ class LocalHandle(Transport):
         self._calls: dict[str, LocalCall[Any]] = {}
         self._name = secrets.token_hex(8)
         self._numbers = itertools.count()
-        self._in_vain = 0
+        self._in_vain, self._linked = 0, time.monotonic()
         self._pid = os.getpid()
         threading.Thread(target=self._read, args=(link,), name="answers", daemon=True).start()
 
@@ -241,7 +242,7 @@ class LocalHandle(Transport):
             self._link = None
             if self._over is not None:
                 return None
-        self._in_vain += 1
+        self._in_vain = 1 if time.monotonic() > self._linked + _HOLDS_S else self._in_vain + 1
         while self._again is not None and self._in_vain <= _MOST_IN_VAIN:
             try:
                 link = self._again(why)
@@ -264,7 +265,7 @@ class LocalHandle(Transport):
                     why = str(error)
                     link.close()
                     continue
-                self._link = link
+                self._link, self._linked = link, time.monotonic()
             return link
         self._end(why)
         return None

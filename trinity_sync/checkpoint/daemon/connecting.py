@@ -13,10 +13,11 @@ from trinity_sync.actors.local.frames import NotOursError
 from trinity_sync.actors.local.handle import Link, LocalHandle
 from trinity_sync.checkpoint.daemon import process, rendezvous
 from trinity_sync.checkpoint.daemon.process import Hello, Lifetime, Settings
+from trinity_sync.checkpoint.daemon.rendezvous import Rendezvous
 from trinity_sync.checkpoint.lock import InUseError, word_of
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
-from trinity_sync.host.detached import start_detached
+from trinity_sync.host.detached import KilledError, start_detached
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ LOOK_S = 10.0
 _POLL_S = 0.1
 #: Where the folder is held, that is how often a process is started to look again.
 _START_AGAIN_S = 1.0
+#: One that is killed while it starts is started so often.
+_MOST_KILLED = 3
 #: A start that has begun has so long at least.
 _LEAST_S = 1.0
 
@@ -116,10 +119,11 @@ class _Search:
     timeout_s: float
     _since: float | None = field(default=None, init=False)
     _not_before: float = field(default=0.0, init=False)
+    _killed: int = field(default=0, init=False)
 
     def link(self) -> Link:
         """Look until there is one; errors as for `connect`."""
-        deadline, self._since = time.monotonic() + self.timeout_s, None
+        deadline, self._since, self._killed = time.monotonic() + self.timeout_s, None, 0
         while True:
             left = max(_LEAST_S, deadline - time.monotonic())
             seen = self._look(left)
@@ -155,9 +159,7 @@ class _Search:
         return WaitTimeout("rank 0", f"have {WHO} of this program listen for {root} ({seen.what})", self.timeout_s)
 
     def _look(self, left: float) -> _Seen:
-        """Args:
-        left: limit for a monitor that is there to get ready, seconds.
-        """
+        """Look once. A monitor that is there has `left` seconds to get ready."""
         settings = self.settings
         found = rendezvous.find(settings.root)
         if found is None:
@@ -167,23 +169,36 @@ class _Search:
         except (OSError, EOFError, NotOursError) as error:
             return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
         hello: Hello = link.hello
-        ours = hello["program"] == settings.program and _same(hello["root"], settings.root)
-        ending = hello["ending"] or (not ours and hello["members"] == 0)
-        if ours and not ending:
-            if settings.attempt in (None, hello["attempt"]):
-                return _Seen(str(found), link)
-            link.end()
-            link.close()
-            raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
+        seen = self._judged(hello, found)
+        if seen is None and settings.attempt in (None, hello["attempt"]):
+            return _Seen(str(found), link)
         link.end()
         link.close()
+        if seen is None:
+            raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
+        return seen
+
+    def _judged(self, hello: Hello, found: Rendezvous) -> _Seen | None:
+        """What a monitor is that answers; None: that of this program, at work."""
+        if not _same(hello["root"], self.settings.root):  # the file was copied
+            return _Seen(f"the one that is named there ({found}) is that of {hello['root']}")
+        ours = hello["program"] == self.settings.program
+        ending = hello["ending"] or (not ours and hello["members"] == 0)
+        if ours and not ending:
+            return None
         whose = "this program" if ours else "another program"
-        return _Seen(f"the checkpoint monitor of {whose} ({found})", lives=True, ending=ending)
+        return _Seen(f"{WHO} of {whose} ({found})", lives=True, ending=ending)
 
     def _start(self, left: float) -> bool:
-        """Start one; False: somebody holds the folder."""
+        """Start one; False: somebody holds the folder, or has killed it."""
         given = pickle.dumps(self.settings)
-        error = pickle.loads(start_detached(process.__name__, given, who=WHO, timeout_s=left))
+        try:
+            error = pickle.loads(start_detached(process.__name__, given, who=WHO, timeout_s=left))
+        except KilledError:
+            self._killed += 1
+            if self._killed == _MOST_KILLED:
+                raise
+            return False
         if error is None:
             return True
         if not isinstance(error, InUseError):

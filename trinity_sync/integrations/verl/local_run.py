@@ -1,0 +1,58 @@
+"""A run without a driver of ours: its ranks open it themselves, with a checkpoint monitor in a process of its own."""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed as dist
+
+from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.integrations.verl.program import this_program
+from trinity_sync.integrations.verl.ranks import together
+from trinity_sync.integrations.verl.run_monitor import RunMonitor
+
+
+def join_run(
+    root: str | os.PathLike[str],
+    *,
+    resume_step: int | None,
+    timeout_s: float,
+    save_strategy: str = "unrestricted",
+    config: MonitorConfig | None = None,
+) -> RunMonitor:
+    """Connect this rank to the run's checkpoint monitor, which rank 0 starts where there is none. Collective, over the
+    default group.
+
+    Several groups of one program (actor and critic, under Ray) have one monitor; what the first one says of it holds.
+    See `checkpoint.daemon.connecting.connect` for how long it lives, and what becomes of the folder.
+
+    Args:
+        root: the checkpoint folder, by the same path on all nodes.
+        resume_step: the step whose checkpoint the program has loaded, 0: none. None: the newest is gone on from.
+        timeout_s: limit of each wait, seconds.
+        save_strategy, config: of a monitor that is started; attempt and writer are filled in.
+
+    Raises:
+        RunError: on every rank, with the rank and its error, such as that another program writes in the folder.
+    """
+    program, first = this_program(), dist.get_rank() == 0
+    found: list[RunMonitor] = []
+
+    def join() -> None:
+        handle = connect(
+            root,
+            program=program.word,
+            may_start=first,
+            timeout_s=timeout_s,
+            resume_step=resume_step,
+            save_strategy=save_strategy,
+            config=config,
+            address=program.address,
+        )
+        found.append(RunMonitor.of(handle, timeout_s))
+
+    # Rank 0 before the others: where it fails they have nothing to wait for.
+    together("open the checkpoint folder", join if first else lambda: None)
+    together("find the checkpoint monitor", join if not first else lambda: None)
+    return found[0]
