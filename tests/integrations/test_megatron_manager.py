@@ -350,6 +350,8 @@ def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
     assert [*root.glob("global_step_*"), *(tmp_path / "in-turn").glob("global_step_*")] == []
     every(ranks, "use", "tp2", run.namespace, ["model"])
     save(ranks, "tp2", root, 2)
+    for error in outcomes(ranks, "function", "megatron_save_state_dict", "tp2", actor_path(root, 2), 2, None):
+        assert "megatron_save_state_dict is for an engine with verl's own checkpoint manager" in str(error)
     every(ranks, "narrow", "tp2", ["model", "extra"])
     for error in outcomes(ranks, "by_engine", "tp2", "save_checkpoint", actor_path(root, 2), global_step=2):
         assert "step 2 was saved with model; it is not saved again with extra, model" in str(error)
