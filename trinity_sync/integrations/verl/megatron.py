@@ -14,7 +14,6 @@ from trinity_sync.backends.engines import MegatronEngine
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.ranks import together, together_inside
-from trinity_sync.integrations.verl.saves import CommittedSaves
 
 if TYPE_CHECKING:
     from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
@@ -48,6 +47,8 @@ def megatron_save_state_dict(
     """
     if local_path is None:
         return
+    from trinity_sync.integrations.verl.saves import CommittedSaves  # brings verl, which an engine has brought already
+
     if isinstance(engine.checkpoint_mananager, CommittedSaves):
         raise ConfigError(
             "megatron_save_state_dict is for an engine with verl's own checkpoint manager; this one has ours"
