@@ -65,6 +65,12 @@ def load(ranks: list[Any], layout: str, root: Path, step: int) -> None:
     every(ranks, "by_engine", layout, "load_checkpoint", actor_path(root, step))
 
 
+def save_by_verl(ranks: list[Any], layout: str, contents: list[str] | None, path: Path, step: int) -> None:
+    """verl's own save, which starts processes."""
+    calls = [rank.by_verl.remote(layout, "save_checkpoint", contents, str(path), None, step) for rank in ranks]
+    ray.get(calls, timeout=START_LIMIT)
+
+
 def wait(ranks: list[Any], layout: str) -> None:
     every(ranks, "manager", layout, "wait_on_save_thread")
 
@@ -155,7 +161,7 @@ def test_what_verl_itself_saved_is_loaded_bit_for_bit(
     every(ranks, "train", layout, 1)
     every(ranks, "draw_alike", 100)
     before = every(ranks, "state", layout)
-    every(ranks, "by_verl", layout, "save_checkpoint", None, str(tmp_path / "actor"), None, 5)
+    save_by_verl(ranks, layout, None, tmp_path / "actor", 5)
     every(ranks, "train", layout, 2)
     after = every(ranks, "state", layout)
     files = file_hashes(tmp_path)
@@ -175,7 +181,7 @@ def test_our_files_have_the_names_of_verls(
     every(ranks, "use", "tp2", run.namespace, contents)
     every(ranks, "train", "tp2", 0)
     save(ranks, "tp2", root, step)
-    every(ranks, "by_verl", "tp2", "save_checkpoint", contents, str(tmp_path / "actor"), None, step)
+    save_by_verl(ranks, "tp2", contents, tmp_path / "actor", step)
     wait(ranks, "tp2")
     ours, theirs = file_hashes(step_dir(root, step) / "actor"), file_hashes(tmp_path / "actor")
     shares = {name for name in {*ours, *theirs} if name.endswith(".distcp")}  # verl has two files for a rank
@@ -350,6 +356,8 @@ def test_what_cannot_be_saved_is_refused_by_name_before_anything_is_written(
     assert [*root.glob("global_step_*"), *(tmp_path / "in-turn").glob("global_step_*")] == []
     every(ranks, "use", "tp2", run.namespace, ["model"])
     save(ranks, "tp2", root, 2)
+    for error in outcomes(ranks, "function", "megatron_save_state_dict", "tp2", actor_path(root, 2), 2, None):
+        assert "megatron_save_state_dict is for an engine with verl's own checkpoint manager" in str(error)
     every(ranks, "narrow", "tp2", ["model", "extra"])
     for error in outcomes(ranks, "by_engine", "tp2", "save_checkpoint", actor_path(root, 2), global_step=2):
         assert "step 2 was saved with model; it is not saved again with extra, model" in str(error)
@@ -395,7 +403,7 @@ def test_nothing_that_is_pickled_in_a_checkpoint_runs(
     from tests.backends.test_safe_loading import spoil_metadata
 
     every(ranks, "use", "tp2", run.namespace)
-    every(ranks, "by_verl", "tp2", "save_checkpoint", None, str(tmp_path / "actor"), None, 5)
+    save_by_verl(ranks, "tp2", None, tmp_path / "actor", 5)
     mark = tmp_path / "mark"
     for tree in TREES:
         spoil_metadata(tmp_path / "actor" / tree, mark)

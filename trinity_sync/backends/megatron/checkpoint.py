@@ -98,7 +98,7 @@ class Checkpoints:
             raise RunError(f"{folder / trees.OPTIMIZER} has no state of the learning-rate schedule")
         trees.load_schedule(manager, schedule)
         if restore_rng and _ranks(saved_layout(folder)) == _ranks(trees.layout(manager)):
-            trees.load_rng_of_rank(folder)
+            trees.load_rng_of_rank(manager, folder)
 
 
 def _ranks(of: Mapping[str, int | str] | None) -> dict[str, int | str]:

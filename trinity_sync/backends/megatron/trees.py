@@ -70,7 +70,7 @@ class Trees:
                 with self._own_shards.used_by(manager.optimizer):
                     trees[OPTIMIZER] = manager._build_optimizer_state_dict(model, content)
         if EXTRA in names:
-            trees[EXTRA] = {**manager._build_extra_state_dict(), RNG_OF_RANK: _rng_of_rank()}
+            trees[EXTRA] = _extra(manager)
         return [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
 
     def copy(self, pending: list[Pending], *, in_background: bool) -> Copying:
@@ -121,14 +121,14 @@ def load_schedule(manager: MegatronCheckpointManager, state: dict[str, Any]) -> 
     manager.lr_scheduler.load_state_dict(state)
 
 
-def load_rng_of_rank(folder: Path) -> None:
+def load_rng_of_rank(manager: MegatronCheckpointManager, folder: Path) -> None:
     """Restore the random generators of each rank, where as many ranks saved theirs."""
-    loaded = load_dist_checkpointing({RNG_OF_RANK: _rng_of_rank()}, str(folder / EXTRA))
-    set_rng_state(loaded[RNG_OF_RANK])
+    set_rng_state(load_dist_checkpointing(_extra(manager), str(folder / EXTRA))[RNG_OF_RANK])
 
 
-def _rng_of_rank() -> ShardedObject:
-    return ShardedObject(RNG_OF_RANK, rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+def _extra(manager: MegatronCheckpointManager) -> dict[str, object]:
+    mine = ShardedObject(RNG_OF_RANK, rng_state(), (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+    return {**manager._build_extra_state_dict(), RNG_OF_RANK: mine}
 
 
 def layout(manager: MegatronCheckpointManager) -> dict[str, int | str]:

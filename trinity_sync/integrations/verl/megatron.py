@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from trinity_sync.backends.engines import MegatronEngine
 from trinity_sync.checkpoint import CheckpointCoordinator
+from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.ranks import together, together_inside
 
 if TYPE_CHECKING:
@@ -41,10 +42,17 @@ def megatron_save_state_dict(
         logger: told what was saved.
 
     Raises:
+        ConfigError: the engine has our checkpoint manager, whose saves go another way.
         RunError: on every rank, where one could not, after it was reported to the monitor.
     """
     if local_path is None:
         return
+    from trinity_sync.integrations.verl.saves import CommittedSaves  # brings verl, which an engine has brought already
+
+    if isinstance(engine.checkpoint_mananager, CommittedSaves):
+        raise ConfigError(
+            "megatron_save_state_dict is for an engine with verl's own checkpoint manager; this one has ours"
+        )
     rank = dist.get_rank()
     what = f"save the weights of step {global_step}"
 

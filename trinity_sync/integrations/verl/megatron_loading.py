@@ -72,7 +72,7 @@ def load(manager: MegatronCheckpointManager, local_path: str) -> None:
 
 def _load_rng(manager: MegatronCheckpointManager, folder: Path) -> None:
     if _shapes(folder).get(trees.RNG_OF_RANK) == (manager.world_size,):
-        trees.load_rng_of_rank(folder)
+        trees.load_rng_of_rank(manager, folder)
         return
     loaded = load_dist_checkpointing(manager._build_extra_state_dict(), str(folder / trees.EXTRA))
     manager.load_rng_states(loaded[_RNG])

@@ -50,6 +50,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         RunError: there is no checkpoint monitor in the namespace.
     """
 
+    _copies: Copies
+
     def __init__(
         self,
         *args: object,
@@ -60,8 +62,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
     ) -> None:
         super().__init__(*args, **kwargs)
         _check_engine(self)
-        self._ranks = Copies(self, timeout_s)
-        self._start_saves(self._ranks, opens or ray_namespace, timeout_s)
+        self._start_saves(Copies(self, timeout_s), opens or ray_namespace, timeout_s)
         self._contents_saved: list[str] = []
 
     # ---- saving
@@ -121,8 +122,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     def _finish_writing(self) -> None:
         """Also where a rank has died, for which the others would wait: the monitor knows of it first."""
-        if self._step is not None and self._ranks.meeting is not None:
-            watching = partial(self._watch, self._step, self._ranks.meeting)
+        if self._step is not None and self._copies.meeting is not None:
+            watching = partial(self._watch, self._step, self._copies.meeting)
             threading.Thread(target=watching, name=f"watch-{self._step}", daemon=True).start()
         super()._finish_writing()
 

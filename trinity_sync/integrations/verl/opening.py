@@ -4,53 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
-from trinity_sync.actors.local.handle import LocalHandle
-from trinity_sync.checkpoint.daemon.connecting import connect
 from trinity_sync.checkpoint.layout import step_of
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.program import this_program
-from trinity_sync.integrations.verl.ranks import together
+from trinity_sync.integrations.verl.local_run import join_run
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 
 
 def open_monitor(local_path: str, loaded: str | None, timeout_s: float) -> RunMonitor:
     """Find the program's monitor for the folder that a save goes to, or start it: a process that ends with the program.
-    Collective. For its arguments and errors see `saves.OpensMonitor` and `connecting.connect`.
+    Collective. For its arguments and errors see `saves.OpensMonitor` and `join_run`.
 
     Checkpoints of later steps than the one that was loaded from the folder become ``abandoned-*``.
 
     Raises:
-        ConfigError: the path is in no folder ``global_step_N``; further as `connect`.
+        ConfigError: the path is in no folder ``global_step_N``; further as `join_run`.
     """
     root, _ = _split(local_path)
     resume_step = 0
     if loaded is not None:
         place, step = _split(loaded)
         resume_step = step if place == root else 0
-    program = this_program()
-    opened: list[LocalHandle] = []
-
-    def find(*, may_start: bool) -> None:
-        opened.append(
-            connect(
-                root,
-                program=program.word,
-                may_start=may_start,
-                timeout_s=timeout_s,
-                resume_step=resume_step,
-                config=MonitorConfig(timeout_s=timeout_s),
-                address=program.address,
-            )
-        )
-
-    first = dist.get_rank() == 0
-    what = f"open the checkpoint folder {root}"
-    together(what, lambda: find(may_start=True) if first else None)
-    together(what, lambda: None if first else find(may_start=False))
-    return RunMonitor.of(opened[0], timeout_s)
+    return join_run(root, resume_step=resume_step, timeout_s=timeout_s, config=MonitorConfig(timeout_s=timeout_s))
 
 
 def _split(local_path: str) -> tuple[Path, int]:
