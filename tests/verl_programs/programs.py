@@ -28,6 +28,20 @@ PLUGIN = {
 WITHOUT_US = {"VERL_USE_EXTERNAL_MODULES": "trinity_sync.backends.cpu_platform"}
 """verl as it is; the module is what verl calls a platform, for CPUs."""
 
+FSDP2 = ("+model.override_config.attn_implementation=eager", "engine.strategy=fsdp2")
+
+MEGATRON = (
+    *("engine=megatron", "optim=megatron", "engine.vanilla_mbridge=True", "engine.tensor_model_parallel_size=2"),
+    *("data.use_dynamic_bsz=False", "optim.use_checkpoint_opt_param_scheduler=True"),
+    *(
+        f"++engine.override_transformer_config.{name}=False"
+        for name in ("masked_softmax_fusion", "gradient_accumulation_fusion", "persist_layer_norm")
+    ),
+    "++engine.override_transformer_config.sequence_parallel=True",
+    "++optim.override_optimizer_config.loss_scale=1.0",
+)
+"""What Megatron needs on CPUs, where it has no kernels of its own."""
+
 LIMIT = 300.0
 """Limit of one program, seconds; most of what it takes is imports."""
 
@@ -42,11 +56,13 @@ class Program:
         folder: of model, data, logs and checkpoints.
         overrides: verl's, further ones.
         environment: variables beside those that verl needs on a CPU.
+        script: the program, in this folder.
     """
 
     folder: Path
     overrides: tuple[str, ...] = ()
     environment: dict[str, str]
+    script: str = "sft_on_cpu.py"
 
     @property
     def checkpoints(self) -> Path:
@@ -98,7 +114,7 @@ class Program:
         config = Path(str(verl.__file__)).parent / "trainer/config"
         return [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-            *(str(Path(__file__).parent / "sft_on_cpu.py"), f"--config-path={config}"),
+            *(str(Path(__file__).parent / self.script), f"--config-path={config}"),
             "--config-name=sft_trainer_engine",
             f"data.train_files={self.folder}/train.parquet",
             "data.train_batch_size=8",
@@ -109,8 +125,6 @@ class Program:
             "data.ignore_input_ids_mismatch=True",
             f"model.path={self.folder}/model",
             "model.use_remove_padding=False",
-            "+model.override_config.attn_implementation=eager",
-            "engine.strategy=fsdp2",
             "trainer.total_epochs=1",
             "trainer.total_training_steps=6",
             "trainer.save_freq=2",
@@ -118,6 +132,7 @@ class Program:
             f"trainer.default_local_dir={self.checkpoints}",
             "trainer.device=cpu",
             f"hydra.run.dir={self.folder}/hydra",
+            *(FSDP2 if self.script == "sft_on_cpu.py" else ()),
             *self.overrides,
         ]
 

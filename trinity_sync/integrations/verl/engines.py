@@ -98,5 +98,9 @@ def register(module: ModuleType) -> None:
     for name, (model_type, strategies) in _CLASSES.items():
         verls = vars(module).get(name)
         if verls is not None:
-            ours = type(f"Trinity{name}", (SavesThroughUs, verls), {"__doc__": SavesThroughUs.__doc__})
-            EngineRegistry.register(model_type, strategies, device=_DEVICES, vendor=VENDOR)(ours)
+            EngineRegistry.register(model_type, strategies, device=_DEVICES, vendor=VENDOR)(through_us(verls))
+
+
+def through_us(engine: type) -> type:
+    """Return an engine of verl's that saves through us."""
+    return type(f"Trinity{engine.__name__}", (SavesThroughUs, engine), {"__doc__": SavesThroughUs.__doc__})

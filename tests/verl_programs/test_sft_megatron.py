@@ -1,0 +1,43 @@
+"""verl's own SFT trainer on Megatron, two ranks that share each layer: killed in a save, it goes on bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.verl_programs.programs import MEGATRON, PLUGIN, Program
+from tests.verl_programs.test_sft import assert_goes_on, assert_whole, make, prepared
+from trinity_sync.checkpoint.layout import step_dir
+
+__all__ = ["prepared"]
+
+pytestmark = pytest.mark.all
+
+
+def of_megatron(prepared: Path, folder: Path, *overrides: str) -> Program:
+    return replace(make(prepared, folder, PLUGIN, *MEGATRON, *overrides), script="sft_megatron_on_cpu.py")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """It saves nothing: verl's own saves fork a process of many threads, which hangs now and then on CPUs."""
+    program = of_megatron(prepared, tmp_path_factory.mktemp("uninterrupted"), "trainer.save_freq=-1")
+    assert program.run() == 0, program.said()
+    assert sorted(program.losses()) == [1, 2, 3, 4, 5, 6]
+    return program
+
+
+@pytest.mark.parametrize("victims", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "all"])
+def test_what_a_killed_program_saved_whole_is_gone_on_from(
+    prepared: Path, uninterrupted: Program, tmp_path: Path, victims: tuple[int, ...]
+) -> None:
+    program = of_megatron(prepared, tmp_path)
+    with program.started() as running:
+        running.wait_until(lambda: step_dir(program.checkpoints, 4).exists(), "save of step 4")
+        running.kill(*victims)
+        assert running.wait() != 0
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [2, 4])
+    assert_whole(program.checkpoints, [2, 4, 6])
