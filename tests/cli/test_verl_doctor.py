@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +141,21 @@ def test_verls_own_configurations_are_composed(
     assert "ours   critic.strategy" in told
     assert "stops  trainer.save_freq" in told
     assert "\n  trainer.save_freq=20\n" in told
+
+
+def test_the_printed_lines_can_be_pasted(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MODULES, "mine")
+    monkeypatch.delenv(ENGINES, raising=False)
+    less = ["actor_rollout_ref.actor.checkpoint.save_contents=[model]"]
+    assert cli.main(["verl", "doctor", *less]) == 1
+    overrides = list(less)
+    for line in [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]:
+        first, *rest = shlex.split(line)
+        if first == "export":
+            monkeypatch.setenv(*rest[0].split("="))
+        else:
+            overrides.append(first)
+    assert cli.main(["verl", "doctor", *overrides]) == 0
 
 
 def test_a_saved_file_is_read_and_what_cannot_be_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

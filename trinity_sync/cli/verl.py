@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,7 +43,7 @@ def _doctor(options: argparse.Namespace) -> int:
     lines = list(dict.fromkeys(line for one in found for line in one.add))
     if lines:
         print("\nto add, what begins with export before verl's command, the rest behind it:")
-        print("\n".join(f"  {line}" for line in lines))
+        print("\n".join(f"  {line if line.startswith('export ') else shlex.quote(line)}" for line in lines))
     stopping = any(one.state == "stops" for one in found)
     print("\nsomething is in the way" if stopping else "\nthis program would use us")
     return 1 if stopping else 0

@@ -94,7 +94,7 @@ def _plugin(environment: Mapping[str, str], version: str | None, ppo: bool) -> I
         value = ",".join(filter(None, (has, wanted))) if name == MODULES else wanted
         add = [f"export {name}={value}"]
         if ppo:
-            add.append(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'")
+            add.append(f'+ray_kwargs.ray_init.runtime_env.env_vars.{name}="{value}"')
         told = "is not set" if not has else f"is {has}, without {wanted}"
         yield Finding(state="stops", subject=name, told=f"{told}: verl does not ask for us", add=add)
 
