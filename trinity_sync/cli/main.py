@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from trinity_sync import __version__
-from trinity_sync.cli import completion, doctor, explain, listing, reproduce, runs, trace, watch
+from trinity_sync.cli import completion, doctor, explain, listing, reproduce, runs, trace, verl, watch
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.module_path import own_modules_found
 
@@ -96,6 +96,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     trace.add_commands(commands)
     explain.add_commands(commands)
     doctor.add_commands(commands)
+    verl.add_commands(commands)
     completion.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":

@@ -1,0 +1,106 @@
+"""The command `trinity-sync verl doctor`: whether a program of verl's would use us, with its own configuration."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from trinity_sync.errors import ConfigError
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add it to the parser of `trinity-sync`."""
+    verl = commands.add_parser("verl", help="look whether a program of verl's would save and sync through us")
+    doctor = verl.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "doctor", help="say what would be ours, what is in the way, and the lines to add; exit code 1: something is"
+    )
+    doctor.add_argument(
+        "--config",
+        "--config-name",
+        "-cn",
+        default="ppo_trainer",
+        metavar="NAME",
+        help="one of verl's trainers, such as ppo_trainer or sft_trainer_engine; or a YAML file, such as a run's",
+    )
+    doctor.add_argument("--config-path", "-cp", metavar="DIR", help="where NAME is; without it, in verl")
+    doctor.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="the program's overrides")
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from trinity_sync.integrations.verl.doctor import findings
+
+    get = _composed(options.config, options.config_path, options.overrides)
+    found = list(findings(get, os.environ, _version()))
+    width = max(len(one.subject) for one in found)
+    for one in found:
+        print(f"{one.state:<6} {one.subject:<{width}}  {one.told}")
+    lines = list(dict.fromkeys(line for one in found for line in one.add))
+    if lines:
+        print("\nto add, what begins with export before verl's command, the rest behind it:")
+        print("\n".join(f"  {line if line.startswith('export ') else shlex.quote(line)}" for line in lines))
+    stopping = any(one.state == "stops" for one in found)
+    print("\nsomething is in the way" if stopping else "\nthis program would use us")
+    return 1 if stopping else 0
+
+
+def _version() -> str | None:
+    try:
+        return version("verl")
+    except PackageNotFoundError:
+        return None
+
+
+def _composed(name: str, folder: str | None, overrides: Sequence[str]) -> Callable[[str], object]:
+    """Compose a configuration as verl's programs do; return what reads a key of it."""
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    place = _place(name, folder)
+    try:
+        with initialize_config_dir(version_base=None, config_dir=str(place.parent)):
+            config = compose(config_name=place.name, overrides=list(overrides))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{place}: {_one_line(error)}") from error
+
+    def get(key: str) -> object:
+        try:
+            value = OmegaConf.select(config, key)
+            return OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{place}: {key} cannot be read: {_one_line(error)}") from error
+
+    return get
+
+
+def _place(name: str, folder: str | None) -> Path:
+    """The file of a configuration."""
+    if folder is None and name.endswith((".yaml", ".yml")):
+        place = Path(name).absolute()
+    else:
+        place = (Path(folder).absolute() if folder is not None else _of_verl()) / name
+        if place.suffix not in (".yaml", ".yml"):
+            place = place.with_name(f"{place.name}.yaml")
+    if not place.is_file():
+        known = ", ".join(sorted(one.stem for one in place.parent.glob("[!_]*.yaml"))) or "no configuration"
+        raise ConfigError(f"--config {name}: there is no {place}; {known} is there")
+    return place
+
+
+def _of_verl() -> Path:
+    found = importlib.util.find_spec("verl")  # which does not import it
+    if found is None or not found.submodule_search_locations:
+        raise ConfigError("verl is not installed here; name a YAML file, --config FILE, or its folder, --config-path")
+    return Path(next(iter(found.submodule_search_locations))) / "trainer" / "config"
+
+
+def _one_line(error: Exception) -> str:
+    cause = f"; {error.__cause__}" if error.__cause__ is not None else ""
+    return " ".join(f"{error}{cause}".split())

@@ -1,0 +1,245 @@
+"""What our plug-in would do in a program of verl's with this configuration, and what is in the way. Nothing is loaded,
+neither verl nor torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trinity_sync.errors import ConfigError
+from trinity_sync.integrations.verl.vendor import VENDOR
+
+PLUGIN = "trinity_sync.integrations.verl.plugin"
+MODULES, ENGINES = "VERL_USE_EXTERNAL_MODULES", "VERL_ENGINE_VENDOR"
+WEIGHT_SYNC = "trinity_sync.integrations.verl.weight_sync.backend"
+
+_STRATEGIES = ("fsdp", "fsdp2", "megatron")
+_VERSION = "0.9."
+_WHOLE = ("model", "optimizer", "extra")
+
+Get = Callable[[str], object]
+"""Returns the value of a key of verl's configuration; None: it is not there, or null."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was found.
+
+    Attributes:
+        state: ``ours``: this would be ours; ``verl``: it stays verl's, or differs from what somebody may expect;
+            ``stops``: it is in the way.
+        subject: the key, or what it is about.
+        told: a sentence.
+        add: lines that mend it, for a shell or as overrides.
+    """
+
+    state: Literal["ours", "verl", "stops"]
+    subject: str
+    told: str
+    add: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Role:
+    name: str
+    engine: str  # the keys below which strategy and Megatron's settings are
+    megatron: str
+    checkpoint: str
+    model: str
+
+
+def findings(get: Get, environment: Mapping[str, str], version: str | None) -> Iterator[Finding]:
+    """Look at a configuration of one of verl's trainers.
+
+    Args:
+        get: reads it.
+        environment: of the program's processes.
+        version: of verl, as installed; None: it is not.
+
+    Raises:
+        ConfigError: it is of no trainer that is known, or a key has no meaning; says which.
+    """
+    ppo = get("actor_rollout_ref") is not None
+    if not ppo and get("engine") is None:
+        raise ConfigError("the configuration has neither actor_rollout_ref (PPO) nor engine (SFT)")
+    yield from _plugin(environment, version, ppo)
+    if str(get("trainer.device")) not in ("cuda", "cpu"):
+        yield Finding(
+            state="stops", subject="trainer.device", told=f"{get('trainer.device')}: our engines are for cuda and cpu"
+        )
+    for role in _roles(get, ppo):
+        yield from _engine(get, role)
+    yield from _saves(get, ppo)
+    yield from _resume(get)
+    if ppo:
+        yield from _weight_sync(get)
+
+
+def _plugin(environment: Mapping[str, str], version: str | None, ppo: bool) -> Iterator[Finding]:
+    if version is None or not version.startswith(_VERSION):
+        told = "is not installed here" if version is None else f"is {version}"
+        yield Finding(state="stops", subject="verl", told=f"{told}; the plug-in is for {_VERSION}x, else it is off")
+    else:
+        yield Finding(state="ours", subject="verl", told=f"is {version}, which the plug-in is for")
+    for name, wanted, is_set in (
+        (MODULES, PLUGIN, PLUGIN in [one.strip() for one in environment.get(MODULES, "").split(",")]),
+        (ENGINES, VENDOR, environment.get(ENGINES) == VENDOR),
+    ):
+        has = environment.get(name)
+        if is_set:
+            yield Finding(state="ours", subject=name, told=f"has {wanted}")
+            continue
+        value = ",".join(filter(None, (has, wanted))) if name == MODULES else wanted
+        add = [f"export {name}={value}"]
+        if ppo:
+            add.append(f'+ray_kwargs.ray_init.runtime_env.env_vars.{name}="{value}"')
+        told = "is not set" if not has else f"is {has}, without {wanted}"
+        yield Finding(state="stops", subject=name, told=f"{told}: verl does not ask for us", add=add)
+
+
+def _roles(get: Get, ppo: bool) -> list[_Role]:
+    if not ppo:
+        return [_Role("engine", "engine", "engine", "checkpoint", "model")]
+    actor = "actor_rollout_ref.actor"
+    roles = [_Role("actor", actor, f"{actor}.megatron", f"{actor}.checkpoint", "actor_rollout_ref.model")]
+    enabled = get("critic.enable")
+    if enabled or (enabled is None and get("algorithm.adv_estimator") == "gae"):
+        roles.append(_Role("critic", "critic", "critic.megatron", "critic.checkpoint", "critic.model"))
+    return roles
+
+
+def _engine(get: Get, role: _Role) -> Iterator[Finding]:
+    strategy = get(f"{role.engine}.strategy")
+    if not isinstance(strategy, str):
+        raise ConfigError(f"{role.engine}.strategy has to be the name of an engine of verl's, not {strategy!r}")
+    kind = "value_model" if role.name == "critic" else "language_model"
+    subject = f"{role.engine}.strategy"
+    if strategy not in _STRATEGIES:
+        told = f"{strategy}: there is an engine of ours for {', '.join(_STRATEGIES)} only; verl saves this one itself"
+        yield Finding(state="stops", subject=subject, told=told)
+        return
+    stopping = list(_megatron(get, role)) if strategy == "megatron" else list(_fsdp(get, role))
+    yield from stopping
+    if not stopping:
+        told = f"{strategy}, {kind}: saves in the background, committed when all is written"
+        yield Finding(state="ours", subject=subject, told=told)
+    yield from _contents(get, role)
+
+
+def _has_lora(get: Get, role: _Role) -> bool:
+    return any(_number(get, f"{role.model}.{key}") > 0 for key in ("lora_rank", "lora.rank"))
+
+
+def _megatron(get: Get, role: _Role) -> Iterator[Finding]:
+    if _has_lora(get, role):
+        told = "LoRA through Megatron-Bridge: verl saves it itself"
+        yield Finding(state="stops", subject=f"{role.model}.lora.rank", told=told)
+    if get(f"{role.megatron}.use_megatron_fsdp"):
+        told = "checkpoints of Megatron-FSDP are not made here: verl saves them itself"
+        yield Finding(state="stops", subject=f"{role.megatron}.use_megatron_fsdp", told=told)
+
+
+def _fsdp(get: Get, role: _Role) -> Iterator[Finding]:
+    if _has_lora(get, role) and "hf_model" in _names(get, f"{role.checkpoint}.save_contents"):
+        told = "hf_model of a model with a LoRA adapter is refused, and verl saves all of this engine itself"
+        yield Finding(state="stops", subject=f"{role.checkpoint}.save_contents", told=told)
+
+
+def _contents(get: Get, role: _Role) -> Iterator[Finding]:
+    for key in ("save_contents", "load_contents"):
+        subject = f"{role.checkpoint}.{key}"
+        names = _names(get, subject)
+        if missing := [name for name in _WHOLE if name not in names]:
+            told = f"is without {', '.join(missing)}: a resume does not go on bit for bit"
+            add = [f"{subject}=[{','.join([*names, *missing])}]"]
+            yield Finding(state="verl", subject=subject, told=told, add=add)
+    if get(f"{role.checkpoint}.async_save"):
+        subject = f"{role.checkpoint}.async_save"
+        told = "our saves are in the background without it; with it verl writes no tracker of the newest checkpoint"
+        yield Finding(state="stops", subject=subject, told=told, add=[f"{subject}=False"])
+
+
+def _saves(get: Get, ppo: bool) -> Iterator[Finding]:
+    key = "trainer.save_freq"
+    each_epoch = not ppo and get(key) == "after_each_epoch"
+    if not each_epoch and _number(get, key) <= 0:
+        told = f"is {get(key)}: nothing is saved" + ("" if ppo else " before the last step")
+        yield Finding(state="stops" if ppo else "verl", subject=key, told=told, add=[f"{key}=20"])
+    key = "trainer.default_local_dir"
+    if (place := get(key)) is None:
+        raise ConfigError(f"{key} is not set; it is the folder of the checkpoints")
+    if "://" in str(place):
+        told = f"{place} is not a local folder; commits are renames in a file system"
+        yield Finding(state="stops", subject=key, told=told)
+    else:
+        yield Finding(state="ours", subject=key, told=f"{place}: the checkpoint folder, with a monitor of its own")
+    if (remote := get("trainer.default_hdfs_dir")) is not None:
+        told = f"{remote}: copied after the commit by Megatron's engine, not at all by FSDP's (as in verl)"
+        if not ppo:
+            told = f"{remote}: verl's copy to it is made after the commit"
+        yield Finding(state="verl", subject="trainer.default_hdfs_dir", told=told)
+    kept = {get(f"trainer.max_{role}_ckpt_to_keep") for role in ("actor", "critic")} if ppo else set()
+    if len(kept) > 1 and len(_roles(get, ppo)) > 1:
+        told = "differ; a limit counts whole steps, so the smaller one holds for both"
+        yield Finding(state="verl", subject="trainer.max_*_ckpt_to_keep", told=told)
+    if _number(get, "trainer.esi_redundant_time") > 0:
+        told = "verl times a save until our copy is made; add what writing it takes after that"
+        yield Finding(state="verl", subject="trainer.esi_redundant_time", told=told)
+
+
+def _resume(get: Get) -> Iterator[Finding]:
+    key = "trainer.resume_mode"
+    mode = get(key)
+    if mode == "auto":
+        yield Finding(state="ours", subject=key, told="auto: goes on from the newest checkpoint that verifies")
+    elif mode == "disable":
+        yield Finding(state="verl", subject=key, told="disable: a start goes on from nothing", add=[f"{key}=auto"])
+    elif mode == "resume_path":
+        path = get("trainer.resume_from_path")
+        if path is None:
+            raise ConfigError("trainer.resume_mode is resume_path, but trainer.resume_from_path is not set")
+        told = f"resume_path: loads {path}; which checkpoint it is was the user's choice, and is not verified"
+        yield Finding(state="verl", subject=key, told=told)
+    else:
+        raise ConfigError(f"{key} is {mode}; it has to be auto, disable or resume_path")
+
+
+def _weight_sync(get: Get) -> Iterator[Finding]:
+    group = "actor_rollout_ref.rollout.checkpoint_engine"
+    key, module = f"{group}.backend", f"{group}.custom_backend_module"
+    backend, mode = get(key), get("trainer.v1.trainer_mode")
+    apart = bool(get("trainer.use_v1")) and mode == "separate_async"
+    ours = [f"{key}={VENDOR}", f"{module}={WEIGHT_SYNC}"]
+    if not apart and backend != "naive":
+        told = f"is {backend}, but verl takes naive: it asks a backend only with trainer.v1.trainer_mode=separate_async"
+        yield Finding(state="stops", subject=key, told=told, add=["trainer.v1.trainer_mode=separate_async"])
+    elif not apart:
+        yield Finding(state="verl", subject=key, told="naive: trainer and rollout share GPUs, verl hands weights over")
+    elif backend == "naive":
+        told = "is naive, which verl refuses with trainer.v1.trainer_mode=separate_async"
+        yield Finding(state="stops", subject=key, told=told, add=ours)
+    elif backend != VENDOR:
+        yield Finding(state="verl", subject=key, told=f"is {backend}: weight sync is not ours", add=ours)
+    elif get(module) != WEIGHT_SYNC:
+        told = f"is {get(module)}: verl does not know the backend {VENDOR}"
+        yield Finding(state="stops", subject=module, told=told, add=ours[1:])
+    else:
+        yield Finding(state="ours", subject=key, told=f"is {VENDOR}: weight sync is ours")
+
+
+def _number(get: Get, key: str) -> float:
+    value = get(key)
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key} has to be a number, not {value!r}")
+    return value
+
+
+def _names(get: Get, key: str) -> list[str]:
+    value = get(key)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ConfigError(f"{key} has to be a list of names, not {value!r}")
+    return [str(name) for name in value]
