@@ -32,6 +32,9 @@ UNTRIED = {
     r"\. \.venv/bin/activate": "is the shell's, and makes the commands after it be found",
     r"ray start ": "starts processes that outlive the command; tests/nodes has Ray's own cluster for tests",
     r"docker ": "needs Docker; tests/test_dockerfile.py runs the commands of the image without",
+    r"pip install trinity-sync": "fetches the package from an index; tests/test_wheel.py installs a wheel",
+    r"export VERL_": "is the shell's, and has a program begin with our plug-in; tests/verl_programs has such programs",
+    r"trinity-sync verl doctor": "looks at what was exported before; tests/cli/test_verl_doctor.py does so, too",
     r"VLLM_SERVER_DEV_MODE=1 vllm serve": "runs until it is ended; tests/vllm/servers.py starts servers so",
 }
 """Commands that nothing here can try, as patterns, and why."""
@@ -71,6 +74,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert cli.main(["run", "-m", f"hydra.sweep.dir={SWEEPS[0]}", "trainer.steps=2"]) == 0
         for step in (20, 30):
             commit(folder / "RUN" / "checkpoints", step)
+            commit(folder / "ROOT", step)
         assert cli.main(["reproduce", "RUN", "--bundle", f"--output={BUNDLE}"]) == 0
     for kind in (RUNS, SWEEPS):
         for name in kind[1:]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import ray
 
-from tests import local_ray
 from tests.backends.engines import make_models
 from tests.integrations.ranks import START_LIMIT
 from trinity_sync.integrations.verl import weight_sync
@@ -20,11 +19,10 @@ MODES = ("memory", "nccl", "checkpoint")
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with local_ray.joined():
-        folder = tmp_path_factory.mktemp("models")
-        make_models(folder)
-        yield folder
+def models(room: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
 
 
 @pytest.fixture

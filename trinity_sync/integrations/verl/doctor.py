@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.vendor import VENDOR
+from trinity_sync.integrations.verl.vendor import PLUGIN, TESTED, VENDOR, is_tested
 
-PLUGIN = "trinity_sync.integrations.verl.plugin"
 MODULES, ENGINES = "VERL_USE_EXTERNAL_MODULES", "VERL_ENGINE_VENDOR"
-WEIGHT_SYNC = "trinity_sync.integrations.verl.weight_sync.backend"
 
 _STRATEGIES = ("fsdp", "fsdp2", "megatron")
-_VERSION = "0.9."
 _WHOLE = ("model", "optimizer", "extra")
 
 Get = Callable[[str], object]
@@ -78,9 +75,10 @@ def findings(get: Get, environment: Mapping[str, str], version: str | None) -> I
 
 
 def _plugin(environment: Mapping[str, str], version: str | None, ppo: bool) -> Iterator[Finding]:
-    if version is None or not version.startswith(_VERSION):
+    if version is None or not is_tested(version):
         told = "is not installed here" if version is None else f"is {version}"
-        yield Finding(state="stops", subject="verl", told=f"{told}; the plug-in is for {_VERSION}x, else it is off")
+        known = ".".join(map(str, TESTED))
+        yield Finding(state="stops", subject="verl", told=f"{told}; the plug-in is for {known}.x, else it is off")
     else:
         yield Finding(state="ours", subject="verl", told=f"is {version}, which the plug-in is for")
     for name, wanted, is_set in (
@@ -211,7 +209,7 @@ def _weight_sync(get: Get) -> Iterator[Finding]:
     key, module = f"{group}.backend", f"{group}.custom_backend_module"
     backend, mode = get(key), get("trainer.v1.trainer_mode")
     apart = bool(get("trainer.use_v1")) and mode == "separate_async"
-    ours = [f"{key}={VENDOR}", f"{module}={WEIGHT_SYNC}"]
+    ours = [f"{key}={VENDOR}", f"{module}={PLUGIN}"]
     if not apart and backend != "naive":
         told = f"is {backend}, but verl takes naive: it asks a backend only with trainer.v1.trainer_mode=separate_async"
         yield Finding(state="stops", subject=key, told=told, add=["trainer.v1.trainer_mode=separate_async"])
@@ -222,7 +220,7 @@ def _weight_sync(get: Get) -> Iterator[Finding]:
         yield Finding(state="stops", subject=key, told=told, add=ours)
     elif backend != VENDOR:
         yield Finding(state="verl", subject=key, told=f"is {backend}: weight sync is not ours", add=ours)
-    elif get(module) != WEIGHT_SYNC:
+    elif get(module) != PLUGIN:
         told = f"is {get(module)}: verl does not know the backend {VENDOR}"
         yield Finding(state="stops", subject=module, told=told, add=ours[1:])
     else:

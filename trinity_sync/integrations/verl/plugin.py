@@ -25,10 +25,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from trinity_sync.integrations.verl.vendor import is_on, say
-
-TESTED = (0, 9)
-"""The version of verl that this was written for and is tested with, without its last part."""
+from trinity_sync.integrations.verl.vendor import TESTED, is_on, is_tested, say
 
 
 def _replace(module: ModuleType, name: str, instead_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -96,16 +93,12 @@ def _installed() -> str:
         return "of an unknown version"
 
 
-def _is_tested(version: str) -> bool:
-    return tuple(version.split(".")[: len(TESTED)]) == tuple(map(str, TESTED))
-
-
 def register() -> None:
     """Have verl's modules changed when they are imported; those that are, at once. Called by the import of this
     module, once in a process.
     """
     version = _version()
-    if not _is_tested(version):
+    if not is_tested(version):
         if is_on():
             known = ".".join(map(str, TESTED))
             say(f"verl {version} is not {known}.x, which this is written for: OFF, verl saves its checkpoints itself")

@@ -8,6 +8,17 @@ import sys
 VENDOR = "trinity"
 """What `VERL_ENGINE_VENDOR` names."""
 
+TESTED = (0, 9)
+"""The version of verl that the plug-in was written for and is tested with, without its last part."""
+
+PLUGIN = "trinity_sync.integrations.verl.plugin"
+"""What `VERL_USE_EXTERNAL_MODULES` names."""
+
+
+def is_tested(version: str) -> bool:
+    """Whether the plug-in is on with this version of verl."""
+    return tuple(version.split(".")[: len(TESTED)]) == tuple(map(str, TESTED))
+
 
 def is_on() -> bool:
     """Whether verl's engines are to be ours, in this process."""
