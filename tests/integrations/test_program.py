@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.integrations.ranks import LIMIT
 from trinity_sync.checkpoint.daemon.connecting import connect
 from trinity_sync.checkpoint.lock import has_no_monitor
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import program
 from trinity_sync.integrations.verl.program import this_program
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
@@ -118,3 +118,24 @@ def test_a_manager_is_told_the_same_of_either_monitor(make_run: Any, tmp_path: P
     handle.close()
     with pytest.raises(RunError, match="there is no 'checkpoint_monitor' in Ray namespace 'nowhere'"):
         RunMonitor.in_namespace("nowhere", LIMIT)
+
+
+def test_a_folder_that_was_loaded_by_another_path_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the checkpoint that was loaded would be set aside as one of another start."""
+    from trinity_sync.integrations.verl import opening
+
+    told = {}
+    monkeypatch.setattr(opening, "join_run", lambda root, **given: told.update(given, root=root))
+    (tmp_path / "root/global_step_4/actor").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "root")
+    monkeypatch.chdir(tmp_path)
+    opening.open_monitor("root/global_step_6/actor", str(tmp_path / "link/global_step_4/actor"), 1.0)
+    assert (told["root"], told["resume_step"]) == (tmp_path / "root", 4)
+    opening.open_monitor("root/global_step_6", str(tmp_path / "other/global_step_4"), 1.0)
+    assert told["resume_step"] == 0
+    opening.open_monitor("root/global_step_6", None, 1.0)
+    assert told["resume_step"] == 0
+    with pytest.raises(ConfigError, match="in no folder global_step_N"):
+        opening.open_monitor("root/somewhere", None, 1.0)

@@ -29,6 +29,7 @@ def models(room: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     from tests.integrations.sync_workers import Program
 
+    weight_sync.register()  # the plug-in does so once in a process, and another file's tests change the registry
     made = []
 
     def program(mode: str, **more: Any) -> Program:

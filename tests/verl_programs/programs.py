@@ -132,7 +132,7 @@ class Program:
             f"trainer.default_local_dir={self.checkpoints}",
             "trainer.device=cpu",
             f"hydra.run.dir={self.folder}/hydra",
-            *(FSDP2 if self.script == "sft_on_cpu.py" else ()),
+            *(() if "megatron" in self.script else FSDP2),
             *self.overrides,
         ]
 

@@ -38,7 +38,7 @@ def make(prepared: Path, folder: Path, environment: dict[str, str], *overrides: 
 
 
 def assert_whole(root: Path, steps: list[int]) -> None:
-    assert [info.step for info in catalog.scan(root)] == steps
+    assert [info.step for info in catalog.scan(root) if info.kind is not None] == steps
     for step in steps:
         assert verify(step_dir(root, step)).ok
 
@@ -159,5 +159,18 @@ def test_a_full_disk_ends_the_program_and_leaves_what_was_whole(
             rank.rlimit(psutil.RLIMIT_FSIZE, (100_000, 100_000))  # no larger file can be written: as on a full disk
         assert running.wait() != 0
     assert "step 4" in program.said() or "step 6" in program.said()
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [2])
+
+
+@pytest.mark.all
+def test_a_trainer_that_fails_before_its_own_files_are_there_commits_nothing(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    program = make(prepared, tmp_path, PLUGIN)
+    failing = replace(program, script="sft_that_fails.py")
+    assert failing.run() != 0
+    assert "planted: no state" in failing.said()
+    assert_whole(program.checkpoints, [2])
     assert program.run() == 0, program.said()
     assert_goes_on(program, uninterrupted, [2])

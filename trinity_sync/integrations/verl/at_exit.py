@@ -12,23 +12,26 @@ from typing import Protocol
 class Saves(Protocol):
     """What a checkpoint manager does at the end."""
 
-    def wait_on_save_thread(self) -> None: ...
+    def finish_at_exit(self) -> None: ...
 
 
 _managers: weakref.WeakSet[Saves] = weakref.WeakSet()
 _failed = False
+_process = 0
 
 
 def finish_at_exit(manager: Saves) -> None:
     """Have the process end only when all saves of this manager are complete, or have failed."""
+    global _process
     if not _managers:
         atexit.register(_finish)
+    _process = os.getpid()
     _managers.add(manager)
 
 
 def end_as_failed() -> None:
     """Give the process the exit code 1 if a save failed at its end. To be called by the handler that runs last."""
-    if _failed:
+    if _failed and os.getpid() == _process:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -36,9 +39,9 @@ def end_as_failed() -> None:
 
 def _finish() -> None:
     global _failed
-    for manager in list(_managers):
+    for manager in list(_managers) if os.getpid() == _process else ():  # a fork saves nothing
         try:
-            manager.wait_on_save_thread()
+            manager.finish_at_exit()
         except Exception as error:
             _failed = True
             print(

@@ -24,8 +24,13 @@ def open_monitor(local_path: str, loaded: str | None, timeout_s: float) -> RunMo
     resume_step = 0
     if loaded is not None:
         place, step = _split(loaded)
-        resume_step = step if place == root else 0
+        resume_step = step if _same(place, root) else 0
     return join_run(root, resume_step=resume_step, timeout_s=timeout_s, config=MonitorConfig(timeout_s=timeout_s))
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether both are the same folder, by whatever path."""
+    return one == other or (one.exists() and other.exists() and one.samefile(other))
 
 
 def _split(local_path: str) -> tuple[Path, int]:

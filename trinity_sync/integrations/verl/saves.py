@@ -21,6 +21,7 @@ from typing import Protocol
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.commits import Commits
@@ -238,6 +239,21 @@ class CommittedSaves(ABC):
             (step, part), self._beside = self._beside, None
             finished = self._monitor.notify_finished(step, part=part, attempt=self._attempt, files=[])
             finished.result(self._timeout_s)
+
+    def finish_at_exit(self) -> None:
+        """Return when all saves are complete, at the end of the program. Where its trainer has not come to write the
+        tracker, which it does last, what belongs beside the engine's files may be missing: that save fails.
+
+        Raises:
+            Exception: as `wait_on_save_thread`.
+        """
+        if self._beside is not None and self._root is not None:
+            step, _ = self._beside
+            if read_tracker(self._root, FULL).step != step:
+                self._beside = None
+                why = "the program ended before its trainer had written what belongs beside the engine's files"
+                self._monitor.fail_step(step, why, attempt=self._attempt).result(self._timeout_s)
+        self.wait_on_save_thread()
 
     def finish_writing(self) -> None:
         """Return when this rank has written what it saved; what other ranks do, and the commit, is not waited for.
