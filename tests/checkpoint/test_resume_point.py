@@ -250,3 +250,23 @@ def test_a_step_whose_weights_were_committed_before_verl_saved_it_is_verls(tmp_p
 
 def test_a_fresh_folder_begins_at_the_start(tmp_path: Path) -> None:
     assert put_in_order(tmp_path / "checkpoints", None) == StartPoint(attempt=0, step=0, verified=True)
+
+
+def test_a_save_that_fails_gives_the_tracker_back_to_the_newest_that_is_there(tmp_path: Path) -> None:
+    """verl's trainer names a step before it is whole."""
+    verl_run(tmp_path, 10, tracker=20)
+    (tmp_path / "global_step_20").mkdir()
+    disk(tmp_path).clean(20)
+    assert read_tracker(tmp_path, FULL).step == 10
+    commit(tmp_path, 12)
+    write_tracker(tmp_path, FULL, 20)
+    disk(tmp_path).clean(20)
+    assert read_tracker(tmp_path, FULL).step == 12
+    disk(tmp_path).clean(14)
+    assert read_tracker(tmp_path, FULL).step == 12
+
+
+def test_a_first_save_that_fails_leaves_no_tracker(tmp_path: Path) -> None:
+    write_tracker(tmp_path, FULL, 20)
+    disk(tmp_path).clean(20)
+    assert read_tracker(tmp_path, FULL).step is None

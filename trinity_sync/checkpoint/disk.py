@@ -200,9 +200,9 @@ class CheckpointDisk:
         """
         if self.root is not None:
             recovery.clean_staging(self.root, step, self.attempt, clock=self.clock)
-            committed = read_committed(self.root)
-            if committed is not None and self.named_by_verl() == step != committed:
-                write_tracker(self.root, FULL, committed or None)
+            if self.named_by_verl() == step != read_committed(self.root):
+                there = [info.step for info in catalog.scan(self.root) if info.kind == FULL or info.state == "verl"]
+                write_tracker(self.root, FULL, max((one for one in there if one < step), default=None))
 
     # ---- afterwards
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import weakref
 from typing import Protocol
 
 
@@ -15,7 +14,8 @@ class Saves(Protocol):
     def finish_at_exit(self) -> None: ...
 
 
-_managers: weakref.WeakSet[Saves] = weakref.WeakSet()
+# Not weak: the trainer may be gone before the program's end, and what it saved last is still to be finished.
+_managers: list[Saves] = []
 _failed = False
 _process = 0
 
@@ -26,7 +26,7 @@ def finish_at_exit(manager: Saves) -> None:
     if not _managers:
         atexit.register(_finish)
     _process = os.getpid()
-    _managers.add(manager)
+    _managers.append(manager)
 
 
 def end_as_failed() -> None:

@@ -7,6 +7,7 @@ trainers write before a checkpoint is whole. Nothing on the disk is changed here
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -24,10 +25,10 @@ Find = Callable[..., "str | None"]
 SKIP_MISSING = "TRINITY_SYNC_SKIP_MISSING"
 """Set to 1: go on though a checkpoint that was committed is gone."""
 
-_TIMEOUT_S = 1800.0
-"""How long the others wait for rank 0, which reads the whole checkpoint."""
+_TIMEOUT_S = 4 * 3600.0
+"""How long the others wait for rank 0, which reads the whole checkpoint. Its death ends them by their launcher."""
 
-_asked: dict[str, int] = {}
+_asked = itertools.count()
 
 
 def instead_of(verls: Find) -> Find:
@@ -35,7 +36,7 @@ def instead_of(verls: Find) -> Find:
 
     @functools.wraps(verls)
     def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
-        if path is None or directory_format != "global_step_{}" or not Path(path).is_dir():
+        if path is None or directory_format != "global_step_{}":
             return verls(path, directory_format)
         return _of_all_ranks(Path(path).absolute())
 
@@ -49,6 +50,8 @@ def newest(root: Path) -> Path | None:
     Raises:
         RunError: one that was committed is gone, or cannot be read now; says how to go on without it.
     """
+    if not root.is_dir():
+        return None
     try:
         found = find(root, of_verl=True, say=say)
         check_all_seen(root, found, (), skip_missing=os.environ.get(SKIP_MISSING) == "1")
@@ -65,7 +68,7 @@ def newest(root: Path) -> Path | None:
 
 
 def _of_all_ranks(root: Path) -> str | None:
-    """Rank 0 of a group looks and tells the others. Who asks on rank 0 alone waits for nobody."""
+    """Rank 0 of the default group looks and tells the others: all of them have to ask, as in verl's trainers."""
     import torch.distributed as dist
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
@@ -73,9 +76,8 @@ def _of_all_ranks(root: Path) -> str | None:
         return None if found is None else str(found)
     from torch.distributed.distributed_c10d import _get_default_store
 
-    number = _asked[str(root)] = _asked.get(str(root), 0) + 1
     store: Any = _get_default_store()
-    key = f"trinity-sync/newest/{root}/{number}"
+    key = f"trinity-sync/newest/{next(_asked)}"
     if dist.get_rank() == 0:
         return _told(store, key, root)
     try:

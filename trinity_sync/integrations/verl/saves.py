@@ -241,12 +241,16 @@ class CommittedSaves(ABC):
             finished.result(self._timeout_s)
 
     def finish_at_exit(self) -> None:
-        """Return when all saves are complete, at the end of the program. Where its trainer has not come to write the
-        tracker, which it does last, what belongs beside the engine's files may be missing: that save fails.
+        """Return when all saves are complete, at the end of the program; on other ranks than 0, when this one has
+        written its share, for rank 0 may be waiting for a rank that has failed. Where the trainer has not come to write
+        the tracker, which it does last, what belongs beside the engine's files may be missing: that save fails.
 
         Raises:
             Exception: as `wait_on_save_thread`.
         """
+        if self.rank != 0:
+            self.finish_writing()
+            return
         if self._beside is not None and self._root is not None:
             step, _ = self._beside
             if read_tracker(self._root, FULL).step != step:
