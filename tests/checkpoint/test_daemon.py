@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -426,6 +427,12 @@ print(pid, os.getsid(0), os.readlink(f"/proc/self/fd/{kept.fileno()}"))
 """
 
 
+def _opened(process: Path) -> Iterator[str]:
+    for link in (process / "fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since
+            yield str(link.readlink())
+
+
 def test_it_outlives_who_started_it_and_has_nothing_of_theirs(root: Path, join: Connect) -> None:
     """`communicate` would wait for whoever holds the pipe; nobody's child is ended with its parent."""
     starter = subprocess.Popen([sys.executable, "-c", _STARTER, str(root)], stdout=subprocess.PIPE)
@@ -435,7 +442,7 @@ def test_it_outlives_who_started_it_and_has_nothing_of_theirs(root: Path, join: 
     parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
     assert parent not in (starter.pid, os.getpid())
     assert os.getsid(pid) not in (session, pid)
-    opened = {str(link.readlink()) for link in (process / "fd").iterdir()}
+    opened = set(_opened(process))
     assert not {name for name in opened if name.startswith("pipe:")}
     assert kept not in opened, "a socket of its starter's is open in it"
     assert {str(root / ".lock"), str(root / ".monitor.lock"), str(root / ".monitor.log")} <= opened
@@ -444,7 +451,7 @@ def test_it_outlives_who_started_it_and_has_nothing_of_theirs(root: Path, join: 
             ignored = int(line.split()[1], 16)
     assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGHUP))
     loaded = (process / "maps").read_text()
-    assert "torch" not in loaded
+    assert "libtorch" not in loaded  # torch's libgomp may be: vLLM has its program's children preload it
     assert "ray" not in Path(f"/proc/{pid}/cmdline").read_text()
     assert str(process.joinpath("cwd").readlink()) == "/"
     os.kill(pid, signal.SIGTERM)
