@@ -264,6 +264,7 @@ def test_a_run_folder_in_use_is_refused(folder: Path) -> None:
     assert first.code == 130
 
 
+@pytest.mark.all  # with a validation: test_data.py
 def test_supervised_training_learns_from_pairs_without_explorers(folder: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps({"prompt": f"{i:02d}=", "response": f"{i:02d}"}) + "\n" for i in range(64)))

@@ -14,14 +14,14 @@ GROUPS = ("2-1", "1-2")  # trainer ranks, explorers
 
 # Every pair of two settings occurs at least once.
 PAIRWISE = {
-    ("fsdp2", "checkpoint", "1-2"),
     ("fsdp", "checkpoint", "2-1"),
-    ("fsdp", "nccl", "1-2"),
 }
 # Runs that other tests start anyway, of which they assert the same.
 ELSEWHERE = {
     ("fsdp2", "memory", "2-1"),  # test_resume.py, the uninterrupted run
     ("fsdp", "memory", "1-2"),  # test_free.py, the first run
+    ("fsdp2", "checkpoint", "1-2"),  # test_reference.py
+    ("fsdp", "nccl", "1-2"),  # test_rollout_correction.py
     ("fsdp2", "nccl", "2-1"),  # test_vllm.py, with another engine in the explorer
 }
 LARGER = [("fsdp2", "memory", "2-3"), ("fsdp", "nccl", "1-3")]

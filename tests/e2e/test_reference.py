@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.runs import Run, completed, launch, resume
 
-NEAR = ("algorithm.kl.coeff=0.2", "trainer.lr=5e-3", "explorer.replicas=1")
+NEAR = ("algorithm.kl.coeff=0.2", "trainer.lr=5e-3")
 
 
 def assert_held(run: Run) -> None:
@@ -22,11 +22,12 @@ def assert_held(run: Run) -> None:
         assert line["loss"] == pytest.approx(line["actor/pg_loss"] + 0.2 * line["actor/kl_loss"], rel=1e-4, abs=1e-7)
 
 
-near = completed(*NEAR, "backend=fsdp2", "sync=memory")
+near = completed(*NEAR, "backend=fsdp2", "sync=checkpoint", "backend.ranks=1", "explorer.replicas=2")
 
 
 def test_a_run_is_held_near_to_the_model_that_it_began_with(near: Run) -> None:
     assert_held(near)
+    near.assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers=2)  # for test_matrix.py
     noted = {manifest["reference"]["path"] for manifest in near.manifests.values()}
     assert noted == {str(near.folder / "model")}
 

@@ -67,6 +67,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     return Asking.loaded
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", NOT_LOADED)
 def test_a_process_of_a_run_imports_nothing_that_it_does_not_use(loaded: dict[str, set[str]], kind: str) -> None:
     assert "trinity_sync" in loaded[kind]
