@@ -57,12 +57,14 @@ class Program:
         overrides: verl's, further ones.
         environment: variables beside those that verl needs on a CPU.
         script: the program, in this folder.
+        ranks: how many.
     """
 
     folder: Path
     overrides: tuple[str, ...] = ()
     environment: dict[str, str]
     script: str = "sft_on_cpu.py"
+    ranks: int = 2
 
     @property
     def checkpoints(self) -> Path:
@@ -113,7 +115,7 @@ class Program:
     def _command(self) -> list[str]:
         config = Path(str(verl.__file__)).parent / "trainer/config"
         return [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"),
             *(str(Path(__file__).parent / self.script), f"--config-path={config}"),
             "--config-name=sft_trainer_engine",
             f"data.train_files={self.folder}/train.parquet",

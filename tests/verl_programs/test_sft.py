@@ -131,6 +131,23 @@ def test_the_limit_of_checkpoints_is_kept_and_never_below_one_that_is_whole(prep
 
 
 @pytest.mark.all
+def test_another_number_of_ranks_is_refused_by_what_was_saved_and_changes_nothing(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    """As verl, whose files hold a piece of each tensor for each rank."""
+    program = make(prepared, tmp_path, PLUGIN, "trainer.total_training_steps=4")
+    assert program.run() == 0, program.said()
+    alone = replace(program, ranks=1, overrides=())
+    assert alone.run() != 0
+    assert "global_step_4 has no model_world_size_1_rank_0.pt" in alone.said()
+    assert "what is there is model_world_size_2, which a group of so many ranks loads" in alone.said()
+    assert_whole(program.checkpoints, [2, 4])
+    again = replace(program, overrides=())
+    assert again.run() == 0, again.said()
+    assert_goes_on(again, uninterrupted, [4])
+
+
+@pytest.mark.all
 def test_contents_without_the_optimizer_are_saved_so(prepared: Path, tmp_path: Path) -> None:
     program = make(prepared, tmp_path, PLUGIN, "checkpoint.save_contents=[model,extra]")
     assert program.run() == 0, program.said()
