@@ -27,9 +27,11 @@ from trinity_sync.checkpoint.daemon.process import Lifetime
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.checkpoint.tracker_files import write_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host import detached
 from trinity_sync.host.locks import open_lock, try_lock
+from trinity_sync.protocol.parts import FULL
 
 LIMIT = 20.0
 LIFETIME = Lifetime(first_s=10.0, grace_s=0.1, return_s=0.5)
@@ -142,6 +144,35 @@ def test_what_is_whole_is_committed_after_the_last_rank_and_what_is_not_goes(roo
     log = (root / ".monitor.log").read_text()
     assert "step 2" in log
     assert "all processes of the program have ended; missing: part 'optimizer'" in log
+
+
+BESIDE = ("actor/beside", "critic/beside")
+
+
+def test_what_verls_tracker_names_is_whole_at_the_end_for_every_engine(root: Path, join: Connect) -> None:
+    handle = join()
+    save(handle, begin(handle, 1, "model", *BESIDE), 1, "model")
+    step_dir(root, 1).mkdir()
+    (step_dir(root, 1) / "data.pt").write_text("written by the trainer")
+    write_tracker(root, FULL, 1)
+    save(handle, begin(handle, 2, "model", *BESIDE), 2, "model")  # the trainer has not come to its own files
+    handle.close()
+    wait_until_let_go(root)
+    assert read_manifest(step_dir(root, 1)).paths == {"model", "data.pt"}
+    assert not step_dir(root, 2).exists()
+    assert "missing: part 'actor/beside', part 'critic/beside'" in (root / ".monitor.log").read_text()
+
+
+def test_a_word_that_the_trainer_has_written_is_enough_for_every_engine(root: Path, join: Connect) -> None:
+    handle = join()
+    client = MonitorClient(handle)
+    save(handle, begin(handle, 1, "model", *BESIDE), 1, "model")
+    assert client.status(1).result(LIMIT)["state"] == "open"
+    client.notify_beside(1, attempt=0).result(LIMIT)
+    assert client.wait_committed(1, None, LIMIT, kind="full").result(LIMIT)["step"] == 1
+    client.notify_beside(1, attempt=0).result(LIMIT)  # said again
+    client.notify_beside(7, attempt=0).result(LIMIT)  # nobody saves it
+    assert client.status(7).result(LIMIT)["state"] == "unknown"
 
 
 def test_a_rank_that_is_killed_while_it_writes_fails_its_step_and_no_other(root: Path, join: Connect) -> None:

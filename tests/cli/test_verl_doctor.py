@@ -11,9 +11,10 @@ import pytest
 
 from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.doctor import ENGINES, MODULES, PLUGIN, Finding, findings
+from trinity_sync.integrations.verl.doctor import CALLBACK, ENGINES, MODULES, PLUGIN, PLUGINS, Finding, findings
 
 ON = {MODULES: f"mine,{PLUGIN}", ENGINES: "trinity"}
+CALLBACK_KEY = "trainer.checkpoint_callback_class"
 CONTENTS = ["model", "optimizer", "extra"]
 SFT = {
     "engine": {},
@@ -95,6 +96,46 @@ def test_a_plug_in_that_verl_does_not_ask_for_is_in_the_way(
     environment: dict[str, str], version: str | None, subject: str
 ) -> None:
     assert [one.subject for one in found(SFT, environment, version) if one.state == "stops"] == [subject]
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_found"), [(None, True), ("auto", True), ("other, trinity", True), ("other", False), ("none", False)]
+)
+def test_an_entry_point_that_verl_loads_is_enough(policy: str | None, is_found: bool) -> None:
+    environment = {ENGINES: "trinity", **({} if policy is None else {PLUGINS: policy})}
+    told = list(findings(SFT.get, environment, "0.9.1", ["trinity"]))
+    [one] = [one for one in told if one.subject == MODULES]
+    assert (one.state, bool(one.add)) == (("ours", False) if is_found else ("stops", True))
+
+
+def test_the_command_sees_the_entry_point_of_an_installed_package(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    about = tmp_path / "of_ours-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: of-ours\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[verl.plugins]\nmine = other\nby_name = {PLUGIN}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv(MODULES, raising=False)
+    monkeypatch.setenv(ENGINES, "trinity")
+    monkeypatch.setenv(PLUGINS, "by_name")
+    assert cli.main(["verl", "doctor", "trainer.save_freq=5"]) == 0
+    assert "by its entry point by_name" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "state"),
+    [
+        ({}, "verl"),
+        ({CALLBACK_KEY: CALLBACK}, "ours"),
+        ({CALLBACK_KEY: "mine.Callback"}, "verl"),
+        ({CALLBACK_KEY: CALLBACK, "trainer.use_v1": False}, "verl"),
+    ],
+)
+def test_who_is_told_of_a_save_is_said(changes: dict[str, object], state: str) -> None:
+    [one] = [one for one in found({**PPO, **changes}) if one.subject == CALLBACK_KEY]
+    assert one.state == state
+    assert list(one.add) == ([] if changes else [f"{CALLBACK_KEY}={CALLBACK}"])
 
 
 def test_the_lines_to_add_mend_it() -> None:

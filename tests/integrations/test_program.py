@@ -86,6 +86,7 @@ def test_under_ray_the_job_is_the_program(ranks: list[Any]) -> None:
     found = ray.get([rank.program.remote() for rank in ranks], timeout=LIMIT)
     context = ray.get_runtime_context()
     assert {one.word for one in found} == {f"{context.get_session_name()}-{context.get_job_id()}"}
+    assert this_program() in found  # the driver, which is in no group
     assert {one.address for one in found} == {ray.util.get_node_ip_address()}
 
 

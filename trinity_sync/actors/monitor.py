@@ -206,6 +206,11 @@ class MonitorClient(Client):
         what = f"take note of a failed part of step {step}"
         return self._call(what, "notify_failed", step, part, error, attempt=attempt, ticket=ticket)
 
+    def notify_beside(self, step: int, *, attempt: int | None) -> Pending[None]:
+        """Say that what verl's trainer writes itself, beside the files of its engines, is there."""
+        what = f"take what lies beside the engines' files of step {step}"
+        return self._call(what, "notify_beside", step, attempt=attempt)
+
     def notify_handed_over(self, ticket: str, step: int) -> Pending[None]:
         """Say that another writer answers for the part from now on."""
         return self._call(f"let a part of step {step} go", "notify_handed_over", ticket, step)

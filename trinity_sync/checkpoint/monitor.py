@@ -45,7 +45,7 @@ from trinity_sync.host.process import small_actor
 from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import CommitMeta
-from trinity_sync.protocol.parts import BESIDE_PART, FULL, Kind
+from trinity_sync.protocol.parts import FULL, Kind
 from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
 
@@ -312,9 +312,7 @@ class CheckpointMonitor(Writers):
         await self._changes.wait(lambda: self._execution.idle, lambda: _ENDING, timeout_s)
         named = await asyncio.to_thread(self._disk.named_by_verl)
         if named is not None and named in self._book.open_steps():
-            for part in self._book.awaited(named):
-                if part.rpartition("/")[2] == BESIDE_PART:
-                    await self.notify_finished(named, part=part, files=[])
+            await self.notify_beside(named)
         await self._changes.wait(lambda: self._execution.idle, lambda: _ENDING, max(0.0, deadline - time.monotonic()))
         for step in self._book.open_steps():
             missing = ", ".join(self._book.status(step).missing)

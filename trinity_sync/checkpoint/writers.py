@@ -12,7 +12,7 @@ from trinity_sync.checkpoint.execution import Execution
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple
+from trinity_sync.protocol.parts import BESIDE_PART, FULL, STATE_DICT, FileTuple
 
 _TICK_S = 0.5
 #: After a restart, a writer that does not show up again within this time died meanwhile.
@@ -162,6 +162,15 @@ class Writers:
                 attempt=attempt,
             )
         )
+        await self._execution.note(step)
+
+    async def notify_beside(self, step: int, *, attempt: int | None = None) -> None:
+        """Take note that what verl's trainer writes itself, beside the files of its engines, is there: for every engine
+        that has announced its parts of the step.
+        """
+        for part in self._book.awaited(step):
+            if part.rpartition("/")[2] == BESIDE_PART:
+                self._execution.apply(self._book.finished(step, part=part, files=[], attempt=attempt))
         await self._execution.note(step)
 
     async def notify_failed(

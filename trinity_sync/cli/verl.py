@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
@@ -34,9 +34,11 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def _doctor(options: argparse.Namespace) -> int:
     from trinity_sync.integrations.verl.doctor import findings
+    from trinity_sync.integrations.verl.vendor import PLUGIN
 
     get = _composed(options.config, options.config_path, options.overrides)
-    found = list(findings(get, os.environ, _version()))
+    installed = [one.name for one in entry_points(group="verl.plugins") if one.value == PLUGIN]
+    found = list(findings(get, os.environ, _version(), installed))
     width = max(len(one.subject) for one in found)
     for one in found:
         print(f"{one.state:<6} {one.subject:<{width}}  {one.told}")

@@ -4,14 +4,14 @@ neither verl nor torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.integrations.verl.vendor import PLUGIN, TESTED, VENDOR, is_tested
+from trinity_sync.integrations.verl.vendor import CALLBACK, PLUGIN, TESTED, VENDOR, is_tested
 
-MODULES, ENGINES = "VERL_USE_EXTERNAL_MODULES", "VERL_ENGINE_VENDOR"
+MODULES, ENGINES, PLUGINS = "VERL_USE_EXTERNAL_MODULES", "VERL_ENGINE_VENDOR", "VERL_USE_EXTERNAL_PLUGINS"
 
 _STRATEGIES = ("fsdp", "fsdp2", "megatron")
 _WHOLE = ("model", "optimizer", "extra")
@@ -47,13 +47,16 @@ class _Role:
     model: str
 
 
-def findings(get: Get, environment: Mapping[str, str], version: str | None) -> Iterator[Finding]:
+def findings(
+    get: Get, environment: Mapping[str, str], version: str | None, installed: Collection[str] = ()
+) -> Iterator[Finding]:
     """Look at a configuration of one of verl's trainers.
 
     Args:
         get: reads it.
         environment: of the program's processes.
         version: of verl, as installed; None: it is not.
+        installed: names under which the plug-in is an entry point of the group ``verl.plugins``.
 
     Raises:
         ConfigError: it is of no trainer that is known, or a key has no meaning; says which.
@@ -61,7 +64,7 @@ def findings(get: Get, environment: Mapping[str, str], version: str | None) -> I
     ppo = get("actor_rollout_ref") is not None
     if not ppo and get("engine") is None:
         raise ConfigError("the configuration has neither actor_rollout_ref (PPO) nor engine (SFT)")
-    yield from _plugin(environment, version, ppo)
+    yield from _plugin(environment, version, ppo, _let_through(environment, installed))
     if str(get("trainer.device")) not in ("cuda", "cpu"):
         yield Finding(
             state="stops", subject="trainer.device", told=f"{get('trainer.device')}: our engines are for cuda and cpu"
@@ -74,7 +77,16 @@ def findings(get: Get, environment: Mapping[str, str], version: str | None) -> I
         yield from _weight_sync(get)
 
 
-def _plugin(environment: Mapping[str, str], version: str | None, ppo: bool) -> Iterator[Finding]:
+def _let_through(environment: Mapping[str, str], installed: Collection[str]) -> Collection[str]:
+    """The entry points that verl loads: with ``auto`` all, else those that are named, none with ``none``."""
+    policy = environment.get(PLUGINS, "auto").strip().lower()
+    named = {name.strip() for name in policy.split(",")}
+    return [name for name in installed if policy == "auto" or name in named - {"none"}]
+
+
+def _plugin(
+    environment: Mapping[str, str], version: str | None, ppo: bool, entry_points: Collection[str]
+) -> Iterator[Finding]:
     if version is None or not is_tested(version):
         told = "is not installed here" if version is None else f"is {version}"
         known = ".".join(map(str, TESTED))
@@ -88,6 +100,10 @@ def _plugin(environment: Mapping[str, str], version: str | None, ppo: bool) -> I
         has = environment.get(name)
         if is_set:
             yield Finding(state="ours", subject=name, told=f"has {wanted}")
+            continue
+        if name == MODULES and entry_points:
+            told = f"is not needed: verl finds the plug-in by its entry point {', '.join(entry_points)}"
+            yield Finding(state="ours", subject=name, told=told)
             continue
         value = ",".join(filter(None, (has, wanted))) if name == MODULES else wanted
         add = [f"export {name}={value}"]
@@ -182,9 +198,27 @@ def _saves(get: Get, ppo: bool) -> Iterator[Finding]:
     if len(kept) > 1 and len(_roles(get, ppo)) > 1:
         told = "differ; a limit counts whole steps, so the smaller one holds for both"
         yield Finding(state="verl", subject="trainer.max_*_ckpt_to_keep", told=told)
+    if ppo:
+        yield from _callback(get)
     if _number(get, "trainer.esi_redundant_time") > 0:
         told = "verl times a save until our copy is made; add what writing it takes after that"
         yield Finding(state="verl", subject="trainer.esi_redundant_time", told=told)
+
+
+def _callback(get: Get) -> Iterator[Finding]:
+    key = "trainer.checkpoint_callback_class"
+    name = get(key)
+    if not get("trainer.use_v1"):
+        if name is not None:
+            yield Finding(state="verl", subject=key, told="is not called: only the V1 trainer (trainer.use_v1) does so")
+    elif name == CALLBACK:
+        yield Finding(state="ours", subject=key, told="is ours: a step is committed as soon as it is written")
+    elif name is None:
+        told = "is not set: a step is committed when its engines are used again, with ours as soon as it is written"
+        yield Finding(state="verl", subject=key, told=told, add=[f"{key}={CALLBACK}"])
+    else:
+        told = f"{name}: is called before the commit, for which it must not wait"
+        yield Finding(state="verl", subject=key, told=told)
 
 
 def _resume(get: Get) -> Iterator[Finding]:

@@ -7,8 +7,10 @@ what verl's trainer writes beside the engine's files is whole then.
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import AbstractContextManager
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import remote_copies
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.opening import open_monitor
+from trinity_sync.integrations.verl.retention import policies_in
 from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.integrations.verl.vendor import VENDOR, say
 
@@ -69,15 +72,20 @@ class SavesThroughUs:
 
 
 def _saves_of(engine: Any) -> CommittedSaves | None:
-    """Put our manager into an engine; None: it keeps verl's, which is said where somebody expects another."""
+    """Put our manager into an engine; None: it keeps verl's, which is said where somebody expects another.
+
+    Raises:
+        ConfigError: `RETENTION` names what is no policy.
+    """
     if getattr(engine.engine_config, "forward_only", False):
         return None  # a reference saves nothing
+    opens = partial(open_monitor, policies=policies_in(os.environ))
     try:
         if engine.engine_config.strategy == "megatron":
             from trinity_sync.integrations.verl.megatron_manager import use_in_megatron as use
         else:
             from trinity_sync.integrations.verl.manager import use_in as use  # type: ignore[assignment]
-        manager: CommittedSaves = use(engine, opens=open_monitor)
+        manager: CommittedSaves = use(engine, opens=opens)
     except ConfigError as error:
         if dist.get_rank() == 0:
             say(f"verl saves the checkpoints of this engine itself: {error}")

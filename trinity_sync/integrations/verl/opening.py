@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from trinity_sync.checkpoint.layout import step_of
@@ -9,11 +10,15 @@ from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl.local_run import join_run
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
+from trinity_sync.protocol.retention import Policy
 
 
-def open_monitor(local_path: str, loaded: str | None, timeout_s: float) -> RunMonitor:
+def open_monitor(
+    local_path: str, loaded: str | None, timeout_s: float, *, policies: Sequence[Policy] = ()
+) -> RunMonitor:
     """Find the program's monitor for the folder that a save goes to, or start it: a process that ends with the program.
-    Collective. For its arguments and errors see `saves.OpensMonitor` and `join_run`.
+    Collective. For its arguments and errors see `saves.OpensMonitor` and `join_run`; `policies` are the retention of
+    one that is started.
 
     Checkpoints of later steps than the one that was loaded from the folder become ``abandoned-*``.
 
@@ -25,7 +30,8 @@ def open_monitor(local_path: str, loaded: str | None, timeout_s: float) -> RunMo
     if loaded is not None:
         place, step = _split(loaded)
         resume_step = step if _same(place, root) else 0
-    return join_run(root, resume_step=resume_step, timeout_s=timeout_s, config=MonitorConfig(timeout_s=timeout_s))
+    config = MonitorConfig(timeout_s=timeout_s, policies=policies)
+    return join_run(root, resume_step=resume_step, timeout_s=timeout_s, config=config)
 
 
 def _same(one: Path, other: Path) -> bool:

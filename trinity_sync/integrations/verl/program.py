@@ -31,15 +31,15 @@ class Program:
 
 
 def this_program() -> Program:
-    """Name the program. Collective, over the default group.
+    """Name the program.
 
-    Under Ray, it is Ray's job. Else the group is the program, and its rank 0 draws the word: the ids of a launcher come
-    again when it starts its processes again.
+    Under Ray, it is Ray's job, of which any process may ask alone, also the driver, which is in no group. Else the
+    default group is the program, and its rank 0 draws the word: the ids of a launcher come again when it starts its
+    processes again. Collective then.
 
     Raises:
         RunError: on every rank, where a rank is gone; or no address is known.
     """
-    said = together("name the program", lambda: (_drawn(os.getpid()), _machine(), socket.gethostname()))
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         context = ray.get_runtime_context()
@@ -47,6 +47,7 @@ def this_program() -> Program:
         return Program(
             word=f"{context.get_session_name()}-{context.get_job_id()}", address=ray.util.get_node_ip_address()
         )
+    said = together("name the program", lambda: (_drawn(os.getpid()), _machine(), socket.gethostname()))
     elsewhere = [host for _, machine, host in said if machine != _machine()]
     master = os.environ.get("MASTER_ADDR")
     address = _reached_by([*([master] if master else []), *elsewhere]) if elsewhere else _LOOPBACK

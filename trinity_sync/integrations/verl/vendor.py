@@ -11,6 +11,9 @@ VENDOR = "trinity"
 TESTED = (0, 9)
 """The version of verl that the plug-in was written for and is tested with, without its last part."""
 
+CALLBACK = "trinity_sync.integrations.verl.callback.CheckpointCallback"
+"""What `trainer.checkpoint_callback_class` names."""
+
 PLUGIN = "trinity_sync.integrations.verl.plugin"
 """What `VERL_USE_EXTERNAL_MODULES` names."""
 

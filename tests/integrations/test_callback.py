@@ -1,0 +1,120 @@
+"""The callback of verl's V1 trainer, with a real monitor and no engine: verl's call, and what is on the disk then."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from verl.trainer.ppo.checkpoint_callback import build_checkpoint_callback
+
+from tests.checkpoint.test_daemon import LIFETIME, LIMIT, begin, save, wait_until_let_go
+from trinity_sync.actors.local.handle import LocalHandle
+from trinity_sync.actors.monitor import MonitorClient
+from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.layout import read_manifest, step_dir
+from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.integrations.verl import callback as callbacks
+from trinity_sync.integrations.verl.program import Program
+from trinity_sync.integrations.verl.vendor import CALLBACK
+
+BESIDE = ("actor/beside", "critic/beside")
+
+OnSave = Callable[[int], None]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoints"
+
+
+@pytest.fixture
+def engines(root: Path) -> Iterator[LocalHandle]:
+    """What the engines of a program have opened; the newest two checkpoints stay."""
+    config = MonitorConfig(timeout_s=LIMIT, fsync=False, policies={"keep_last": {"n": 2}})
+    handle = connect(root, program="one", may_start=True, timeout_s=LIMIT, lifetime=LIFETIME, config=config)
+    yield handle
+    handle.close()
+
+
+@pytest.fixture
+def on_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnSave]:
+    """What verl's trainer does after a save."""
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", "trinity")
+    monkeypatch.setattr(callbacks, "this_program", lambda: Program(word="one", address="127.0.0.1"))
+    opened: list[LocalHandle] = []
+
+    def connect_too(*args: Any, **kwargs: Any) -> LocalHandle:
+        opened.append(connect(*args, **kwargs))
+        return opened[-1]
+
+    monkeypatch.setattr(callbacks, "connect", connect_too)
+    made = build_checkpoint_callback(OmegaConf.create({"trainer": {"checkpoint_callback_class": CALLBACK}}))
+
+    def on_save(step: int) -> None:
+        folder = step_dir(root, step)
+        folder.mkdir(parents=True)
+        (folder / "data.pt").write_text("the trainer's own")
+        made.on_save(trainer=SimpleNamespace(), global_step=step, checkpoint_dir=str(folder), async_save=False, new=1)
+
+    yield on_save
+    for handle in opened:
+        handle.close()
+    wait_until_let_go(root)
+
+
+def events(root: Path, number: int) -> list[dict[str, Any]]:
+    """Wait until so many are recorded."""
+    file, deadline = root / callbacks.EVENTS, time.monotonic() + LIMIT
+    while not file.exists() or len(file.read_text().splitlines()) < number:
+        assert time.monotonic() < deadline, file.read_text() if file.exists() else "nothing is recorded"
+        time.sleep(0.02)
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_step_is_committed_though_no_engine_is_used_again(root: Path, on_save: OnSave, engines: LocalHandle) -> None:
+    for step in (1, 2, 3):
+        save(engines, begin(engines, step, "model", *BESIDE), step, "model")
+        assert not (step_dir(root, step)).exists()
+        on_save(step)
+        found = events(root, step if step < 3 else 4)
+    assert [(one["event"], one["step"]) for one in found] == [("commit", 1), ("commit", 2), ("commit", 3), ("prune", 1)]
+    assert {one["attempt"] for one in found} == {0}
+    assert (found[2]["kind"], found[2]["bytes"]) == ("full", len("model") + len("the trainer's own"))
+    assert {"digest", "total_s", "written_s", "time"} <= found[2].keys()
+    assert read_manifest(step_dir(root, 3)).paths == {"model", "data.pt"}
+
+
+def test_the_trainer_does_not_wait_for_the_commit_and_hears_aloud_that_it_failed(
+    root: Path, on_save: OnSave, engines: LocalHandle, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin(engines, 1, "model", *BESIDE)
+    on_save(1)
+    assert MonitorClient(engines).status(1).result(LIMIT)["missing"] == ["part 'model'"]
+    MonitorClient(engines).fail_step(1, "planted", attempt=None).result(LIMIT)
+    [fault] = events(root, 1)
+    assert fault["event"] == "fault"
+    assert "planted" in fault["error"]
+    assert "the checkpoint of step 1 is not committed: " in capsys.readouterr().err
+
+
+def test_a_monitor_that_is_not_there_does_not_end_the_training(
+    on_save: OnSave, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(callbacks, "_ANSWER_S", 0.2)
+    on_save(1)
+    assert "step 1 is committed when its engines are used again" in capsys.readouterr().err
+
+
+def test_without_our_engines_it_does_nothing_and_says_so(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("VERL_ENGINE_VENDOR", raising=False)
+    callbacks.CheckpointCallback().on_save(None, 1, str(step_dir(root, 1)))
+    assert "VERL_ENGINE_VENDOR" in capsys.readouterr().err
+    assert not root.exists()

@@ -1,0 +1,127 @@
+"""The callback of verl's V1 trainer: a step is committed as soon as it is written, and what became of it is recorded.
+
+::
+
+    trainer.checkpoint_callback_class=trinity_sync.integrations.verl.callback.CheckpointCallback
+
+verl calls it in the driver, when the trainer has written the last file of its own. Without it, that is known only when
+an engine is used again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from verl.trainer.ppo import checkpoint_callback
+
+from trinity_sync.actors.monitor import Committed
+from trinity_sync.actors.pending import ANSWER_S
+from trinity_sync.checkpoint.daemon.connecting import connect
+from trinity_sync.checkpoint.event_log import EventLog
+from trinity_sync.checkpoint.monitor import MonitorConfig
+from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.integrations.verl.program import this_program
+from trinity_sync.integrations.verl.run_monitor import RunMonitor
+from trinity_sync.integrations.verl.vendor import is_on, say
+from trinity_sync.protocol.parts import FULL
+from trinity_sync.tracking.jsonl import JsonlWriter
+
+EVENTS = "events.jsonl"
+"""In the checkpoint folder: ``commit``, ``prune`` and ``fault``, one JSON object a line."""
+
+_ANSWER_S = 30.0
+"""For the monitor, which is there when a save has returned, seconds."""
+
+_COMMIT_S = MonitorConfig().timeout_s
+
+
+class CheckpointCallback(checkpoint_callback.CheckpointCallback):
+    """Tells the checkpoint monitor that all of a step is written, and records its commit, in the background.
+
+    Nothing here ends the training: what goes wrong is said on standard error, and a step that is lost for it is told
+    by the next save of the engine.
+
+    Args:
+        config: verl's.
+    """
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__(config)
+        self._record: _Record | None = None
+        if not is_on():
+            say("the checkpoint callback has nothing to do: VERL_ENGINE_VENDOR is not trinity in the driver")
+
+    def on_save(
+        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
+    ) -> None:
+        """Take note that the trainer has written what it writes itself. Waits until the monitor knows, not for the
+        commit.
+
+        Args:
+            trainer, async_save, kwargs: not used.
+            global_step: the step.
+            checkpoint_dir: its folder.
+        """
+        if not is_on():
+            return
+        try:
+            if self._record is None:
+                self._record = _Record(_connected(Path(checkpoint_dir).absolute().parent))
+            self._record.tell_whole(global_step)
+        except TrinityError as error:
+            say(f"step {global_step} is committed when its engines are used again, and not recorded: {error}")
+            return
+        follow = threading.Thread(
+            target=self._record.follow, args=(global_step,), name=f"record-{global_step}", daemon=True
+        )
+        follow.start()
+
+
+def _connected(root: Path) -> RunMonitor:
+    program = this_program()
+    handle = connect(root, program=program.word, may_start=False, timeout_s=_ANSWER_S, address=program.address)
+    return RunMonitor.of(handle, _ANSWER_S)
+
+
+class _Record:
+    """What became of the steps of a run, as a file.
+
+    Raises:
+        RunError: the file cannot be opened.
+    """
+
+    def __init__(self, monitor: RunMonitor) -> None:
+        if monitor.root is None:
+            raise RunError("the checkpoint monitor writes nothing")
+        self._client, self._attempt = monitor.client, monitor.attempt
+        self._file = JsonlWriter(monitor.root / EVENTS)
+
+    def tell_whole(self, step: int) -> None:
+        """Tell the monitor that what belongs beside the engines' files is there."""
+        self._client.notify_beside(step, attempt=self._attempt).result(_ANSWER_S)
+
+    def follow(self, step: int) -> None:
+        """Wait for the commit and record it. What goes wrong is said."""
+        log = EventLog(self._attempt, time.time)
+        try:
+            _note(
+                log, self._client.wait_committed(step, self._attempt, _COMMIT_S, kind=FULL).result(_COMMIT_S + ANSWER_S)
+            )
+        except TrinityError as error:
+            say(f"the checkpoint of step {step} is not committed: {error}")
+            log.fault(f"checkpoint of step {step}", error)
+        try:
+            for event in (*log.drain(), *self._client.drain_events().result(_ANSWER_S)):
+                self._file.append(event)
+        except TrinityError as error:
+            say(f"what became of step {step} is not recorded: {error}")
+
+
+def _note(log: EventLog, commit: Committed) -> None:
+    told = ("step", "kind", "digest", "bytes", "written_s", "total_s")
+    log.add("commit", **{name: value for name, value in commit.items() if name in told})
+    for pruned in commit["pruned"]:
+        log.add("prune", **pruned)
