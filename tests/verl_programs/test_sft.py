@@ -9,11 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.verl_programs.programs import PLUGIN, WITHOUT_US, Program, prepare
 from trinity_sync.checkpoint import catalog
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.verification import verify
+from trinity_sync.weights.torch_file import tensors
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,11 @@ def uninterrupted(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     assert program.run() == 0, program.said()
     assert sorted(program.losses()) == [1, 2, 3, 4, 5, 6]
     return program
+
+
+def saved(file: Path) -> list[torch.Tensor]:
+    """The tensors in one of verl's files."""
+    return list(tensors(torch.load(file, weights_only=False)))
 
 
 def make(prepared: Path, folder: Path, environment: dict[str, str], *overrides: str) -> Program:
@@ -66,6 +73,34 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
     files = {entry.path for entry in read_manifest(step_dir(program.checkpoints, 6)).files}
     assert {"data_0.pt", "data_1.pt", "fsdp_config.json", "model_world_size_2_rank_1.pt"} <= files
     assert (program.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6"
+
+
+def test_what_is_saved_is_the_state_at_the_save_however_long_its_copy_takes(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    program = make(prepared, tmp_path, {**PLUGIN, "COPY": "slow"})
+    slow = replace(program, script="sft_copies.py")
+    assert slow.run() == 0, slow.said()
+    assert slow.losses() == uninterrupted.losses()
+    for name in (f"{kind}_world_size_2_rank_{rank}.pt" for kind in ("model", "optim") for rank in range(2)):
+        ours, verls = (saved(step_dir(each.checkpoints, 2) / name) for each in (program, uninterrupted))
+        assert len(ours) == len(verls) > 0
+        assert all(torch.equal(one, other) for one, other in zip(ours, verls, strict=True)), name
+
+
+@pytest.mark.all
+def test_a_copy_that_fails_beside_training_fails_its_save_and_ends_the_program(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    program = make(prepared, tmp_path, PLUGIN)
+    failing = replace(program, script="sft_copies.py", environment={**PLUGIN, "COPY": "fails"})
+    assert failing.run() != 0
+    said = failing.said()
+    assert "could not save step 6, because an earlier save failed" in said
+    assert "the state of step 4 could not be copied: planted: no copy" in said
+    assert_whole(program.checkpoints, [2])
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [2])
 
 
 @pytest.mark.all

@@ -42,7 +42,7 @@ from trinity_sync.backends.base import DISTRIBUTED, Format
 from trinity_sync.backends.engines import FsdpEngine
 from trinity_sync.backends.optimizer_settings import settings_kept
 from trinity_sync.backends.safe_loading import load_file, nothing_runs
-from trinity_sync.backends.sharded import sharded
+from trinity_sync.backends.sharded import apart_from_buffers, optimizer_state, sharded
 from trinity_sync.errors import RunError
 from trinity_sync.weights.lora import CONFIG_FILE, is_adapter
 from trinity_sync.weights.shards import listed
@@ -81,13 +81,13 @@ class FsdpState:
         with self._on_device(), sharded(self._engine.module, offload=torch.cuda.is_available()):
             if form == "dcp":
                 state = self._distributed()
-                self._detach_buffers(state["model"])
+                apart_from_buffers(self._engine.module, state["model"])
                 return {DISTRIBUTED: state, names["extra_state"]: extra}
             model = self._trained(self._engine.module.state_dict())
-            self._detach_buffers(model)
+            apart_from_buffers(self._engine.module, model)
             return {
                 names["model"]: model,
-                names["optim"]: self._engine.optimizer.state_dict(),
+                names["optim"]: optimizer_state(self._engine.optimizer),
                 names["extra_state"]: extra,
             }
 
@@ -115,15 +115,6 @@ class FsdpState:
                 engine.optimizer.load_state_dict(load_file(folder / self._file("optim")))
         self._load_extra(folder)
         dist.barrier()
-
-    def _detach_buffers(self, model: dict[str, Any]) -> None:
-        """Put copies in place of the buffers, which a forward pass may change: training waits for the optimizer's step
-        only. They are small; the parameters stay what they are.
-        """
-        live = {buffer.untyped_storage()._cdata for buffer in self._engine.module.buffers()}
-        for name, value in model.items():
-            if type(value) is torch.Tensor and value.untyped_storage()._cdata in live:
-                model[name] = value.clone()
 
     def _trained(self, model: dict[str, Any]) -> dict[str, Any]:
         """Leave out what an adapter is trained on."""

@@ -89,6 +89,18 @@ def gather_parameters(chunks: Collection[DistributedDataParallel]) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
+def has_buffers(chunks: Collection[DistributedDataParallel]) -> bool:
+    """Whether a part of the model's state is no parameter, such as the bias of a mixture's router: that may change
+    before the optimizer's step.
+    """
+    return any(
+        buffer is not None and name not in module._non_persistent_buffers_set
+        for chunk in chunks
+        for module in chunk.modules()
+        for name, buffer in module._buffers.items()
+    )
+
+
 # ---- loads, all collective
 
 

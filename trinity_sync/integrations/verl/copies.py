@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from trinity_sync.backends.sharded import sharded
+from trinity_sync.backends.sharded import apart_from_buffers, optimizer_state, sharded
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import contents, files
@@ -40,10 +40,14 @@ class Copies:
 
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
+        timeout_s: limit of the wait for a copy, seconds.
+        lazily: see `saves.Copies`.
     """
 
-    def __init__(self, manager: FSDPCheckpointManager) -> None:
+    def __init__(self, manager: FSDPCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
         self._manager = manager
+        self._timeout_s = timeout_s
+        self._lazily = lazily
         self._copy = StateCopy()
         self._metadata: dict[str, bytes] | None = None
 
@@ -54,7 +58,7 @@ class Copies:
             check_export(self._manager)
         together(f"copy the state of step {step}", lambda: self._take(step, todo))
         found: dict[str, SaveFn] = {
-            name: self._copy.writer(self._file(name), folder, staging, durable=durable)
+            name: self._copy.writer(self._file(name), folder, staging, durable=durable, timeout_s=self._timeout_s)
             for name in todo
             if name not in contents.OF_FIRST_RANK
         }
@@ -71,12 +75,17 @@ class Copies:
     def give_up(self, name: str, error: BaseException) -> None:
         """Do nothing: each rank writes its own files."""
 
+    def wait_until_copied(self) -> None:
+        """See `saves.Copies`."""
+        self._copy.wait_until_copied(self._timeout_s)
+
     def _take(self, step: int, todo: list[str]) -> None:
         live = {self._file(name): value for name, value in self._live(todo).items()}
-        self._copy.take(live, f"the state of step {step}")
         if contents.METADATA in todo and self._manager.rank == 0 and self._metadata is None:
             # Made once, and on the thread that uses config and tokenizer: neither changes in a run.
             self._metadata = files.metadata(self._manager)
+        # Last: what comes after it shares the processor with it.
+        self._copy.take(live, f"the state of step {step}", lazily=self._lazily)
 
     def _live(self, todo: list[str]) -> dict[str, object]:
         """What each rank writes of these contents, by name, as `torch.save` takes it. Collective."""
@@ -86,9 +95,9 @@ class Copies:
         with sharded(manager.model, offload=offload) if manager.model is not None else nullcontext():
             if contents.MODEL in todo:
                 # Collective in FSDP1, so it comes before everything that may fail on one rank.
-                live[contents.MODEL] = self._chosen(manager.model.state_dict())
+                live[contents.MODEL] = self._chosen(apart_from_buffers(manager.model, manager.model.state_dict()))
             if contents.OPTIMIZER in todo:
-                live[contents.OPTIMIZER] = manager.optimizer.state_dict()
+                live[contents.OPTIMIZER] = optimizer_state(manager.optimizer)
         if contents.EXTRA in todo:
             scheduler = copy.deepcopy(manager.lr_scheduler.state_dict()) if manager.lr_scheduler is not None else None
             live[contents.EXTRA] = {"lr_scheduler": scheduler, "rng": manager.get_rng_state()}

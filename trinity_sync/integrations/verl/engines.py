@@ -2,7 +2,8 @@
 
 An engine of verl's makes its checkpoint manager itself and knows it by a name of its own; what it saves and loads goes
 through that. So nothing but the manager differs. Beside it the engine tells the manager when the trainer has gone on:
-what verl's trainer writes beside the engine's files is whole then.
+what verl's trainer writes beside the engine's files is whole then. And before it changes what was saved last, which is
+parameters, optimizer and schedule, or moves it elsewhere, it waits until that is copied.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ _CLASSES = {
 """verl's classes: model type and strategies that verl registers them for."""
 
 
+_PAST_THE_ENGINE = "verl.experimental.separation.engine_workers"
+"""Has workers that write to the parameters themselves."""
+
+
 class SavesThroughUs:
     """Comes before one of verl's engines among the bases of a class."""
 
@@ -56,12 +61,32 @@ class SavesThroughUs:
         return mode
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
+        """Also merges adapters into what they are trained on, for a while."""
         self._went_on()
+        self._wait_until_copied()
         return super().get_per_tensor_param(*args, **kwargs)  # type: ignore[misc]
+
+    def optimizer_step(self) -> Any:
+        self._wait_until_copied()
+        return super().optimizer_step()  # type: ignore[misc]
+
+    def lr_scheduler_step(self) -> Any:
+        self._wait_until_copied()
+        return super().lr_scheduler_step()  # type: ignore[misc]
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        if model or optimizer:
+            self._wait_until_copied()
+        super().to(device, model=model, optimizer=optimizer, grad=grad)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self._wait_until_copied()
+        super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Save through our manager; what is saved last is written when this returns, for Ray ends workers at once."""
         self._went_on()
+        self._wait_until_copied()
         super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]
         if self._saves is not None and _is_last(self):
             self._saves.finish_writing()
@@ -69,6 +94,10 @@ class SavesThroughUs:
     def _went_on(self) -> None:
         if self._saves is not None:
             self._saves.trainer_went_on()
+
+    def _wait_until_copied(self) -> None:
+        if self._saves is not None:
+            self._saves.wait_until_copied()
 
 
 def _saves_of(engine: Any) -> CommittedSaves | None:
@@ -85,7 +114,7 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
             from trinity_sync.integrations.verl.megatron_manager import use_in_megatron as use
         else:
             from trinity_sync.integrations.verl.manager import use_in as use  # type: ignore[assignment]
-        manager: CommittedSaves = use(engine, opens=opens)
+        manager: CommittedSaves = use(engine, opens=opens, lazily=_stays_put(engine))
     except ConfigError as error:
         if dist.get_rank() == 0:
             say(f"verl saves the checkpoints of this engine itself: {error}")
@@ -93,6 +122,15 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
     finish_at_exit(manager)
     remote_copies.of_manager(manager)
     return manager
+
+
+def _stays_put(engine: Any) -> bool:
+    """Whether nothing but the engine's own methods changes parameters and optimizer, or where they lie. With offloading
+    verl's save moves them out when it ends; workers of verl's that keep a copy of the model in the CPU's memory put it
+    back past the engine.
+    """
+    offloads = engine.is_param_offload_enabled or engine.is_optimizer_offload_enabled
+    return not offloads and _PAST_THE_ENGINE not in sys.modules
 
 
 def _is_last(engine: Any) -> bool:

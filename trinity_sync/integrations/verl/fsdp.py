@@ -50,7 +50,7 @@ def fsdp_save_state_dict(
         metadata = files.metadata(engine.checkpoint_manager) if rank == 0 else {}
         folder = coordinator.staged(local_path, global_step)
         # The coordinator digests what it is given as paths, and makes it durable.
-        write_weights = copied.writer(name, folder, folder, durable=False)
+        write_weights = copied.writer(name, folder, folder, durable=False, timeout_s=0.0)
 
         def write() -> list[Path]:
             write_weights()

@@ -43,6 +43,8 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         *args: as for verl's class.
         **kwargs: as for verl's class.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
+        lazily: a save returns while the state is still being copied, and whoever changes it (the optimizer's step, a
+            load, what moves it elsewhere) calls `wait_until_copied` before.
         opens: opens the monitor at the first save, without any actors; `ray_namespace` is not used then, and there is
             no Synchronizer.
         trust_remote_code: passed on when Hugging Face configs and models are made.
@@ -58,6 +60,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         *args: object,
         ray_namespace: str = "",
         opens: OpensMonitor | None = None,
+        lazily: bool = False,
         trust_remote_code: bool = False,
         timeout_s: float = 1800.0,
         **kwargs: object,
@@ -65,7 +68,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         super().__init__(*args, trust_remote_code=trust_remote_code, **kwargs)
         if self.should_save_hf_model:
             check_export(self)
-        self._start_saves(Copies(self), opens or ray_namespace, timeout_s)
+        self._start_saves(Copies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
         self._announced: int | None = None
         self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
 

@@ -17,6 +17,7 @@ from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.weights import Pairs
 from trinity_sync.protocol.parts import FileTuple
+from trinity_sync.weights.copying import Copying
 
 if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
@@ -30,14 +31,17 @@ class Copies:
 
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
-        timeout_s: limit of the ranks' wait for each other where they write together, seconds.
+        timeout_s: limit of the ranks' wait for each other where they write together, and for a copy, seconds.
+        lazily: see `saves.Copies`. Not of a model with buffers.
 
     Attributes:
         meeting: in which the ranks write what was copied last; None before.
     """
 
-    def __init__(self, manager: MegatronCheckpointManager, timeout_s: float) -> None:
+    def __init__(self, manager: MegatronCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
         self._manager = manager
+        self._lazily = lazily and not trees.has_buffers(manager.model)
+        self._copying: Copying | None = None
         self._trees = trees.Trees(manager)
         self._meetings = Meetings.of_default_group(timeout_s)
         self.meeting: Meeting | None = None
@@ -72,19 +76,30 @@ class Copies:
         if name == contents.STATE and self.meeting is not None:
             self.meeting.give_up(error)
 
+    def wait_until_copied(self) -> None:
+        """See `saves.Copies`."""
+        if self._copying is not None:
+            self._copying.wait_until_copied(self._meetings.timeout_s)
+
     # ---- the trees of megatron-core
 
     def _take_trees(self, step: int, folder: Path, staging: Path, durable: bool) -> SaveFn:
         pending = self._trees.plan(folder, trees_to_save(self._manager))
 
+        limit = self._meetings.timeout_s
+
         def copy() -> None:
-            self._trees.copy(pending, in_background=False).wait_whole(self._meetings.timeout_s)
+            self._copying = self._trees.copy(pending, in_background=self._lazily)
+            if not self._lazily:
+                self._copying.wait_whole(limit)
 
         together(f"copy the state of step {step}", copy)
+        copying = self._copying
+        assert copying is not None
         meeting = self.meeting = self._meetings.begin(f"step {step}")
 
         def write() -> list[Path | FileTuple]:
-            large, small = finalise(pending, meeting, lambda: None, durable=durable)
+            large, small = finalise(pending, meeting, lambda: copying.wait_whole(limit), durable=durable)
             return [*((path.relative_to(staging).as_posix(), size, digest) for path, size, digest in large), *small]
 
         return write

@@ -42,6 +42,8 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         *args: as for verl's class.
         **kwargs: as for verl's class.
         ray_namespace: the namespace of the run's actors; empty: Ray's own for this process.
+        lazily: a save returns while the state is still being copied, and whoever changes it (the optimizer's step, a
+            load, what moves it elsewhere) calls `wait_until_copied` before.
         opens: opens the monitor at the first save, without any actors; `ray_namespace` is not used then.
         timeout_s: limit of every wait, seconds.
 
@@ -57,12 +59,13 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
         *args: object,
         ray_namespace: str = "",
         opens: OpensMonitor | None = None,
+        lazily: bool = False,
         timeout_s: float = 1800.0,
         **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
         _check_engine(self)
-        self._start_saves(Copies(self, timeout_s), opens or ray_namespace, timeout_s)
+        self._start_saves(Copies(self, timeout_s, lazily=lazily), opens or ray_namespace, timeout_s)
         self._contents_saved: list[str] = []
 
     # ---- saving

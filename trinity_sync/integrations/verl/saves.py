@@ -4,7 +4,7 @@ One save, on every rank:
 
 1. earlier saves of this manager are complete, or their failure is raised (all ranks agree);
 2. rank 0 announces the parts to the monitor and hears where to write; all ranks agree;
-3. all ranks copy their state; all ranks agree;
+3. all ranks copy their state, or begin to; all ranks agree;
 4. each part is written in the background, into a staging folder that nobody reads;
 5. the monitor commits; rank 0 then enforces the limit, and does what else follows a commit.
 """
@@ -69,6 +69,12 @@ class Copies(Protocol):
     def give_up(self, name: str, error: BaseException) -> None:
         """This rank cannot write one of the contents that were copied last: nobody who writes it with this rank waits
         for it. May be called on any thread.
+        """
+        ...
+
+    def wait_until_copied(self) -> None:
+        """Return when the state of which copies were taken last may change: lazy ones go on after `take` has returned,
+        and what they fail of is raised by what writes them. Raises WaitTimeout.
         """
         ...
 
@@ -158,7 +164,7 @@ class CommittedSaves(ABC):
     # ---- saving
 
     def _save(self, local_path: str, step: int, kind: Kind, names: list[str]) -> None:
-        """Save these contents as a part of the commit of this kind. Collective; returns when the state is copied.
+        """Save these contents as a part of the commit of this kind. Collective; returns when `Copies.take` does.
 
         Raises:
             ConfigError, RunError: on every rank; also for what an earlier save failed of.
@@ -329,10 +335,17 @@ class CommittedSaves(ABC):
             self._forget()
             raise
 
+    def wait_until_copied(self) -> None:
+        """Return when what was saved last may change: parameters and optimizer, and where they lie. What the copy fails
+        of fails the save. Raises WaitTimeout.
+        """
+        self._copies.wait_until_copied()
+
     def _finish_writing(self) -> None:
         """Wait for this rank's saves. What failed first in the group is what is raised on each rank: once a step has
         failed its folder goes, and with it what other ranks are writing to.
         """
+        self.wait_until_copied()  # also where what should have written the copy has failed before
         try:
             self._coordinator.wait_all()
         except Exception as error:

@@ -18,36 +18,48 @@ class StateCopy:
         self._memory: mmap.mmap | None = None
         self._snapshot: Snapshot | None = None
 
-    def take(self, files: Mapping[str, object], what: str) -> None:
+    def take(self, files: Mapping[str, object], what: str, *, lazily: bool = False) -> None:
         """Copy a state; the copy before must not be needed any more.
 
         Args:
             files: file name -> live value for `torch.save`.
             what: for errors, such as ``"the state of step 3"``.
+            lazily: return at once and copy on; the state must not change before `wait_until_copied` returns.
         """
         planned = plan(files)
         if self._memory is None or len(self._memory) < planned.nbytes:
             self._snapshot, self._memory = None, mmap.mmap(-1, max(planned.nbytes, mmap.PAGESIZE))
         self._snapshot = Snapshot(planned, self._memory, what)
-        self._snapshot.copy(in_background=False)
+        self._snapshot.copy(in_background=lazily)
 
-    def writer(self, name: str, folder: Path, staging: Path, *, durable: bool) -> Callable[[], list[FileTuple]]:
+    def wait_until_copied(self, timeout_s: float) -> None:
+        """Wait until what was taken last may change. An error of the copy is left to what writes it.
+
+        Raises:
+            WaitTimeout: the copy takes longer than `timeout_s`.
+        """
+        if self._snapshot is not None:
+            self._snapshot.wait_until_copied(timeout_s)
+
+    def writer(
+        self, name: str, folder: Path, staging: Path, *, durable: bool, timeout_s: float
+    ) -> Callable[[], list[FileTuple]]:
         """Return what writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
 
         Args:
             staging: the step's staging folder, to which the entry is relative.
             durable: fsync.
+            timeout_s: limit of the wait for the copy, seconds.
         """
         snapshot, memory = self._snapshot, self._memory
         assert snapshot is not None
         assert memory is not None
-        return lambda: [_write(snapshot, memory, name, folder, staging, durable)]
 
+        def write() -> list[FileTuple]:
+            folder.mkdir(parents=True, exist_ok=True)
+            (image,) = snapshot.file_images(folder, timeout_s, {name})
+            path = Path(image.path)
+            size, digest = write_image(path, image.extents, memory, durable=durable)
+            return [(path.relative_to(staging).as_posix(), size, digest)]
 
-def _write(snapshot: Snapshot, memory: mmap.mmap, name: str, folder: Path, staging: Path, durable: bool) -> FileTuple:
-    folder.mkdir(parents=True, exist_ok=True)
-    # The copy is whole already, so there is nothing to wait for.
-    (image,) = snapshot.file_images(folder, 0.0, {name})
-    path = Path(image.path)
-    size, digest = write_image(path, image.extents, memory, durable=durable)
-    return path.relative_to(staging).as_posix(), size, digest
+        return write
