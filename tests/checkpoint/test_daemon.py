@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.actors.test_local import forked
 from trinity_sync.actors.local.handle import LocalHandle
@@ -161,6 +162,27 @@ def test_what_verls_tracker_names_is_whole_at_the_end_for_every_engine(root: Pat
     assert read_manifest(step_dir(root, 1)).paths == {"model", "data.pt"}
     assert not step_dir(root, 2).exists()
     assert "missing: part 'actor/beside', part 'critic/beside'" in (root / ".monitor.log").read_text()
+
+
+@pytest.mark.parametrize("left", ["all of it", "half of it", "nothing"])
+def test_a_file_of_another_rank_of_the_trainer_is_in_when_it_is_whole(root: Path, join: Connect, left: str) -> None:
+    """verl's rank 0 writes the tracker before the others have come to theirs."""
+    handle = join()
+    save(handle, begin(handle, 1, "model", "beside", "beside-data_1.pt"), 1, "model")
+    step_dir(root, 1).mkdir()
+    torch.save({"position": list(range(1000))}, step_dir(root, 1) / "data_1.pt")
+    data = (step_dir(root, 1) / "data_1.pt").read_bytes()
+    (step_dir(root, 1) / "data_1.pt").write_bytes(data[: len(data) // 2] if left == "half of it" else data)
+    if left == "nothing":
+        (step_dir(root, 1) / "data_1.pt").unlink()
+    write_tracker(root, FULL, 1)
+    handle.close()
+    wait_until_let_go(root)
+    if left == "all of it":
+        assert read_manifest(step_dir(root, 1)).paths == {"model", "data_1.pt"}
+    else:
+        assert not (step_dir(root, 1) / "manifest.json").exists()
+        assert "missing: part 'beside-data_1.pt'" in (root / ".monitor.log").read_text()
 
 
 def test_a_word_that_the_trainer_has_written_is_enough_for_every_engine(root: Path, join: Connect) -> None:

@@ -28,8 +28,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def others(monkeypatch: pytest.MonkeyPatch, *said: tuple[str, str, str]) -> None:
-    """Let there be other ranks: their words, machines and hosts, rank 0 first; this one is the last."""
+def others(monkeypatch: pytest.MonkeyPatch, *said: tuple[str, str, str, str | None]) -> None:
+    """Let there be other ranks: their words, machines, hosts and jobs, rank 0 first; this one is the last."""
     monkeypatch.setattr(program, "together", lambda what, work: [*said, work()])
 
 
@@ -41,8 +41,21 @@ def test_a_group_on_one_machine_has_one_word_and_a_loopback(group: None) -> None
 
 
 def test_the_word_is_that_of_rank_0(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    others(monkeypatch, ("drawn elsewhere", program._machine(), "here"))
+    others(monkeypatch, ("drawn elsewhere", program._machine(), "here", None))
     assert this_program().word == "drawn elsewhere"
+
+
+def test_a_rank_that_uses_ray_for_something_of_its_own_is_in_the_group_still(
+    group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others(monkeypatch, ("drawn elsewhere", program._machine(), "here", "a job"))
+    assert this_program().word == "drawn elsewhere"
+
+
+def test_a_process_of_no_program_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(RunError, match="belongs to no program"):
+        this_program()
 
 
 class Routes:
@@ -71,7 +84,7 @@ class Routes:
 
 def test_a_group_on_several_machines_listens_where_they_get_to(group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The master's name may be this machine's own, by a loopback; then what the others are reached from counts."""
-    others(monkeypatch, ("word", "another machine", "203.0.113.9"))
+    others(monkeypatch, ("word", "another machine", "203.0.113.9", None))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(socket, "socket", Routes({"127.0.0.1": "127.0.0.1", "203.0.113.9": "203.0.113.1"}))
     assert this_program().address == "203.0.113.1"

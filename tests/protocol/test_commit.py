@@ -161,6 +161,19 @@ def test_a_mark_without_parts_commits_nothing_and_never_times_out() -> None:
     assert book.tick() == []
 
 
+def test_verls_trainer_has_all_the_time_for_what_it_writes_itself_and_nobody_else_has() -> None:
+    book = make_book()
+    book.begin(4, FULL, ["actor/model", "actor/beside", "actor/beside-data_1.pt"])
+    book._clock.now += 1e6  # type: ignore[attr-defined]
+    assert [decision.step for decision in only(book.tick(), Fail)] == [4]
+    book.begin(5, FULL, ["actor/model", "actor/beside", "actor/beside-data_1.pt"])
+    book.finished(5, part="actor/model", report="a")
+    book._clock.now += 1e6  # type: ignore[attr-defined]
+    assert book.tick() == []
+    book.finished(5, part="actor/beside-data_1.pt", report="b")
+    assert only(book.finished(5, part="actor/beside", report="c"), Commit)
+
+
 # ---- weights first, the rest later
 
 

@@ -63,12 +63,14 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
     prepared: Path, uninterrupted: Program, tmp_path: Path
 ) -> None:
     program = make(prepared, tmp_path, PLUGIN)
-    with program.started() as running:
-        running.wait_until(lambda: (step_dir(program.checkpoints, 4) / "data_0.pt").exists(), "save of step 4")
+    with replace(program, script="sft_that_stops.py").started() as running:
+        for rank in range(2):
+            running.wait_until((tmp_path / f"written-{rank}").exists, f"the end of what rank {rank} writes of step 4")
+        assert not (step_dir(program.checkpoints, 4) / "manifest.json").exists(), "nobody has said that it is whole"
         running.kill(0, 1)
         assert running.wait() != 0
     assert program.run() == 0, program.said()
-    assert_goes_on(program, uninterrupted, [2, 4])
+    assert_goes_on(program, uninterrupted, [4])
     assert_whole(program.checkpoints, [2, 4, 6])
     files = {entry.path for entry in read_manifest(step_dir(program.checkpoints, 6)).files}
     assert {"data_0.pt", "data_1.pt", "fsdp_config.json", "model_world_size_2_rank_1.pt"} <= files

@@ -58,12 +58,13 @@ class Facts(TypedDict):
 
 
 class StepStatus(TypedDict):
-    """Where a step stands."""
+    """Where a step stands; `missing` is for people, `awaited` the names of announced parts that are not in."""
 
     state: str
     committed: Kind | None
     error: str | None
     missing: list[str]
+    awaited: list[str]
 
 
 class MonitorClient(Client):

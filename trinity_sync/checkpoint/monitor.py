@@ -193,7 +193,15 @@ class CheckpointMonitor(Writers):
         execution.apply(rebuilt.decisions)
         told = f"attempt {config.attempt}{', started again' if restarted else ''}"
         story.info("up for %s, %s", default_local_dir, told)
-        super().__init__(rebuilt.book, execution, changes, host, strategy=save_strategy, timeout_s=config.timeout_s)
+        super().__init__(
+            rebuilt.book,
+            execution,
+            changes,
+            host,
+            root=self._disk.root,
+            strategy=save_strategy,
+            timeout_s=config.timeout_s,
+        )
 
     def _make_book(self, committed: list[tuple[int, int, Kind]]) -> CommitBook:
         return CommitBook(
@@ -300,7 +308,7 @@ class CheckpointMonitor(Writers):
     async def end(self, why: str, timeout_s: float) -> None:
         """Come to an end, as nobody is left who could write: the steps whose parts are all in are committed, the others
         fail, and what is staged of them goes. What verl's trainer writes beside a step's files is in where its tracker
-        names the step: that is what it writes last.
+        names the step, which its rank 0 writes last, and the files of its other ranks are whole.
 
         Args:
             why: why no part can come any more.
@@ -382,6 +390,7 @@ class CheckpointMonitor(Writers):
             "committed": status.committed,
             "error": status.error,
             "missing": list(status.missing),
+            "awaited": self._book.awaited(step),
         }
 
     async def memory(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -62,6 +63,13 @@ def missing(folder: Path, roles: Collection[str] = ()) -> str | None:
             if absent and (part == "model" or len(absent) < ranks):
                 return absent[0].relative_to(folder).as_posix()
     return None
+
+
+def has_written(folder: Path, file: str | None) -> bool:
+    """Return whether verl's trainer has written all of a file that `torch.save` writes beside those of an engine; None:
+    nothing is asked for. What was broken off lacks the end of the archive.
+    """
+    return file is None or zipfile.is_zipfile(folder / file)
 
 
 def recognise(folder: Path) -> tuple[str, int]:

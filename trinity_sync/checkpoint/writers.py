@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from trinity_sync.actors.changes import Changes
 from trinity_sync.actors.hosting import Host
 from trinity_sync.checkpoint.execution import Execution
+from trinity_sync.checkpoint.layout import step_dir
+from trinity_sync.checkpoint.verl_folders import has_written
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.files import FileEntry
-from trinity_sync.protocol.parts import BESIDE_PART, FULL, STATE_DICT, FileTuple
+from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple, beside_file, is_beside
 
 _TICK_S = 0.5
 #: After a restart, a writer that does not show up again within this time died meanwhile.
@@ -27,17 +30,27 @@ class Writers:
         execution: carries out what it decides.
         changes: announced when something was done.
         host: what hosts the actor.
+        root: the checkpoint folder; None: nothing is written.
         strategy: one of `trinity_sync.protocol.turns.SAVE_STRATEGIES`.
         timeout_s: limit of the wait for a turn, where the writer names none.
     """
 
     def __init__(
-        self, book: CommitBook, execution: Execution, changes: Changes, host: Host, *, strategy: str, timeout_s: float
+        self,
+        book: CommitBook,
+        execution: Execution,
+        changes: Changes,
+        host: Host,
+        *,
+        root: Path | None,
+        strategy: str,
+        timeout_s: float,
     ) -> None:
         self._book = book
         self._execution = execution
         self._changes = changes
         self._host = host
+        self._root = root
         self._strategy = strategy
         self._timeout_s = timeout_s
         self._watched: dict[tuple[str, str, str], asyncio.Event] = {}
@@ -166,10 +179,10 @@ class Writers:
 
     async def notify_beside(self, step: int, *, attempt: int | None = None) -> None:
         """Take note that what verl's trainer writes itself, beside the files of its engines, is there: for every engine
-        that has announced its parts of the step.
+        that has announced its parts of the step. Files that other processes of the trainer write are looked at.
         """
-        for part in self._book.awaited(step):
-            if part.rpartition("/")[2] == BESIDE_PART:
+        for part in filter(is_beside, self._book.awaited(step)):
+            if self._root is None or has_written(step_dir(self._root, step), beside_file(part)):
                 self._execution.apply(self._book.finished(step, part=part, files=[], attempt=attempt))
         await self._execution.note(step)
 

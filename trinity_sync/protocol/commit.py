@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.committed import CommittedSteps
 from trinity_sync.protocol.decisions import Clean, CommitMeta, Decision, Fail, Grant
-from trinity_sync.protocol.parts import DIGEST_PART, STATE_DICT, FileTuple, Kind, covers, describe_part
+from trinity_sync.protocol.parts import DIGEST_PART, STATE_DICT, FileTuple, Kind, covers, describe_part, is_beside
 from trinity_sync.protocol.step import JournalEntry, Step, StepStatus
 from trinity_sync.protocol.step_table import StepTable
 from trinity_sync.protocol.turns import Turn, TurnQueue
@@ -309,12 +309,17 @@ class CommitBook:
             entry.deleted = True
 
     def tick(self) -> list[Decision]:
-        """Fail the steps of which nothing was heard for `step_timeout_s`, and take back turns as old as that."""
+        """Fail the steps of which nothing was heard for `step_timeout_s`, and take back turns as old as that. One that
+        waits for verl's trainer alone has time: that may validate before it goes on.
+        """
         decisions: list[Decision] = []
         now = self._clock()
         for entry in self._steps:
             silent = now - entry.touched
             if silent <= self._step_timeout_s or entry.committing is not None or not self._steps.is_open(entry):
+                continue
+            awaited = self.awaited(entry.step)
+            if awaited and all(map(is_beside, awaited)):
                 continue
             missing = ", ".join(self.status(entry.step).missing) or "the end of a save that began"
             decisions += self._fail(entry, f"nothing was heard of it for {silent:g} s; missing: {missing}")

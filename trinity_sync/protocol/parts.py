@@ -17,6 +17,8 @@ KINDS: tuple[Kind, ...] = (STATE_DICT, FULL)
 
 #: The part that brings the version digest and no files. It is a weights part, waited for only where it is named.
 DIGEST_PART = "digest"
+#: What verl's trainer writes itself, beside the files of an engine, is there. It brings no files and nobody writes it;
+#: so no silence is too long where it alone is missing.
 BESIDE_PART = "beside"
 
 #: A file of a part: (path relative to the checkpoint folder, bytes, xxh3_128 hex).
@@ -31,6 +33,22 @@ def covers(committed: Kind, wanted: Kind) -> bool:
 def describe_part(name: str | None) -> str:
     """Name a part in a sentence; parts that are only counted have keys that begin with ``#``."""
     return f"part {name!r}" if name is not None and not name.startswith("#") else "a part without a name"
+
+
+def beside_part(file: str | None) -> str:
+    """Name the part that is in when the trainer has written this file beside an engine's; None: all of rank 0's."""
+    return BESIDE_PART if file is None else f"{BESIDE_PART}-{file}"
+
+
+def is_beside(part: str) -> bool:
+    """Whether a part, in whatever role's folder, is of what the trainer writes itself."""
+    name = part.rpartition("/")[2]
+    return name == BESIDE_PART or name.startswith(f"{BESIDE_PART}-")
+
+
+def beside_file(part: str) -> str | None:
+    """The file that a part of this kind stands for; see `beside_part`."""
+    return part.rpartition("/")[2].removeprefix(BESIDE_PART).removeprefix("-") or None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.pending import ANSWER_S
 from trinity_sync.errors import WaitTimeout
-from trinity_sync.protocol.parts import Kind
+from trinity_sync.protocol.parts import Kind, is_beside
 
 
 class Commits:
@@ -39,7 +39,7 @@ class Commits:
 
         def run() -> None:
             try:
-                then(self._wait_for(step, kind))
+                then(self._wait_for_trainer(step, kind))
             except Exception as error:
                 self._errors.append(error)
 
@@ -86,6 +86,16 @@ class Commits:
             thread.join(self._timeout_s)
         self._threads.clear()
         self._errors.clear()
+
+    def _wait_for_trainer(self, step: int, kind: Kind) -> str | None:
+        """As `_wait_for`, but what verl's trainer writes itself has all the time that it takes."""
+        while True:
+            try:
+                return self._wait_for(step, kind)
+            except WaitTimeout:
+                awaited = self._monitor.status(step).result(self._timeout_s)["awaited"]
+                if not awaited or not all(map(is_beside, awaited)):
+                    raise
 
     def _wait_for(self, step: int, kind: Kind) -> str | None:
         call = self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=kind)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from trinity_sync.protocol.parts import BESIDE_PART
-
 MODEL, METADATA, OPTIMIZER, EXTRA, EXPORT = "model", "metadata", "optim", "extra_state", "hf_model"
 STATE = "state"
 """All that the ranks of a Megatron engine write together."""
-BESIDE = BESIDE_PART
-"""A part that nobody writes: what verl's own trainer puts beside the engine's files is there."""
 WEIGHTS = (MODEL, METADATA)
 OF_FIRST_RANK = (METADATA, EXPORT)
 

@@ -119,9 +119,21 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
         if dist.get_rank() == 0:
             say(f"verl saves the checkpoints of this engine itself: {error}")
         return None
+    manager.trainer_file = _trainer_file(engine)
     finish_at_exit(manager)
     remote_copies.of_manager(manager)
     return manager
+
+
+def _trainer_file(engine: Any) -> str | None:
+    """What verl's SFT trainer writes in this process; under Ray trainers write in the driver."""
+    if _under_ray() or not engine.is_mp_src_rank_with_outputs():
+        return None
+    return f"data_{engine.get_data_parallel_rank()}.pt"
+
+
+def _under_ray() -> bool:
+    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def _stays_put(engine: Any) -> bool:
@@ -137,7 +149,7 @@ def _is_last(engine: Any) -> bool:
     """Whether the step that was just saved is the program's last; under Ray, also where nobody knows."""
     step, last = engine._saves.previous_global_step, getattr(engine.optimizer_config, "total_training_steps", None)
     if last is None or last <= 0:
-        return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
+        return _under_ray()
     return step is not None and last <= step
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.ranks import together
 
@@ -31,27 +33,35 @@ class Program:
 
 
 def this_program() -> Program:
-    """Name the program.
+    """Name the program. Collective where there is a default group.
 
-    Under Ray, it is Ray's job, of which any process may ask alone, also the driver, which is in no group. Else the
-    default group is the program, and its rank 0 draws the word: the ids of a launcher come again when it starts its
-    processes again. Collective then.
+    Under Ray, it is Ray's job, of which a process without a group may ask, too, such as the driver. Else the group is
+    the program, and its rank 0 draws the word: the ids of a launcher come again when it starts its processes again.
 
     Raises:
-        RunError: on every rank, where a rank is gone; or no address is known.
+        RunError: on every rank, where a rank is gone; there is neither a group nor Ray; or no address is known.
     """
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        context = ray.get_runtime_context()
-        # Others of its processes, which are not in this group, may be anywhere.
-        return Program(
-            word=f"{context.get_session_name()}-{context.get_job_id()}", address=ray.util.get_node_ip_address()
-        )
-    said = together("name the program", lambda: (_drawn(os.getpid()), _machine(), socket.gethostname()))
-    elsewhere = [host for _, machine, host in said if machine != _machine()]
+    grouped = dist.is_available() and dist.is_initialized()
+    mine = (_drawn(os.getpid()), _machine(), socket.gethostname(), _job())
+    said = together("name the program", lambda: mine) if grouped else [mine]
+    job = said[0][3]
+    if job is not None and all(other == job for *_, other in said):  # not where some use Ray for things of their own
+        return Program(word=job, address=sys.modules["ray"].util.get_node_ip_address())
+    if not grouped:
+        raise RunError("this process belongs to no program: it has no process group, and does not run under Ray")
+    elsewhere = [host for _, machine, host, _ in said if machine != _machine()]
     master = os.environ.get("MASTER_ADDR")
     address = _reached_by([*([master] if master else []), *elsewhere]) if elsewhere else _LOOPBACK
     return Program(word=said[0][0], address=address)
+
+
+def _job() -> str | None:
+    """Ray's job that this process belongs to; None: Ray does not run in it."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return None
+    context = ray.get_runtime_context()
+    return f"{context.get_session_name()}-{context.get_job_id()}"
 
 
 @functools.cache

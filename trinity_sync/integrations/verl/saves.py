@@ -22,13 +22,14 @@ from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.tracker_files import read_tracker
+from trinity_sync.checkpoint.verl_folders import has_written
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
 from trinity_sync.integrations.verl.commits import Commits
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import hold, step_at
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, beside_file, beside_part
 
 
 class OpensMonitor(Protocol):
@@ -88,6 +89,10 @@ class CommittedSaves(ABC):
     world_size: int
     previous_global_step: int | None
     previous_saved_paths: list[str]
+    trainer_file: str | None = None
+    """What verl's trainer writes by itself in this process, in the step's folder, after each save; for rank 0, the
+    tracker that it writes last is enough.
+    """
     _copies: Copies
 
     # ---- what differs from engine to engine
@@ -140,6 +145,7 @@ class CommittedSaves(ABC):
         self._root: Path | None = None
         self._opens: OpensMonitor | None = None
         self._last_loaded: str | None = None
+        self._parts_beside: list[str | None] = []  # by rank
         self._beside: tuple[int, str] | None = None
         if isinstance(run, str):
             self._use(RunMonitor.in_namespace(run, timeout_s))
@@ -150,6 +156,11 @@ class CommittedSaves(ABC):
         """See that there is a monitor. Collective where it is to be opened."""
         if self._opens is not None and self._root is None:
             self._use(self._opens(local_path, self._last_loaded, self._timeout_s))
+            files = together("tell what the trainer writes beside", lambda: self.trainer_file)
+            self._parts_beside = [
+                beside_part(None if rank == 0 else file) if rank == 0 or file is not None else None
+                for rank, file in enumerate(files)
+            ]
 
     def _use(self, monitor: RunMonitor) -> None:
         """Save through this monitor from now on."""
@@ -225,10 +236,14 @@ class CommittedSaves(ABC):
             for name in todo
             for rank in contents.writers(name, self.world_size)
         }
-        if self._opens is not None and kind == FULL:
-            beside = self._coordinator.part(local_path, step, contents.BESIDE)
-            parts[beside] = contents.BESIDE
-            self._beside = (step, beside) if self.rank == 0 else None
+        beside = [
+            self._coordinator.part(local_path, step, name) if name is not None else None
+            for name in (self._parts_beside if kind == FULL else ())
+        ]
+        if beside:
+            parts |= {part: part for part in beside if part is not None}
+            mine = beside[self.rank]
+            self._beside = (step, mine) if mine is not None else None
         self._tell_parts(local_path, step, kind, parts)
         staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
         return folder, staging
@@ -246,24 +261,45 @@ class CommittedSaves(ABC):
             finished = self._monitor.notify_finished(step, part=part, attempt=self._attempt, files=[])
             finished.result(self._timeout_s)
 
+    def settle_at_exit(self) -> None:
+        """Tell the monitor, at the end of the program, whether what the trainer writes beside the engine's files is
+        there: it is where the trainer has come to write the tracker, and on other ranks than 0 where their file is
+        whole. Else the save fails. Where the tracker cannot be read now, that is left to the monitor's end.
+
+        Raises:
+            RunError: the monitor is gone.
+            WaitTimeout: it does not answer.
+        """
+        if self._beside is None or self._root is None:
+            return
+        step, part = self._beside
+        file = beside_file(part)
+        if file is None:
+            tracker = read_tracker(self._root, FULL)
+            if tracker.unreadable:
+                return
+            there = tracker.step == step
+        else:
+            there = has_written(step_dir(self._root, step), file)
+        if there:
+            self.trainer_went_on()
+        else:
+            self._beside = None
+            why = f"the program ended before its trainer had written {file or 'what belongs beside the engine files'}"
+            self._monitor.fail_step(step, why, attempt=self._attempt).result(self._timeout_s)
+
     def finish_at_exit(self) -> None:
         """Return when all saves are complete, at the end of the program; on other ranks than 0, when this one has
-        written its share, for rank 0 may be waiting for a rank that has failed. Where the trainer has not come to write
-        the tracker, which it does last, what belongs beside the engine's files may be missing: that save fails.
+        written its share, for rank 0 may be waiting for a rank that has failed. After `settle_at_exit`, of all managers
+        of the process.
 
         Raises:
             Exception: as `wait_on_save_thread`.
         """
-        if self.rank != 0:
+        if self.rank != 0 or self._beside is not None:
             self.finish_writing()
-            return
-        if self._beside is not None and self._root is not None:
-            step, _ = self._beside
-            if read_tracker(self._root, FULL).step != step:
-                self._beside = None
-                why = "the program ended before its trainer had written what belongs beside the engine's files"
-                self._monitor.fail_step(step, why, attempt=self._attempt).result(self._timeout_s)
-        self.wait_on_save_thread()
+        else:
+            self.wait_on_save_thread()
 
     def finish_writing(self) -> None:
         """Return when this rank has written what it saved; what other ranks do, and the commit, is not waited for.
