@@ -77,6 +77,7 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
     assert (program.checkpoints / "latest_checkpointed_iteration.txt").read_text() == "6"
 
 
+@pytest.mark.all  # that the optimizer waits: tests/integrations/test_engines.py
 def test_what_is_saved_is_the_state_at_the_save_however_long_its_copy_takes(
     prepared: Path, uninterrupted: Program, tmp_path: Path
 ) -> None:
