@@ -1,5 +1,6 @@
 """verl's own SFT trainer with and without our two variables: how long saves block it, and what a whole run takes.
 
+    python benchmarks/verl_plugin.py --json --rounds 3 --ranks 1 --rows 1 --words 1
     python benchmarks/verl_plugin.py --json --rounds 3
 
 FSDP2 on CPUs, a model of 110 M parameters with random weights, parameters and Adam in fp32. `without` is verl as it is,
@@ -7,6 +8,11 @@ FSDP2 on CPUs, a model of 110 M parameters with random weights, parameters and A
 around verl's `CheckpointHandler.save_checkpoint`, a step around the trainer's `train_batch`, both in rank 0; `beside`
 are steps during which something was being written, `whole` is the process from its start to its end without the
 imports: from the first step to the exit. `disk` is what the disk takes of one write and fsync of a save's bytes.
+
+What saves weigh in `whole` is set by how long a step is. In the second command they weigh little: the two ranks compute
+on both cores over rows of some sixty tokens, and verl's saves go no further than the page cache. The first command is
+nearer to a model whose state is large against what a CPU computes in a step: a step is one short row, and the one rank
+leaves a core free, as hosts of accelerators have.
 """
 
 from __future__ import annotations
@@ -58,6 +64,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="steps of a run (default 60)")
     parser.add_argument("--save-freq", type=int, default=5, help="steps from save to save (default 5)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks (default 2)")
+    parser.add_argument("--rows", type=int, default=2, help="rows of a step on each rank (default 2)")
+    parser.add_argument("--words", type=int, default=4, help="words of ten tokens that a row is to learn (default 4)")
     parser.add_argument("--folder", type=Path, help="where checkpoints go (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
@@ -65,7 +73,7 @@ def main() -> None:
     disk = []
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        _prepare(folder, options.steps * 4 * options.ranks)
+        _prepare(folder, options.steps * 2 * options.rows * options.ranks, options.words)
         for _ in range(options.rounds):
             for way in WAYS:
                 rounds[way].append(_run(folder, way, options))
@@ -75,7 +83,7 @@ def main() -> None:
     without, with_us = results["without"], results["with"]
     said = {
         "command": f"python benchmarks/verl_plugin.py --json --rounds {options.rounds} --steps {options.steps} "
-        f"--save-freq {options.save_freq} --ranks {options.ranks}",
+        f"--save-freq {options.save_freq} --ranks {options.ranks} --rows {options.rows} --words {options.words}",
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "results": results,
@@ -90,7 +98,7 @@ def main() -> None:
     print(json.dumps(said, indent=2) if options.json else said)
 
 
-def _prepare(folder: Path, rows: int) -> None:
+def _prepare(folder: Path, rows: int, words: int) -> None:
     import pandas as pd  # type: ignore[import-untyped]
 
     from tests.chat_models import byte_tokenizer
@@ -98,7 +106,7 @@ def _prepare(folder: Path, rows: int) -> None:
 
     make_model(ARCHITECTURE, 0, folder / "model")
     byte_tokenizer().save_pretrained(folder / "model")
-    said = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "forty-two " * 4}]
+    said = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "content": "forty-two " * words}]
     pd.DataFrame([{"messages": said}] * rows).to_parquet(folder / "train.parquet")
 
 
@@ -113,8 +121,8 @@ def _run(folder: Path, way: str, options: argparse.Namespace) -> dict[str, float
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"),
         *(__file__, f"--config-path={config}", "--config-name=sft_trainer_engine"),
         f"data.train_files={folder}/train.parquet",
-        f"data.train_batch_size={2 * options.ranks}",
-        "data.micro_batch_size_per_gpu=2",
+        f"data.train_batch_size={options.rows * options.ranks}",
+        f"data.micro_batch_size_per_gpu={options.rows}",
         "data.num_workers=0",
         "data.max_length=128",
         "data.max_token_len_per_gpu=512",
