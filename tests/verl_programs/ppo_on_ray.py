@@ -36,7 +36,7 @@ SETTINGS = {
     "use_remove_padding": False,
     "use_dynamic_bsz": False,
     "max_token_len_per_gpu": 512,
-    "micro_batch_size_per_gpu": 4,
+    "micro_batch_size_per_gpu": 2,
     "temperature": 1.0,
     "global_batch_size": BATCH,
     "pad_mode": "no_padding",
