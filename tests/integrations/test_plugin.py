@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,21 @@ def test_engines_of_every_kind_are_ours_and_so_is_the_search_for_the_newest_chec
         "TrinityFSDPEngineWithValueHead",
         "TrinityFSDPEngineWithLMHead",
         "TrinityFSDPEngineWithValueHead",
+        "verl.utils.checkpoint.checkpoint_manager",
+    ], ended.stderr
+
+
+def test_the_entry_point_of_an_installed_package_and_the_vendor_are_enough(tmp_path: Path) -> None:
+    about = tmp_path / "of_ours-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: of-ours\nVersion: 1\n")
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["verl.plugins"]
+    (about / "entry_points.txt").write_text(
+        "[verl.plugins]\n" + "".join(f"{name} = {module}\n" for name, module in declared.items())
+    )
+    ended = said(ENGINES + RESUMES, {**BY_ENTRY_POINT, "VERL_USE_EXTERNAL_PLUGINS": "auto"}, tmp_path)
+    assert ended.stdout.split() == [
+        *("TrinityFSDPEngineWithLMHead", "TrinityFSDPEngineWithValueHead") * 2,
         "verl.utils.checkpoint.checkpoint_manager",
     ], ended.stderr
 
@@ -92,7 +108,5 @@ def test_variables_that_name_what_is_not_installed_end_the_program_by_name() -> 
 
 
 def test_the_entry_point_is_declared() -> None:
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["verl.plugins"] == {"trinity": "trinity_sync.integrations.verl.plugin"}

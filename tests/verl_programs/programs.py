@@ -113,10 +113,14 @@ class Program:
         return {**os.environ, **of_cpu, "VERL_FILE_LOGGER_PATH": str(self.folder / "metrics.jsonl"), **self.environment}
 
     def _command(self) -> list[str]:
+        started = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}")
+        return [*started, str(Path(__file__).parent / self.script), *self._sft()]
+
+    def _sft(self) -> list[str]:
+        """The arguments of verl's SFT trainers."""
         config = Path(str(verl.__file__)).parent / "trainer/config"
         return [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"),
-            *(str(Path(__file__).parent / self.script), f"--config-path={config}"),
+            f"--config-path={config}",
             "--config-name=sft_trainer_engine",
             f"data.train_files={self.folder}/train.parquet",
             "data.train_batch_size=8",

@@ -8,7 +8,7 @@ if __name__ == "__main__":  # verl's own saves start processes that import this
     import verl.utils.distributed as verl_distributed
     from verl.workers.engine import EngineRegistry
 
-    from tests.verl_programs.sft_on_cpu import meet
+    from tests.verl_programs.on_cpu import meet
     from trinity_sync.backends.megatron import engine
     from trinity_sync.integrations.verl.vendor import VENDOR, is_on
 

@@ -4,18 +4,9 @@ verl asks torch for two backends of one device there, which torch refuses.
 
 from __future__ import annotations
 
-import datetime
-import os
-
-import torch.distributed as dist
 import verl.utils.distributed as verl_distributed
 
-
-def meet(timeout_second: float = 600) -> tuple[int, int, int]:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_second), rank=rank, world_size=world)
-    return int(os.environ["LOCAL_RANK"]), rank, world
-
+from tests.verl_programs.on_cpu import meet
 
 if __name__ == "__main__":
     verl_distributed.initialize_global_process_group = meet

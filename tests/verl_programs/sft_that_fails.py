@@ -7,7 +7,7 @@ from typing import Any
 import verl.utils.distributed as verl_distributed
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.verl_programs.sft_on_cpu import meet
+from tests.verl_programs.on_cpu import meet
 
 _real = StatefulDataLoader.state_dict
 _calls: list[int] = []
