@@ -60,6 +60,7 @@ def events(program: Program) -> list[tuple[str, int]]:
     return [(line["event"], line["step"]) for line in map(json.loads, lines)]
 
 
+@pytest.mark.all  # what a monitor does at the end: tests/checkpoint/test_daemon.py
 def test_both_roles_of_a_step_are_one_commit_also_the_last_which_the_end_of_the_program_follows_at_once(
     tmp_path: Path,
 ) -> None:
@@ -74,8 +75,9 @@ def test_both_roles_of_a_step_are_one_commit_also_the_last_which_the_end_of_the_
 
 
 @pytest.mark.all
-@pytest.mark.parametrize(("place", "whole"), [("critic", 2), ("data", 2), ("tracker", 4)])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("place", "whole", "ranks"), [("critic", 2, 2), ("data", 2, 1), ("tracker", 4, 1), ("tracker", 4, 2)]
+)
 def test_a_program_that_dies_within_a_save_goes_on_from_what_is_whole_for_both_roles(
     tmp_path: Path, place: str, whole: int, ranks: int
 ) -> None:
