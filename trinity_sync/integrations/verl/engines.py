@@ -117,7 +117,11 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
         manager: CommittedSaves = use(engine, opens=opens, lazily=_stays_put(engine))
     except ConfigError as error:
         if dist.get_rank() == 0:
-            say(f"verl saves the checkpoints of this engine itself: {error}")
+            say(
+                f"verl saves the checkpoints of this engine itself: {error}. Where those of another "
+                "engine are ours, leave this one's limit (trainer.max_*_ckpt_to_keep) unset: by it verl deletes this "
+                "engine's share of steps that are committed"
+            )
         return None
     finish_at_exit(manager)
     remote_copies.of_manager(manager)
