@@ -20,6 +20,7 @@ from trinity_sync.checkpoint.daemon.connecting import connect
 from trinity_sync.checkpoint.layout import read_manifest, step_dir
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl import callback as callbacks
+from trinity_sync.integrations.verl import local_run
 from trinity_sync.integrations.verl.program import Program
 from trinity_sync.integrations.verl.vendor import CALLBACK
 
@@ -46,14 +47,14 @@ def engines(root: Path) -> Iterator[LocalHandle]:
 def on_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnSave]:
     """What verl's trainer does after a save."""
     monkeypatch.setenv("VERL_ENGINE_VENDOR", "trinity")
-    monkeypatch.setattr(callbacks, "this_program", lambda: Program(word="one", address="127.0.0.1"))
+    monkeypatch.setattr(local_run, "this_program", lambda: Program(word="one", address="127.0.0.1"))
     opened: list[LocalHandle] = []
 
     def connect_too(*args: Any, **kwargs: Any) -> LocalHandle:
         opened.append(connect(*args, **kwargs))
         return opened[-1]
 
-    monkeypatch.setattr(callbacks, "connect", connect_too)
+    monkeypatch.setattr(local_run, "connect", connect_too)
     made = build_checkpoint_callback(OmegaConf.create({"trainer": {"checkpoint_callback_class": CALLBACK}}))
 
     def on_save(step: int) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -30,6 +31,8 @@ _POLL_S = 0.1
 _START_AGAIN_S = 1.0
 #: One that is killed while it starts is started so often.
 _MOST_KILLED = 3
+#: A wait for the end of another program's is said when it has lasted so long, seconds.
+_SILENT_S = 1.0
 #: A start that has begun has so long at least.
 _LEAST_S = 1.0
 
@@ -95,6 +98,41 @@ def connect(
     return LocalHandle(link, again)
 
 
+def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait: Callable[[str], None]) -> None:
+    """Return when no monitor that listens for a checkpoint folder is ending, so that what an earlier program has
+    written is committed, or gone. One that is at work is not waited for. For a process of a program without a monitor.
+
+    Args:
+        root: the checkpoint folder.
+        timeout_s: limit of the wait, seconds.
+        on_wait: gets a sentence, once, where it lasts.
+
+    Raises:
+        ConfigError: what is said there of a monitor cannot be trusted.
+        WaitTimeout: it does not end.
+    """
+    place = Path(root).absolute()
+    nobody = Settings(
+        root=place,
+        program="",
+        attempt=None,
+        resume_step=None,
+        save_strategy="unrestricted",
+        config=MonitorConfig(),
+        address="",
+    )
+    search = _Search(nobody, may_start=False, timeout_s=timeout_s)
+    begun, told = time.monotonic(), False
+    while (seen := search.look(timeout_s)).ending:
+        waited = time.monotonic() - begun
+        if waited > timeout_s:
+            raise WaitTimeout(seen.what, f"end its work in {place}", timeout_s)
+        if waited > _SILENT_S and not told:
+            on_wait(f"waiting for {seen.what} to end its work in {place}")
+            told = True
+        time.sleep(_POLL_S)
+
+
 @dataclass
 class _Seen:
     """What is there.
@@ -126,7 +164,7 @@ class _Search:
         deadline, self._since, self._killed = time.monotonic() + self.timeout_s, None, 0
         while True:
             left = max(_LEAST_S, deadline - time.monotonic())
-            seen = self._look(left)
+            seen = self.look(left)
             if seen.link is not None:
                 return seen.link
             if self.may_start and self._makes_way(seen) and self._start(left):
@@ -158,7 +196,7 @@ class _Search:
             return WaitTimeout(WHO, f"start for {root} ({seen.what})", self.timeout_s)
         return WaitTimeout("rank 0", f"have {WHO} of this program listen for {root} ({seen.what})", self.timeout_s)
 
-    def _look(self, left: float) -> _Seen:
+    def look(self, left: float) -> _Seen:
         """Look once. A monitor that is there has `left` seconds to get ready."""
         settings = self.settings
         found = rendezvous.find(settings.root)

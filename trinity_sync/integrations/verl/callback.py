@@ -19,11 +19,10 @@ from verl.trainer.ppo import checkpoint_callback
 
 from trinity_sync.actors.monitor import Committed
 from trinity_sync.actors.pending import ANSWER_S
-from trinity_sync.checkpoint.daemon.connecting import connect
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError, TrinityError
-from trinity_sync.integrations.verl.program import this_program
+from trinity_sync.integrations.verl.local_run import join_alone
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.integrations.verl.vendor import is_on, say
 from trinity_sync.protocol.parts import FULL
@@ -69,7 +68,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
             return
         try:
             if self._record is None:
-                self._record = _Record(_connected(Path(checkpoint_dir).absolute().parent))
+                self._record = _Record(join_alone(Path(checkpoint_dir).absolute().parent, _ANSWER_S))
             self._record.tell_whole(global_step)
         except TrinityError as error:
             say(f"step {global_step} is committed when its engines are used again, and not recorded: {error}")
@@ -78,12 +77,6 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
             target=self._record.follow, args=(global_step,), name=f"record-{global_step}", daemon=True
         )
         follow.start()
-
-
-def _connected(root: Path) -> RunMonitor:
-    program = this_program()
-    handle = connect(root, program=program.word, may_start=False, timeout_s=_ANSWER_S, address=program.address)
-    return RunMonitor.of(handle, _ANSWER_S)
 
 
 class _Record:

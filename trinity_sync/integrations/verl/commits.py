@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.actors.pending import ANSWER_S
+from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import WaitTimeout
-from trinity_sync.protocol.parts import Kind, is_beside
+from trinity_sync.integrations.verl.reading import held_throughout
+from trinity_sync.protocol.parts import FULL, Kind, is_beside
 
 
 class Commits:
@@ -101,3 +104,21 @@ class Commits:
         call = self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=kind)
         # The monitor ends the wait itself, and names what is missing.
         return call.result(self._timeout_s + ANSWER_S)["path"]
+
+
+def follow_with_copy(commits: Commits, root: Path, step: int, copy: Callable[[], None]) -> None:
+    """Copy a step's folder to another place, in the background, when its full checkpoint is committed. It is held
+    meanwhile, so that no limit of checkpoints deletes it.
+
+    Args:
+        commits: waits, and tells what is raised.
+        root: the checkpoint folder.
+        step: the step.
+        copy: copies the folder.
+    """
+
+    def held(_: str | None) -> None:
+        with held_throughout(root, str(step_dir(root, step)), "the copy to a remote place"):
+            copy()
+
+    commits.follow(step, FULL, held)

@@ -192,7 +192,7 @@ def _saves(get: Get, ppo: bool) -> Iterator[Finding]:
     if (remote := get("trainer.default_hdfs_dir")) is not None:
         told = f"{remote}: copied after the commit by Megatron's engine, not at all by FSDP's (as in verl)"
         if not ppo:
-            told = f"{remote}: verl's copy to it is made after the commit"
+            told = f"{remote}: verl's copy to it is made after the commit, by rank 0 or by Ray's driver"
         yield Finding(state="verl", subject="trainer.default_hdfs_dir", told=told)
     kept = {get(f"trainer.max_{role}_ckpt_to_keep") for role in ("actor", "critic")} if ppo else set()
     if len(kept) > 1 and len(_roles(get, ppo)) > 1:

@@ -119,7 +119,11 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
         manager: CommittedSaves = use(engine, opens=opens, lazily=lazily)
     except ConfigError as error:
         if dist.get_rank() == 0:
-            say(f"verl saves the checkpoints of this engine itself: {error}")
+            say(
+                f"verl saves the checkpoints of this engine itself: {error}. Where those of another "
+                "engine are ours, leave this one's limit (trainer.max_*_ckpt_to_keep) unset: by it verl deletes this "
+                "engine's share of steps that are committed"
+            )
         return None
     manager.trainer_file = _trainer_file(engine)
     finish_at_exit(manager)

@@ -13,6 +13,22 @@ from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 
 
+def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
+    """Connect a process of a program under Ray that has no engine, such as its driver, to the monitor that the engines
+    have started. Any one process.
+
+    Args:
+        root: the checkpoint folder, by the same path as the engines.
+        timeout_s: limit of each wait, seconds.
+
+    Raises:
+        ConfigError, RunError, WaitTimeout: as `checkpoint.daemon.connecting.connect`.
+    """
+    program = this_program()
+    handle = connect(root, program=program.word, may_start=False, timeout_s=timeout_s, address=program.address)
+    return RunMonitor.of(handle, timeout_s)
+
+
 def join_run(
     root: str | os.PathLike[str],
     *,

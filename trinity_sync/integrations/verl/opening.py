@@ -20,16 +20,18 @@ def open_monitor(
     Collective. For its arguments and errors see `saves.OpensMonitor` and `join_run`; `policies` are the retention of
     one that is started.
 
-    Checkpoints of later steps than the one that was loaded from the folder become ``abandoned-*``.
+    Checkpoints of later steps than the one that was loaded from the folder become ``abandoned-*``: all of them where
+    what was loaded is a step of another folder, or a copy by another name.
 
     Raises:
-        ConfigError: the path is in no folder ``global_step_N``; further as `join_run`.
+        ConfigError: `local_path` is in no folder ``global_step_N``; further as `join_run`.
     """
-    root, _ = _split(local_path)
-    resume_step = 0
-    if loaded is not None:
-        place, step = _split(loaded)
-        resume_step = step if _same(place, root) else 0
+    saved = _split(local_path)
+    if saved is None:
+        raise ConfigError(f"{local_path} is in no folder global_step_N, as checkpoints of verl's trainers are")
+    root, _ = saved
+    place, step = (_split(loaded) if loaded is not None else None) or (None, 0)
+    resume_step = step if place is not None and _same(place, root) else 0
     config = MonitorConfig(timeout_s=timeout_s, policies=policies)
     return join_run(root, resume_step=resume_step, timeout_s=timeout_s, config=config)
 
@@ -39,11 +41,11 @@ def _same(one: Path, other: Path) -> bool:
     return one == other or (one.exists() and other.exists() and one.samefile(other))
 
 
-def _split(local_path: str) -> tuple[Path, int]:
-    """Return the checkpoint folder and the step of a place in it."""
+def _split(local_path: str) -> tuple[Path, int] | None:
+    """Return the checkpoint folder and the step of a place in it; None: it is in no folder of a step's name."""
     path = Path(local_path).absolute()
     for folder in (path, *path.parents):
         step = step_of(folder.name)
         if step is not None:
             return folder.parent, step
-    raise ConfigError(f"{local_path} is in no folder global_step_N, as checkpoints of verl's trainers are")
+    return None

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from verl.utils.fs import is_non_local
 
 from trinity_sync.checkpoint.layout import MANIFEST, step_dir, step_of
 from trinity_sync.checkpoint.leases import lease_checkpoint
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, TrinityError
+
+_LEASE_S = 300.0
+"""The lease of a long work outlives its process by so much at most, seconds."""
+
+_RENEW_S = 60.0
 
 
 def check_files(local_path: str, names: Sequence[str]) -> None:
@@ -41,6 +47,43 @@ def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: 
     step = step_at(root, local_path)
     if step is not None and root is not None and (step_dir(root, step) / MANIFEST).exists():
         held.enter_context(lease_checkpoint(root, step, reader=holder, seconds=seconds))
+
+
+@contextmanager
+def held_throughout(root: Path, local_path: str, holder: str) -> Iterator[None]:
+    """Hold the checkpoint for the length of the block, however long that is; it is let go soon if this process dies.
+
+    Args:
+        root, local_path, holder: see `hold`.
+
+    Raises:
+        RunError: at the end of the block: for a while now the lease could not be renewed, so that the checkpoint may
+            have been deleted meanwhile.
+    """
+    step = step_at(root, local_path)
+    if step is None or not (step_dir(root, step) / MANIFEST).exists():
+        yield
+        return
+    done, failed = threading.Event(), list[Exception]()
+    with lease_checkpoint(root, step, reader=holder, seconds=_LEASE_S) as lease:
+
+        def renew() -> None:
+            while not done.wait(_RENEW_S):
+                try:
+                    lease.renew(_LEASE_S)
+                    failed.clear()
+                except (OSError, TrinityError) as error:
+                    failed[:] = [error]
+
+        renewing = threading.Thread(target=renew, name=f"lease-{step}", daemon=True)
+        renewing.start()
+        try:
+            yield
+        finally:
+            done.set()
+            renewing.join()
+    if failed:
+        raise RunError(f"{local_path} could not be held for {holder}: {failed[0]}") from failed[0]
 
 
 def step_at(root: Path | None, local_path: str) -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from trinity_sync.errors import RunError
+from trinity_sync.integrations.verl import driver_copies
 
 
 class Awaits(Protocol):
@@ -29,7 +30,8 @@ def of_manager(manager: Awaits) -> None:
 
 def instead_of(verls: Callable[..., Any]) -> Callable[..., Any]:
     """Return what stands in for verl's ``hdfs_io.copy``, of which it keeps the arguments. For a checkpoint that is
-    being written the answer is True at once; that the copy failed is told at the next save, or at the program's end.
+    being written the answer is True at once; that the copy failed is told at the next save, or at the program's end. A
+    process without a manager, as a driver under Ray is, asks the checkpoint monitor.
     """
 
     @functools.wraps(verls)
@@ -38,6 +40,8 @@ def instead_of(verls: Callable[..., Any]) -> Callable[..., Any]:
             if not verls(src, dst, **kwargs):
                 raise RunError(f"{src} could not be copied to {dst}")
 
-        return any(manager.follow(src, now) for manager in list(_managers)) or verls(src, dst, **kwargs)
+        managers = list(_managers)
+        follows = any(manager.follow(src, now) for manager in managers) if managers else driver_copies.follow(src, now)
+        return follows or verls(src, dst, **kwargs)
 
     return copy

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from trinity_sync.checkpoint.daemon.connecting import wait_until_ended
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.resume_point import check_all_seen, find
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
@@ -23,10 +24,13 @@ from trinity_sync.integrations.verl.vendor import say
 Find = Callable[..., "str | None"]
 
 SKIP_MISSING = "TRINITY_SYNC_SKIP_MISSING"
-"""Set to 1: go on though a checkpoint that was committed is gone."""
+"""Set to 1: go on though a checkpoint that was committed is gone, or cannot be read now."""
 
 _TIMEOUT_S = 4 * 3600.0
 """How long the others wait for rank 0, which reads the whole checkpoint. Its death ends them by their launcher."""
+
+_ENDS_S = 60.0
+"""The monitor of an earlier start has so long to commit what that has written, seconds."""
 
 _asked = itertools.count()
 
@@ -48,20 +52,27 @@ def newest(root: Path) -> Path | None:
     none, and none was ever committed. Says a line for each one that is passed over.
 
     Raises:
-        RunError: one that was committed is gone, or cannot be read now; says how to go on without it.
+        RunError: one that was committed is gone, or cannot be read now, unless `SKIP_MISSING` is set; says how to go on
+            without it. Or the monitor of an earlier start does not come to its end.
     """
     if not root.is_dir():
         return None
+    skip_missing = os.environ.get(SKIP_MISSING) == "1"
     try:
-        found = find(root, of_verl=True, say=say)
-        check_all_seen(root, found, (), skip_missing=os.environ.get(SKIP_MISSING) == "1")
+        wait_until_ended(root, timeout_s=_ENDS_S, on_wait=say)
+        found = find(root, of_verl=True, skip_unreadable=skip_missing, say=say)
+        if not skip_missing:
+            check_all_seen(root, found, ())
     except TrinityError as error:
         raise RunError(
-            f"{error}. Nothing was changed. Start again when it can be read; or name the checkpoint to go on from: "
-            f"trainer.resume_mode=resume_path trainer.resume_from_path={root}/global_step_N; or set {SKIP_MISSING}=1 "
-            "to take the newest that is there"
+            f"{error}. Nothing was changed. Start again when it can be read; or set {SKIP_MISSING}=1 to take the "
+            "newest that is there; or trainer.resume_mode=disable begins with the initial weights; or (SFT and V1 "
+            "trainers) name the checkpoint: trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={root}/global_step_N"
         ) from error
     if found is None:
+        if skip_missing:
+            say(f"starting from nothing: {root} has no checkpoint to go on from, and {SKIP_MISSING}=1")
         return None
     say(f"going on from {found.path}{'' if found.manifest is not None else ', which verl wrote: it is not verified'}")
     return step_dir(root, found.step)

@@ -25,7 +25,7 @@ from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.checkpoint.verl_folders import has_written
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
-from trinity_sync.integrations.verl.commits import Commits
+from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import hold, step_at
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
@@ -311,19 +311,20 @@ class CommittedSaves(ABC):
             self._finish_writing()
 
     def follow(self, path: str, then: Callable[[], None]) -> bool:
-        """Do something with a step's folder, in the background, when it is committed. What it raises is told at the
-        next save, or by `wait_on_save_thread`.
+        """Copy a step's folder, in the background, when it is committed; nobody deletes it meanwhile. What is raised is
+        told at the next save, or by `wait_on_save_thread`.
 
         Args:
             path: the folder.
+            then: copies it.
 
         Returns:
             Whether its commit is awaited here. Where it is not, nothing is done.
         """
         step = step_at(self._root, path)
-        if step is None or step != self._step or FULL not in self._kinds:
+        if self._root is None or step is None or step != self._step or FULL not in self._kinds:
             return False
-        self._commits.follow(step, FULL, lambda _: then())
+        follow_with_copy(self._commits, self._root, step, then)
         return True
 
     def _tell_parts(self, local_path: str, step: int, kind: Kind, parts: dict[str, str]) -> None:
