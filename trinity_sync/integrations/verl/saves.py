@@ -21,15 +21,15 @@ from typing import Protocol
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.checkpoint.layout import step_dir
-from trinity_sync.checkpoint.tracker_files import read_tracker
-from trinity_sync.checkpoint.verl_folders import has_written
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
+from trinity_sync.integrations.verl.beside import Beside
+from trinity_sync.integrations.verl.beside import names as names_beside
 from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import hold, step_at
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind, beside_file, beside_part
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
 class OpensMonitor(Protocol):
@@ -145,8 +145,7 @@ class CommittedSaves(ABC):
         self._root: Path | None = None
         self._opens: OpensMonitor | None = None
         self._last_loaded: str | None = None
-        self._parts_beside: list[str | None] = []  # by rank
-        self._beside: tuple[int, str] | None = None
+        self._beside: Beside | None = None
         if isinstance(run, str):
             self._use(RunMonitor.in_namespace(run, timeout_s))
         else:
@@ -156,11 +155,9 @@ class CommittedSaves(ABC):
         """See that there is a monitor. Collective where it is to be opened."""
         if self._opens is not None and self._root is None:
             self._use(self._opens(local_path, self._last_loaded, self._timeout_s))
-            files = together("tell what the trainer writes beside", lambda: self.trainer_file)
-            self._parts_beside = [
-                beside_part(None if rank == 0 else file) if rank == 0 or file is not None else None
-                for rank, file in enumerate(files)
-            ]
+            self._names_beside = names_beside(together("tell what the trainer writes", lambda: self.trainer_file))
+            if self._root is not None:
+                self._beside = Beside(self._monitor, self._attempt, self._root, self._timeout_s)
 
     def _use(self, monitor: RunMonitor) -> None:
         """Save through this monitor from now on."""
@@ -236,14 +233,11 @@ class CommittedSaves(ABC):
             for name in todo
             for rank in contents.writers(name, self.world_size)
         }
-        beside = [
-            self._coordinator.part(local_path, step, name) if name is not None else None
-            for name in (self._parts_beside if kind == FULL else ())
-        ]
-        if beside:
+        if self._beside is not None and kind == FULL:
+            place = partial(self._coordinator.part, local_path, step)
+            beside = [place(name) if name is not None else None for name in self._names_beside]
             parts |= {part: part for part in beside if part is not None}
-            mine = beside[self.rank]
-            self._beside = (step, mine) if mine is not None else None
+            self._beside.begin(step, beside, self.rank)
         self._tell_parts(local_path, step, kind, parts)
         staging = self._coordinator.staged(step_dir(self._root, step), step) if self._root is not None else folder
         return folder, staging
@@ -257,36 +251,14 @@ class CommittedSaves(ABC):
             WaitTimeout: it does not answer.
         """
         if self._beside is not None:
-            (step, part), self._beside = self._beside, None
-            finished = self._monitor.notify_finished(step, part=part, attempt=self._attempt, files=[])
-            finished.result(self._timeout_s)
+            self._beside.went_on()
 
     def settle_at_exit(self) -> None:
-        """Tell the monitor, at the end of the program, whether what the trainer writes beside the engine's files is
-        there: it is where the trainer has come to write the tracker, and on other ranks than 0 where their file is
-        whole. Else the save fails. Where the tracker cannot be read now, that is left to the monitor's end.
-
-        Raises:
-            RunError: the monitor is gone.
-            WaitTimeout: it does not answer.
+        """Tell the monitor, at the end of the program, whether what the trainer writes itself is there; see
+        `Beside.settle`, and for the errors.
         """
-        if self._beside is None or self._root is None:
-            return
-        step, part = self._beside
-        file = beside_file(part)
-        if file is None:
-            tracker = read_tracker(self._root, FULL)
-            if tracker.unreadable:
-                return
-            there = tracker.step == step
-        else:
-            there = has_written(step_dir(self._root, step), file)
-        if there:
-            self.trainer_went_on()
-        else:
-            self._beside = None
-            why = f"the program ended before its trainer had written {file or 'what belongs beside the engine files'}"
-            self._monitor.fail_step(step, why, attempt=self._attempt).result(self._timeout_s)
+        if self._beside is not None:
+            self._beside.settle()
 
     def finish_at_exit(self) -> None:
         """Return when all saves are complete, at the end of the program; on other ranks than 0, when this one has
@@ -296,7 +268,7 @@ class CommittedSaves(ABC):
         Raises:
             Exception: as `wait_on_save_thread`.
         """
-        if self.rank != 0 or self._beside is not None:
+        if self.rank != 0 or (self._beside is not None and self._beside.is_awaited):
             self.finish_writing()
         else:
             self.wait_on_save_thread()
@@ -410,7 +382,9 @@ class CommittedSaves(ABC):
     def _forget(self) -> None:
         """The step failed: nothing of it counts as saved."""
         self._commits.drop()
-        self._saved, self._kinds, self._beside = {}, set(), None
+        self._saved, self._kinds = {}, set()
+        if self._beside is not None:
+            self._beside.forget()
 
     # ---- loading
 
