@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.integrations.verl.engines import _stays_put, through_us
+from trinity_sync.integrations.verl.engines import _is_last, _stays_put, through_us
 
 
 class Verls:
@@ -101,3 +101,20 @@ def test_nor_does_what_workers_write_to_past_the_engine(monkeypatch: pytest.Monk
     workers = "verl.experimental.separation.engine_workers"
     monkeypatch.setitem(sys.modules, workers, ModuleType(workers))
     assert not _stays_put(resident)
+
+
+@pytest.mark.parametrize(
+    ("step", "scheduler", "is_last"),
+    [
+        (9, None, True),
+        (8, None, False),
+        (3, SimpleNamespace(last_epoch=9), True),  # several updates a step, as verl's `separate_async` has them
+        (3, SimpleNamespace(num_steps=9), True),
+        (3, SimpleNamespace(last_epoch=8), False),
+    ],
+)
+def test_the_last_save_is_that_of_the_last_step_or_update(
+    engine: Any, step: int, scheduler: object, is_last: bool
+) -> None:
+    engine._saves.previous_global_step, engine.lr_scheduler = step, scheduler
+    assert _is_last(engine) is is_last

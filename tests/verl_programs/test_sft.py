@@ -204,6 +204,19 @@ def test_a_copy_to_a_remote_place_is_of_what_was_committed(prepared: Path, tmp_p
 
 
 @pytest.mark.all
+def test_rank_0_that_fails_while_the_others_wait_for_it_ends_the_program_and_loses_nothing(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    """verl makes the remote folder between the tracker and a barrier."""
+    program = make(prepared, tmp_path, PLUGIN, "trainer.default_hdfs_dir=/proc/nobody/makes/this")
+    assert program.run() != 0
+    assert_whole(program.checkpoints, [2])
+    again = replace(program, overrides=())
+    assert again.run() == 0, again.said()
+    assert_goes_on(again, uninterrupted, [2])
+
+
+@pytest.mark.all
 def test_a_full_disk_ends_the_program_and_leaves_what_was_whole(
     prepared: Path, uninterrupted: Program, tmp_path: Path
 ) -> None:

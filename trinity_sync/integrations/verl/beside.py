@@ -4,6 +4,7 @@ are in when the trainer goes on.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,7 +12,12 @@ from trinity_sync.actors.monitor import MonitorClient
 from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.checkpoint.tracker_files import read_tracker
 from trinity_sync.checkpoint.verl_folders import has_written
-from trinity_sync.protocol.parts import FULL, beside_file, beside_part
+from trinity_sync.errors import WaitTimeout
+from trinity_sync.protocol.parts import FULL, beside_file, beside_part, is_beside
+
+#: At the end of the program other ranks have so long to write a file that is being written, seconds.
+_OTHERS_S = 30.0
+_POLL_S = 0.2
 
 
 def names(files: Iterable[str | None]) -> list[str | None]:
@@ -74,9 +80,11 @@ class Beside:
         the tracker, which its rank 0 does last, and on the others where their file is whole. Else the save fails. Where
         the tracker cannot be read now, that is left to the monitor's end.
 
+        Rank 0 tells it of all, for it may have failed in a step that the others wait in for it.
+
         Raises:
             RunError: the monitor is gone.
-            WaitTimeout: it does not answer.
+            WaitTimeout: it does not answer; or another rank does not come to write its file. The monitor's end decides.
         """
         if self._awaited is None:
             return
@@ -89,9 +97,25 @@ class Beside:
             there = tracker.step == step
         else:
             there = has_written(step_dir(self._root, step), file)
-        if there:
+        if there and file is None:
+            self._tell_of_all(step)
+            self._awaited = None
+        elif there:
             self.went_on()
         else:
             self._awaited = None
             why = f"the program ended before its trainer had written {file or 'what belongs beside the engine files'}"
             self._monitor.fail_step(step, why, attempt=self._attempt).result(self._timeout_s)
+
+    def _tell_of_all(self, step: int) -> None:
+        deadline = time.monotonic() + _OTHERS_S
+        while True:
+            self._monitor.notify_beside(step, attempt=self._attempt).result(self._timeout_s)
+            awaited = [
+                part for part in self._monitor.status(step).result(self._timeout_s)["awaited"] if is_beside(part)
+            ]
+            if not awaited:
+                return
+            if time.monotonic() > deadline:
+                raise WaitTimeout("verl's trainer", f"write what step {step} lacks ({', '.join(awaited)})", _OTHERS_S)
+            time.sleep(_POLL_S)

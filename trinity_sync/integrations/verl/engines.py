@@ -152,11 +152,19 @@ def _stays_put(engine: Any) -> bool:
 
 
 def _is_last(engine: Any) -> bool:
-    """Whether the step that was just saved is the program's last; under Ray, also where nobody knows."""
-    step, last = engine._saves.previous_global_step, getattr(engine.optimizer_config, "total_training_steps", None)
+    """Whether the step that was just saved is the program's last; under Ray, also where nobody knows. verl counts the
+    optimizer's updates where a step has several, as the scheduler does.
+    """
+    last = getattr(engine.optimizer_config, "total_training_steps", None)
     if last is None or last <= 0:
         return _under_ray()
-    return step is not None and last <= step
+    return bool(last <= max(engine._saves.previous_global_step or 0, _updates(engine)))
+
+
+def _updates(engine: Any) -> int:
+    """How often the schedule has been gone on in, also before a resume."""
+    scheduler = getattr(engine, "lr_scheduler", None)
+    return int(getattr(scheduler, "last_epoch", 0) or getattr(scheduler, "num_steps", 0))
 
 
 def register(module: ModuleType) -> None:
