@@ -25,7 +25,7 @@ from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_committed, read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job
@@ -341,6 +341,26 @@ def test_steps_that_finish_out_of_order_leave_the_newest_in_the_trackers(monitor
         call(monitor, "notify_finished", step)
         call(monitor, "wait_committed", step, None, LIMIT)
     assert tracked(root) == (2, 2)
+
+
+@pytest.mark.parametrize("later", ["open", "failed", "unknown"])
+def test_a_commit_leaves_the_tracker_to_a_later_step_only_while_that_is_being_saved(
+    monitor: Any, root: Path, later: str
+) -> None:
+    folder = begin(monitor, 1, ["a"])
+    if later != "unknown":
+        begin(monitor, 2, ["a"])
+    write_tracker(root, FULL, 2)  # verl's trainer, in advance
+    if later == "failed":
+        call(monitor, "notify_failed", 2, "a", "boom")
+    write_part(monitor, 1, folder, "a")
+    call(monitor, "wait_committed", 1, None, LIMIT)
+    assert tracked(root) == ((2, 1) if later == "open" else (1, 1))
+    assert read_committed(root) == 1
+    if later == "open":
+        call(monitor, "notify_failed", 2, "a", "boom")
+        call(monitor, "wait_idle", LIMIT)
+        assert tracked(root) == (1, 1)
 
 
 def test_files_in_verls_own_place_are_committed_there(monitor: Any, root: Path) -> None:

@@ -180,7 +180,7 @@ class Execution:
             case Commit():
                 await self._commit(decision)
             case MoveTracker(kind, step):
-                await asyncio.to_thread(self._disk.move_tracker, kind, step)
+                await asyncio.to_thread(self._disk.move_tracker, kind, step, self._book.open_steps())
             case Fail(step, _, error):
                 log_fault(f"checkpoint of step {step}", error)
                 await self._fail(step)
