@@ -260,6 +260,29 @@ def test_a_limit_that_comes_with_a_save_is_enforced_when_asked(make_monitor: Cal
     assert [event["step"] for event in call(monitor, "drain_events") if event["event"] == "prune"] == [10]
 
 
+@pytest.mark.parametrize(
+    ("policies", "limit", "stay"),
+    [
+        ({"keep_every": {"steps": 4}}, {"keep_last": 3}, [4, 5, 6]),
+        ({"keep_every": {"steps": 2}}, {"keep_last": 1}, [2, 4, 6]),
+        ({"keep_every": {"steps": 4}}, {}, [4, 6]),
+        ({}, {"keep_last": 2}, [5, 6]),
+        ({}, {}, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_a_commit_leaves_what_its_limit_or_a_policy_keeps(
+    make_monitor: Callable[..., Any], root: Path, policies: dict[str, Any], limit: dict[str, int], stay: list[int]
+) -> None:
+    pruned = []
+    for step in range(1, 7):
+        monitor = make_monitor(policies=policies, attempt=step)  # each commit is the first after a resume
+        pruned += [gone["step"] for gone in save(monitor, step, **limit)["pruned"]]
+        call(monitor, "wait_idle", LIMIT)
+    assert [info.step for info in catalog.scan(root)] == stay
+    assert sorted(pruned) == sorted({*range(1, 7)} - {*stay})
+    assert "keep_last" not in (step_dir(root, 6) / "manifest.json").read_text()
+
+
 def test_old_checkpoints_go_after_the_new_one_is_committed(make_monitor: Callable[..., Any], root: Path) -> None:
     monitor = make_monitor(policies={"keep_last": {"n": 1}})
     save(monitor, 10)
