@@ -28,7 +28,7 @@ from trinity_sync.checkpoint.daemon.process import Lifetime
 from trinity_sync.checkpoint.layout import STAGING, read_manifest, step_dir
 from trinity_sync.checkpoint.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.tracker_files import write_tracker
+from trinity_sync.checkpoint.tracker_files import read_committed, read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host import detached
 from trinity_sync.host.locks import open_lock, try_lock
@@ -162,6 +162,23 @@ def test_what_verls_tracker_names_is_whole_at_the_end_for_every_engine(root: Pat
     assert read_manifest(step_dir(root, 1)).paths == {"model", "data.pt"}
     assert not step_dir(root, 2).exists()
     assert "missing: part 'actor/beside', part 'critic/beside'" in (root / ".monitor.log").read_text()
+
+
+def test_a_slow_commit_leaves_the_word_that_the_trainer_has_written_the_next_step(root: Path, join: Connect) -> None:
+    handle = join()
+    for step in (1, 2):
+        save(handle, begin(handle, step, "model", *BESIDE), step, "model")
+        step_dir(root, step).mkdir()
+        (step_dir(root, step) / "data.pt").write_text("written by the trainer")
+        write_tracker(root, FULL, step)
+    client = MonitorClient(handle)
+    client.notify_beside(1, attempt=0).result(LIMIT)
+    client.wait_committed(1, None, LIMIT, kind="full").result(LIMIT)
+    assert (read_tracker(root, FULL).step, read_committed(root)) == (2, 1)
+    handle.close()
+    wait_until_let_go(root)
+    assert read_manifest(step_dir(root, 2)).paths == {"model", "data.pt"}
+    assert read_committed(root) == 2
 
 
 @pytest.mark.parametrize("left", ["all of it", "half of it", "nothing"])

@@ -25,7 +25,7 @@ from trinity_sync.checkpoint.leases import lease_checkpoint
 from trinity_sync.checkpoint.lock import locked
 from trinity_sync.checkpoint.mirror.process import MirrorSettings
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.checkpoint.tracker_files import read_tracker, tracker_path, write_tracker
+from trinity_sync.checkpoint.tracker_files import read_committed, read_tracker, tracker_path, write_tracker
 from trinity_sync.config import compose
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.launch import job
@@ -260,6 +260,29 @@ def test_a_limit_that_comes_with_a_save_is_enforced_when_asked(make_monitor: Cal
     assert [event["step"] for event in call(monitor, "drain_events") if event["event"] == "prune"] == [10]
 
 
+@pytest.mark.parametrize(
+    ("policies", "limit", "stay"),
+    [
+        ({"keep_every": {"steps": 4}}, {"keep_last": 3}, [4, 5, 6]),
+        ({"keep_every": {"steps": 2}}, {"keep_last": 1}, [2, 4, 6]),
+        ({"keep_every": {"steps": 4}}, {}, [4, 6]),
+        ({}, {"keep_last": 2}, [5, 6]),
+        ({}, {}, [1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_a_commit_leaves_what_its_limit_or_a_policy_keeps(
+    make_monitor: Callable[..., Any], root: Path, policies: dict[str, Any], limit: dict[str, int], stay: list[int]
+) -> None:
+    pruned = []
+    for step in range(1, 7):
+        monitor = make_monitor(policies=policies, attempt=step)  # each commit is the first after a resume
+        pruned += [gone["step"] for gone in save(monitor, step, **limit)["pruned"]]
+        call(monitor, "wait_idle", LIMIT)
+    assert [info.step for info in catalog.scan(root)] == stay
+    assert sorted(pruned) == sorted({*range(1, 7)} - {*stay})
+    assert "keep_last" not in (step_dir(root, 6) / "manifest.json").read_text()
+
+
 def test_old_checkpoints_go_after_the_new_one_is_committed(make_monitor: Callable[..., Any], root: Path) -> None:
     monitor = make_monitor(policies={"keep_last": {"n": 1}})
     save(monitor, 10)
@@ -341,6 +364,26 @@ def test_steps_that_finish_out_of_order_leave_the_newest_in_the_trackers(monitor
         call(monitor, "notify_finished", step)
         call(monitor, "wait_committed", step, None, LIMIT)
     assert tracked(root) == (2, 2)
+
+
+@pytest.mark.parametrize("later", ["open", "failed", "unknown"])
+def test_a_commit_leaves_the_tracker_to_a_later_step_only_while_that_is_being_saved(
+    monitor: Any, root: Path, later: str
+) -> None:
+    folder = begin(monitor, 1, ["a"])
+    if later != "unknown":
+        begin(monitor, 2, ["a"])
+    write_tracker(root, FULL, 2)  # verl's trainer, in advance
+    if later == "failed":
+        call(monitor, "notify_failed", 2, "a", "boom")
+    write_part(monitor, 1, folder, "a")
+    call(monitor, "wait_committed", 1, None, LIMIT)
+    assert tracked(root) == ((2, 1) if later == "open" else (1, 1))
+    assert read_committed(root) == 1
+    if later == "open":
+        call(monitor, "notify_failed", 2, "a", "boom")
+        call(monitor, "wait_idle", LIMIT)
+        assert tracked(root) == (1, 1)
 
 
 def test_files_in_verls_own_place_are_committed_there(monitor: Any, root: Path) -> None:

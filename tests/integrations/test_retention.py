@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import opening
 from trinity_sync.integrations.verl.retention import RETENTION, policies_in
+from trinity_sync.integrations.verl.saves import CommittedSaves
+from trinity_sync.protocol.parts import FULL
 from trinity_sync.protocol.retention import KeepEvery, KeepFor, KeepLast, KeepWithinBudget
 
 
@@ -41,3 +46,14 @@ def test_the_monitor_that_is_started_has_the_policies(monkeypatch: pytest.Monkey
     monkeypatch.setattr(opening, "join_run", lambda root, **given: told.update(given))
     opening.open_monitor(str(Path("/root/global_step_6/actor")), None, 1.0, policies=[KeepLast(2)])
     assert told["config"].policies == [KeepLast(2)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("limit", "told"), [(3, {"keep_last": 3}), (None, {}), (0, {}), (-1, {})])
+def test_the_monitor_knows_verls_limit_before_the_commit(limit: int | None, told: dict[str, int]) -> None:
+    monitor = Mock()
+    rank: Any = SimpleNamespace(
+        **{"rank": 0, "world_size": 1, "_backend": "fsdp", "_roles": [], "_attempt": 0, "_timeout_s": 1.0},
+        **{"_monitor": monitor, "_coordinator": Mock(), "_limit": limit},
+    )
+    CommittedSaves._tell_parts(rank, "/root/global_step_4/actor", 4, FULL, {"part": "model"})
+    assert monitor.begin.call_args.args[4] == {"backend": "fsdp", "world_size": 1, **told}

@@ -175,8 +175,12 @@ class CheckpointDisk:
         manifest = Manifest(step=step, attempt=self.attempt, kind=noted.kind, digest=noted.digest, base=noted.base)
         return {**self.describe(manifest), "bytes": noted.nbytes}
 
-    def move_tracker(self, kind: Kind, step: int) -> None:
-        """Let the tracker name the step.
+    def move_tracker(self, kind: Kind, step: int, saving: Collection[int] = ()) -> None:
+        """Let the tracker name the step. That of full checkpoints stays as it is where it names a later step that is
+        being saved, as verl's trainer writes it in advance; `clean` sets it back when that one fails.
+
+        Args:
+            saving: steps of which something is being saved.
 
         Raises:
             RunError: the disk refused.
@@ -186,6 +190,9 @@ class CheckpointDisk:
         try:
             if kind == FULL:
                 write_committed(self.root, step)
+                named = self.named_by_verl()
+                if named is not None and named > step and named in saving:
+                    return
             write_tracker(self.root, kind, step)
         except OSError as error:
             raise RunError(f"{tracker_path(self.root, kind)} could not be set to step {step}: {error}") from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 
 from trinity_sync.actors.changes import Changes
 from trinity_sync.actors.monitor import Committed
@@ -22,7 +22,7 @@ from trinity_sync.host.logs import log_failure, story
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import Clean, Commit, Decision, Fail, Grant, MoveTracker
 from trinity_sync.protocol.parts import FULL, Kind
-from trinity_sync.protocol.retention import Policy
+from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.tracking import units
 
 _MOST_RESULTS = 10_000
@@ -118,11 +118,12 @@ class Execution:
             except OSError as error:
                 self._events.fault(f"journal of step {step}", error)
 
-    async def prune(self, extra: Sequence[Policy] = ()) -> list[Pruned]:
-        """Run retention, with policies for this once beside the configured ones. It is never a reason for a commit to
-        fail.
+    async def prune(self, keep_last: int | None = None) -> list[Pruned]:
+        """Run retention; the newest `keep_last` full checkpoints stay beside what the configured policies keep. It is
+        never a reason for a commit to fail.
         """
         try:
+            extra = () if keep_last is None else (KeepLast(keep_last),)
             async with self._retention_lock:
                 pruned, warnings = await asyncio.to_thread(self._disk.prune, self._book.open_steps(), extra)
         except Exception as error:
@@ -180,7 +181,7 @@ class Execution:
             case Commit():
                 await self._commit(decision)
             case MoveTracker(kind, step):
-                await asyncio.to_thread(self._disk.move_tracker, kind, step)
+                await asyncio.to_thread(self._disk.move_tracker, kind, step, self._book.open_steps())
             case Fail(step, _, error):
                 log_fault(f"checkpoint of step {step}", error)
                 await self._fail(step)
@@ -221,7 +222,7 @@ class Execution:
                 except RunError as error:
                     self._events.fault("checkpoint trackers", error)
             await self.note(commit.step)
-            pruned = await self.prune()
+            pruned = await self.prune(commit.meta.get("keep_last"))
             total_s = max(0.0, self._clock() - commit.opened)
             times = {"written_s": written_s, "total_s": total_s}
             result = self._disk.describe(manifest, pruned, **times, beside=commit.beside)

@@ -46,7 +46,7 @@ from trinity_sync.host.urls import absolute
 from trinity_sync.protocol.commit import CommitBook
 from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, Kind
-from trinity_sync.protocol.retention import KeepLast, Policy, make_policies
+from trinity_sync.protocol.retention import Policy, make_policies
 from trinity_sync.protocol.turns import SAVE_STRATEGIES
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ class CheckpointMonitor(Writers):
 
         Args:
             parts: names; ``"digest"`` among them makes the commit wait for the version digest.
-            meta: fields of the manifest: `backend`, `world_size`, `config_digest`, `metrics`, `wire`.
+            meta: fields of the manifest: `backend`, `world_size`, `config_digest`, `metrics`, `wire`; and `keep_last`,
+                for programs that give their limit with each save.
             weights_parts: those that are weights; for a ``state_dict`` commit all are.
             durable: overrides `MonitorConfig.fsync` for the commit as this kind.
 
@@ -338,10 +339,9 @@ class CheckpointMonitor(Writers):
         Returns:
             What was deleted: [{step, reason, freed_bytes}].
         """
-        extra = () if keep_last is None else (KeepLast(keep_last),)
         pruned: list[PrunedStep] = [
             {"step": gone.step, "reason": gone.reason, "freed_bytes": gone.freed_bytes}
-            for gone in await self._execution.prune(extra)
+            for gone in await self._execution.prune(keep_last)
         ]
         for gone in pruned:
             self._events.add("prune", **gone)

@@ -36,7 +36,7 @@ class Compared(TypedDict):
 
 
 class CommitMeta(TypedDict, total=False):
-    """What a checkpoint's manifest says beside what the book knows.
+    """What a checkpoint's manifest says beside what the book knows, and what retention goes by.
 
     Args:
         backend: the training engine.
@@ -47,6 +47,8 @@ class CommitMeta(TypedDict, total=False):
         wire: the dtypes of the version digest, as `Wire.to_json` gives them.
         left_out: what an export takes from the model's folder; None: nothing.
         reference: what the policy is held near to; None: nothing, or the base of the adapter.
+        keep_last: so many of the newest full checkpoints stay after this commit, beside what the configured policies
+            keep; at least 1. Not in the manifest. Left out: the policies alone decide.
     """
 
     backend: str
@@ -57,6 +59,7 @@ class CommitMeta(TypedDict, total=False):
     wire: Mapping[str, object] | None
     left_out: LeftOut | None
     reference: Compared | None
+    keep_last: int
 
 
 @dataclass(frozen=True, slots=True)

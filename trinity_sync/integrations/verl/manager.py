@@ -109,7 +109,7 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
             )
             if asked
         ]
-        self._save(local_path, global_step, FULL, wanted)
+        self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
         if self.rank == 0:
             self._commits.follow(global_step, FULL, lambda _: self.register_checkpoint(local_path, max_ckpt_to_keep))
 

@@ -107,7 +107,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
             )
             if is_asked
         ]
-        self._save(local_path, global_step, FULL, wanted)
+        self._save(local_path, global_step, FULL, wanted, max_ckpt_to_keep)
         self._contents_saved = asked
         if self.rank == 0:
             self._commits.follow(

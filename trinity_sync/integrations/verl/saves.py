@@ -6,7 +6,8 @@ One save, on every rank:
 2. rank 0 announces the parts to the monitor and hears where to write; all ranks agree;
 3. all ranks copy their state, or begin to; all ranks agree;
 4. each part is written in the background, into a staging folder that nobody reads;
-5. the monitor commits; rank 0 then enforces the limit, and does what else follows a commit.
+5. the monitor commits, and deletes what neither the limit nor a policy keeps; rank 0 does what else follows a commit,
+   and enforces the limit once more: it may be smaller than another engine's, or a copy may have ended that was held.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import hold, step_at
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
+from trinity_sync.protocol.decisions import CommitMeta
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
 
 
@@ -142,6 +144,7 @@ class CommittedSaves(ABC):
         self._saved: dict[str, set[str]] = {}  # by place in the step's folder
         self._kinds: set[Kind] = set()
         self._loaded: int | None = None
+        self._limit: int | None = None
         self._root: Path | None = None
         self._opens: OpensMonitor | None = None
         self._last_loaded: str | None = None
@@ -171,14 +174,21 @@ class CommittedSaves(ABC):
 
     # ---- saving
 
-    def _save(self, local_path: str, step: int, kind: Kind, names: list[str]) -> None:
+    def _save(
+        self, local_path: str, step: int, kind: Kind, names: list[str], max_ckpt_to_keep: int | None = None
+    ) -> None:
         """Save these contents as a part of the commit of this kind. Collective; returns when `Copies.take` does.
+
+        Args:
+            max_ckpt_to_keep: of a full checkpoint, see `register_checkpoint`; weights are saved under the last one.
 
         Raises:
             ConfigError, RunError: on every rank; also for what an earlier save failed of.
         """
         self._open(local_path)
         self._check_earlier(step)
+        if kind == FULL:
+            self._limit = max_ckpt_to_keep
         if self._step != step:
             self._step, self._saved, self._kinds = step, {}, set()
         place = together(f"save step {step}", lambda: self._coordinator.place(local_path, step))[self.rank]
@@ -309,12 +319,15 @@ class CommittedSaves(ABC):
         place = self._coordinator.place(local_path, step)
         if roles and place not in roles:
             raise ConfigError(f"{local_path} is saved, but the roles of this run are {', '.join(roles)} (open_run)")
+        meta = CommitMeta(backend=self._backend, world_size=self.world_size)
+        if self._limit and self._limit > 0:
+            meta["keep_last"] = self._limit  # for retention right after the commit, before `register_checkpoint`
         begun = self._monitor.begin(
             step,
             self._attempt,
             kind,
             [*parts, *(contents.announcement(role) for role in roles)],
-            {"backend": self._backend, "world_size": self.world_size},
+            meta,
             weights_parts=[part for part, name in parts.items() if name in contents.WEIGHTS],
         )
         begun.result(self._timeout_s)
@@ -371,7 +384,8 @@ class CommittedSaves(ABC):
 
         Args:
             new_path: the folder of the new checkpoint.
-            max_ckpt_to_keep: how many full checkpoints stay; None or 0: no limit.
+            max_ckpt_to_keep: how many full checkpoints stay, beside what the monitor's policies keep; None or 0: no
+                limit.
         """
         if new_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(new_path)
