@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +60,7 @@ def on_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnSave]:
         return opened[-1]
 
     monkeypatch.setattr(local_run, "connect", connect_too)
+    monkeypatch.setattr(callbacks, "finish_at_exit", lambda record: None)  # this process ends later
     made = build_checkpoint_callback(OmegaConf.create({"trainer": {"checkpoint_callback_class": CALLBACK}}))
 
     def on_save(step: int) -> None:
@@ -102,6 +108,57 @@ def test_the_trainer_does_not_wait_for_the_commit_and_hears_aloud_that_it_failed
     assert fault["event"] == "fault"
     assert "planted" in fault["error"]
     assert "the checkpoint of step 1 is not committed: " in capsys.readouterr().err
+
+
+PROGRAM = """
+import sys
+from trinity_sync.integrations.verl import at_exit, callback, local_run
+from trinity_sync.integrations.verl.program import Program
+
+local_run.this_program = lambda: Program(word="one", address="127.0.0.1")
+callback._END_S = float(sys.argv[2])
+print("imported", flush=True)
+sys.stdin.readline()
+callback.CheckpointCallback().on_save(None, 1, sys.argv[1])
+import atexit
+atexit.register(at_exit.end_as_failed)
+print("main ends", flush=True)
+"""
+
+
+@contextmanager
+def driver(root: Path, engines: LocalHandle, limit_s: float) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A program that has saved step 1 and is at its end, and where the step's engines write."""
+    step_dir(root, 1).mkdir(parents=True)
+    command = [sys.executable, "-c", PROGRAM, str(step_dir(root, 1)), str(limit_s)]
+    environment = {**os.environ, "VERL_ENGINE_VENDOR": "trinity"}
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert any(line == "imported\n" for line in process.stdout)
+            folder = begin(engines, 1, "model", *BESIDE)
+            print(file=process.stdin, flush=True)
+            assert any(line == "main ends\n" for line in process.stdout)
+            yield process, folder
+        finally:
+            process.kill()
+
+
+def test_the_last_step_is_recorded_at_the_end_of_the_program(root: Path, engines: LocalHandle) -> None:
+    with driver(root, engines, LIMIT) as (process, folder):
+        save(engines, folder, 1, "model")
+        assert process.communicate(timeout=LIMIT) == ("", "")
+        assert process.returncode == 0
+    assert [(one["event"], one["step"]) for one in events(root, 1)] == [("commit", 1)]
+
+
+def test_what_is_not_committed_at_the_end_of_the_program_is_told(root: Path, engines: LocalHandle) -> None:
+    with driver(root, engines, 0.2) as (process, _):
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 1
+    assert "a checkpoint was lost at the end of the program: " in said
+    assert "commit step 1, which is not recorded" in said
 
 
 def test_a_monitor_that_is_not_there_does_not_end_the_training(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +169,48 @@ def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RunError, match="the state of step 7 could not be copied: device lost"):
         snapshot.file_images(tmp_path, LIMIT)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_is_written_is_let_go_and_its_image_stays_good(tmp_path: Path, in_background: bool) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    shared, sharded = torch.randn(8), DTensor.from_local(torch.ones(6), mesh, [Shard(0)], run_check=False)
+    planned = plan({"a": [shared, torch.full((5,), 2.0)], "b": {"shared": shared, "sharded": sharded}})
+    alive = [weakref.ref(storage) for storage, _ in planned.places]
+    expected, segment = shared.clone(), bytearray(planned.nbytes)
+    snapshot = copied(planned, segment, in_background=in_background)
+    del planned, shared, sharded
+    (first,) = snapshot.file_images(tmp_path, LIMIT, {"a"})
+    snapshot.let_go("a")
+    snapshot.let_go("a")
+    gc.collect()
+    assert [storage() is not None for storage in alive] == [True, False, True]
+    (second,) = snapshot.file_images(tmp_path, LIMIT)
+    snapshot.let_go("b")
+    gc.collect()
+    assert [storage() for storage in alive] == [None, None, None]
+    for image in (first, second):
+        write_image(Path(image.path), image.extents, segment, durable=False)
+    assert_same(torch.load(tmp_path / "a"), [expected, torch.full((5,), 2.0)])
+    found = torch.load(tmp_path / "b", weights_only=True)
+    assert_same((found["shared"], found["sharded"].to_local()), (expected, torch.ones(6)))
+
+
+def test_what_is_let_go_while_it_is_copied_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, copy_one = threading.Event(), Copying._copy_one
+
+    def held(self: Copying, source: torch.Tensor, target: torch.Tensor) -> None:
+        assert go_on.wait(LIMIT)
+        copy_one(self, source, target)
+
+    monkeypatch.setattr(Copying, "_copy_one", held)
+    segment = bytearray(128)
+    snapshot = copied(plan({"x": [torch.ones(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]}), segment)
+    snapshot.let_go("x")
+    gc.collect()
+    go_on.set()
+    snapshot.wait_until_copied(LIMIT)
+    assert (segment[:16], segment[64:80]) == (b"\1" * 16, b"\1" * 16)
 
 
 def test_a_segment_that_is_too_small_is_refused() -> None:

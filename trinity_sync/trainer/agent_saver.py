@@ -88,7 +88,7 @@ class AgentSaver(Saver):
             hands_over=True,
             on_failure=meeting.give_up,
         )
-        self._copying = snapshot
+        self._copying = snapshot if self._lazy else None  # what is copied by then is not to be kept for the next save
         snapshot.copy(in_background=self._lazy)  # last: what comes after it shares the processor with it
 
     def _wait_written(self) -> None:

@@ -56,7 +56,7 @@ class Copying:
         try:
             threading.Thread(target=self._copy, name="snapshot", daemon=True).start()
         except RuntimeError as error:  # there can be no more threads
-            self._error = error
+            self._error, self._pairs = error, ()
             self._copied.set()
 
     def wait_until_copied(self, timeout_s: float) -> float:

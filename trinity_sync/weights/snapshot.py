@@ -9,12 +9,13 @@ One rank's snapshot, in order:
 
 1. `plan(state)` finds the storages of the state and gives each its place in a segment;
 2. `Snapshot(plan, segment).copy()` begins to copy; `wait_until_copied` is called before the state changes;
-3. `file_images(folder)` writes the skeletons of the files and says which bytes of the segment go where in them.
+3. `file_images(folder)` writes the skeletons of the files and says which bytes of the segment go where in them;
+4. `let_go(name)`, where the snapshot outlives its writing: the file's live tensors are not needed any more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,11 +36,13 @@ class StatePlan:
 
     Attributes:
         files: file name -> nested containers of live tensors.
+        storages: file name -> the storages below its value.
         places: storage -> offset in the segment, bytes, each a multiple of 64.
         nbytes: length of the segment.
     """
 
     files: Mapping[str, object]
+    storages: Mapping[str, Sequence[torch.UntypedStorage]]
     places: tuple[tuple[torch.UntypedStorage, int], ...]
     nbytes: int
 
@@ -58,17 +61,18 @@ def plan(files: Mapping[str, object]) -> StatePlan:
     Args:
         files: file name -> value for `torch.save`.
     """
+    below = {name: storages(value) for name, value in files.items()}
     places: list[tuple[torch.UntypedStorage, int]] = []
     seen: set[int] = set()
     end = 0
-    for value in files.values():
-        for storage in storages(value):
+    for of_file in below.values():
+        for storage in of_file:
             if storage._cdata in seen:
                 continue
             seen.add(storage._cdata)
             places.append((storage, end))
             end += aligned(storage.nbytes())
-    return StatePlan(files, tuple(places), end)
+    return StatePlan(files, below, tuple(places), end)
 
 
 class Snapshot:
@@ -83,7 +87,7 @@ class Snapshot:
     """
 
     def __init__(self, plan: StatePlan, segment: Segment, what: str) -> None:
-        self._plan = plan
+        self._files, self._storages = dict(plan.files), dict(plan.storages)
         self._what = what
         held = len(memoryview(segment))
         if plan.nbytes > held:
@@ -91,12 +95,13 @@ class Snapshot:
         self._target = torch.frombuffer(segment, dtype=torch.uint8)
         self._places = {storage._cdata: offset for storage, offset in plan.places}
         devices = {storage.device for storage, _ in plan.places}
-        self._copying = Copying(self._pairs(), devices, what)
+        # The copying alone holds the plan, until it has ended; see `let_go`.
+        self._copying = Copying(_pairs(plan, self._target), devices, what)
 
     @property
     def names(self) -> set[str]:
-        """Name the files of the state."""
-        return set(self._plan.files)
+        """Name the files of the state, but for those that were let go."""
+        return set(self._files)
 
     def copy(self, *, in_background: bool) -> None:
         """Begin to copy, once; all is copied when this returns, unless `in_background`."""
@@ -112,7 +117,14 @@ class Snapshot:
 
     def live(self, name: str) -> object:
         """A value of the state as it was planned, with tensors that training changes; `copied` has what they held."""
-        return self._plan.files[name]
+        return self._files[name]
+
+    def let_go(self, name: str) -> None:
+        """A file is written, or will not be: keep none of its live tensors alive, once they are copied. Its
+        image stays good. From any thread; nothing is done for a file that is not held.
+        """
+        self._files.pop(name, None)
+        self._storages.pop(name, None)
 
     def copied(self, tensor: torch.Tensor, timeout_s: float) -> torch.Tensor:
         """The copy of a plain tensor of the state, in the segment.
@@ -139,21 +151,23 @@ class Snapshot:
             OSError: a skeleton cannot be written.
         """
         self._copying.wait_whole(timeout_s)
-        places = self._places
         images = []
-        for name in self._plan.files if names is None else names:
-            path, value = folder / name, self._plan.files[name]
+        for name in list(self._files) if names is None else names:
+            path, value, planned = folder / name, self._files[name], self._storages[name]
             holes = write_skeleton(value, path)
+            # This file's only: what pickling makes may lie where a tensor lay that was let go.
+            places = {storage._cdata: self._places[storage._cdata] for storage in planned}
             copied = [hole for hole in holes if hole.storage._cdata in places]
             _write_constants(path, [hole for hole in holes if hole.storage._cdata not in places])
             extents = tuple((hole.offset, places[hole.storage._cdata], hole.storage.nbytes()) for hole in copied)
             images.append(FileImage(str(path), extents))
         return images
 
-    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for storage, offset in self._plan.places:
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            yield source, self._target[offset : offset + storage.nbytes()]
+
+def _pairs(plan: StatePlan, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for storage, offset in plan.places:
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        yield source, target[offset : offset + storage.nbytes()]
 
 
 def _write_constants(path: Path, holes: list[Hole]) -> None:

@@ -21,7 +21,8 @@ from trinity_sync.actors.monitor import Committed
 from trinity_sync.actors.pending import ANSWER_S
 from trinity_sync.checkpoint.event_log import EventLog
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.errors import RunError, TrinityError
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.local_run import join_alone
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.integrations.verl.vendor import is_on, say
@@ -36,12 +37,16 @@ _ANSWER_S = 30.0
 
 _COMMIT_S = MonitorConfig().timeout_s
 
+_END_S = 60.0
+"""For what is not recorded yet at the end of the program, seconds."""
+
 
 class CheckpointCallback(checkpoint_callback.CheckpointCallback):
     """Tells the checkpoint monitor that all of a step is written, and records its commit, in the background.
 
     Nothing here ends the training: what goes wrong is said on standard error, and a step that is lost for it is told
-    by the next save of the engine.
+    by the next save of the engine. What is not recorded by the end of the program is waited for there, for a minute; a
+    step that is lost then gives the process the exit code 1; not so in an actor of Ray, which Ray ends.
 
     Args:
         config: verl's.
@@ -69,14 +74,12 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
         try:
             if self._record is None:
                 self._record = _Record(join_alone(Path(checkpoint_dir).absolute().parent, _ANSWER_S))
+                finish_at_exit(self._record)
             self._record.tell_whole(global_step)
         except TrinityError as error:
             say(f"step {global_step} is committed when its engines are used again, and not recorded: {error}")
             return
-        follow = threading.Thread(
-            target=self._record.follow, args=(global_step,), name=f"record-{global_step}", daemon=True
-        )
-        follow.start()
+        self._record.follow(global_step)
 
 
 class _Record:
@@ -91,13 +94,41 @@ class _Record:
             raise RunError("the checkpoint monitor writes nothing")
         self._client, self._attempt = monitor.client, monitor.attempt
         self._file = JsonlWriter(monitor.root / EVENTS)
+        self._following: dict[int, threading.Thread] = {}
+        self._ending = threading.Event()
+        self._lost: list[TrinityError] = []
 
     def tell_whole(self, step: int) -> None:
         """Tell the monitor that what belongs beside the engines' files is there."""
         self._client.notify_beside(step, attempt=self._attempt).result(_ANSWER_S)
 
     def follow(self, step: int) -> None:
-        """Wait for the commit and record it. What goes wrong is said."""
+        """Wait for the commit and record it, in the background. What goes wrong is said."""
+        self._following = {one: thread for one, thread in self._following.items() if thread.is_alive()}
+        thread = threading.Thread(target=self._follow, args=(step,), name=f"record-{step}", daemon=True)
+        self._following[step] = thread
+        thread.start()
+
+    def settle_at_exit(self) -> None:
+        """Have failures from now on raised by `finish_at_exit`: no save comes that would tell them."""
+        self._ending.set()
+
+    def finish_at_exit(self) -> None:
+        """Return when all steps are recorded, at the end of the program.
+
+        Raises:
+            RunError: a step was not committed.
+            WaitTimeout: one is neither committed nor given up within `_END_S`.
+        """
+        deadline = time.monotonic() + _END_S
+        for step, thread in self._following.items():
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise WaitTimeout("the checkpoint monitor", f"commit step {step}, which is not recorded", _END_S)
+        if self._lost:
+            raise self._lost[0]
+
+    def _follow(self, step: int) -> None:
         log = EventLog(self._attempt, time.time)
         try:
             _note(
@@ -106,6 +137,8 @@ class _Record:
         except TrinityError as error:
             say(f"the checkpoint of step {step} is not committed: {error}")
             log.fault(f"checkpoint of step {step}", error)
+            if self._ending.is_set():
+                self._lost.append(error)
         try:
             for event in (*log.drain(), *self._client.drain_events().result(_ANSWER_S)):
                 self._file.append(event)

@@ -73,7 +73,8 @@ class Copies:
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
-        """Do nothing: each rank writes its own files."""
+        """See `saves.Copies`. Nobody waits: each rank writes its own files."""
+        self._copy.let_go(self._file(name))
 
     def wait_until_copied(self) -> None:
         """See `saves.Copies`."""

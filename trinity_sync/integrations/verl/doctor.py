@@ -201,7 +201,7 @@ def _saves(get: Get, ppo: bool) -> Iterator[Finding]:
     if ppo:
         yield from _callback(get)
     if _number(get, "trainer.esi_redundant_time") > 0:
-        told = "verl times a save until our copy is made; add what writing it takes after that"
+        told = "verl times a save that returns before the state is copied: add the time that copying and writing take"
         yield Finding(state="verl", subject="trainer.esi_redundant_time", told=told)
 
 

@@ -12,7 +12,9 @@ from trinity_sync.weights.snapshot import Snapshot, plan
 
 
 class StateCopy:
-    """Copies of a state, one at a time, into memory that is kept: fresh pages would cost more than the copy."""
+    """Copies of a state, one at a time, into memory that is kept: fresh pages would cost more than the copy. The live
+    tensors are not: an engine that offloads makes others, and those of before are to be freed.
+    """
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -41,10 +43,16 @@ class StateCopy:
         if self._snapshot is not None:
             self._snapshot.wait_until_copied(timeout_s)
 
+    def let_go(self, name: str) -> None:
+        """Keep none of a file's live tensors, as its writer does: the writer will not be called."""
+        if self._snapshot is not None:
+            self._snapshot.let_go(name)
+
     def writer(
         self, name: str, folder: Path, staging: Path, *, durable: bool, timeout_s: float
     ) -> Callable[[], list[FileTuple]]:
-        """Return what writes one file of the copy into `folder`, as `torch.save` would, and returns its entry.
+        """Return what writes one file of the copy into `folder`, as `torch.save` would, and returns its entry. To be
+        called once.
 
         Args:
             staging: the step's staging folder, to which the entry is relative.
@@ -56,8 +64,11 @@ class StateCopy:
         assert memory is not None
 
         def write() -> list[FileTuple]:
-            folder.mkdir(parents=True, exist_ok=True)
-            (image,) = snapshot.file_images(folder, timeout_s, {name})
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                (image,) = snapshot.file_images(folder, timeout_s, {name})
+            finally:
+                snapshot.let_go(name)
             path = Path(image.path)
             size, digest = write_image(path, image.extents, memory, durable=durable)
             return [(path.relative_to(staging).as_posix(), size, digest)]
