@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from tests.integrations.ranks import LIMIT, START_LIMIT, start
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl import open_run
 from trinity_sync.integrations.verl.run import VerlRun
+from trinity_sync.protocol.retention import Policy
 from trinity_sync.sync import SynchronizerConfig
 
 
@@ -59,11 +60,11 @@ def make_run(room: None) -> Iterator[Callable[..., VerlRun]]:
     """Open a run on a checkpoint folder."""
     made = []
 
-    def make(root: Path, **options: Any) -> VerlRun:
+    def make(root: Path, policies: Sequence[Policy] = (), **options: Any) -> VerlRun:
         run = open_run(
             root,
             local_ray.new_name(),
-            monitor_config=MonitorConfig(timeout_s=LIMIT),
+            monitor_config=MonitorConfig(timeout_s=LIMIT, policies=policies),
             synchronizer_config=SynchronizerConfig(timeout_s=LIMIT),
             **options,
         )

@@ -21,6 +21,7 @@ from trinity_sync.checkpoint.tracker_files import read_tracker, write_tracker
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl.run import VerlRun, open_run
 from trinity_sync.protocol.parts import FULL, STATE_DICT
+from trinity_sync.protocol.retention import KeepEvery
 
 BOTH = pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 
@@ -188,6 +189,38 @@ def test_the_limit_holds_after_the_commit_and_after_a_restart(
     assert read_manifest(step_dir(root, 4)).attempt == 1
     again.close()
     assert not (root / ".versions").exists()
+
+
+def test_what_the_limit_or_a_policy_keeps_stays_also_after_the_first_commit_of_a_resume(
+    ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
+) -> None:
+    for steps in ((1, 2, 3, 4, 5, 6), (7,)):
+        run = make_run(tmp_path, policies=[KeepEvery(4)])
+        every(ranks, "use", "fsdp2", run.namespace, ["model"])
+        for step in steps:
+            save(ranks, tmp_path, step, 3)
+            wait(ranks)
+            assert kept(tmp_path) == [one for one in range(1, step + 1) if one > step - 3 or one == 4]
+        run.close()
+
+
+def test_a_limit_that_one_role_has_holds_beside_the_policies(
+    ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
+) -> None:
+    """Where both have one, the smaller."""
+    run = make_run(tmp_path, policies=[KeepEvery(4)], roles=("actor", "critic"))
+    engines = {"actor": "fsdp2", "critic": "fsdp"}
+    for strategy in engines.values():
+        every(ranks, "use", strategy, run.namespace, ["model"])
+    limits: list[dict[str, int | None]] = [{"actor": 3, "critic": None}] * 5 + [{"actor": 3, "critic": 1}]
+    for step, limit in enumerate(limits, 1):
+        for role, strategy in engines.items():
+            path = str(step_dir(tmp_path, step) / role)
+            every(ranks, "manager", strategy, "save_checkpoint", path, step, limit[role])
+        for strategy in engines.values():
+            wait(ranks, strategy)
+        assert kept(tmp_path) == ([4, 6] if step == 6 else [*range(max(1, step - 2), step + 1)])
+    run.close()
 
 
 def test_the_full_weights_reach_the_synchronizer(ranks: list[Any], run: VerlRun, step: int) -> None:
