@@ -70,6 +70,15 @@ def test_a_file_that_does_not_come_is_left_to_the_monitors_end(
     assert state(client) == "open"
 
 
+def test_for_a_step_that_has_failed_nobody_waits(client: MonitorClient, tmp_path: Path) -> None:
+    write_tracker(tmp_path, FULL, 1)
+    told = of_rank(0, client, tmp_path)
+    client.fail_step(1, "planted", attempt=0).result(LIMIT)
+    write_tracker(tmp_path, FULL, 1)  # which the failure has set back
+    told.settle()
+    assert not told.is_awaited
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_was_not_written_fails_the_step(rank: int, client: MonitorClient, tmp_path: Path) -> None:
     of_rank(rank, client, tmp_path).settle()

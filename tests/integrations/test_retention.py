@@ -44,7 +44,7 @@ def test_what_is_no_policy_is_refused_by_its_name(said: str, told: str) -> None:
 def test_the_monitor_that_is_started_has_the_policies(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, object] = {}
     monkeypatch.setattr(opening, "join_run", lambda root, **given: told.update(given))
-    opening.open_monitor(str(Path("/root/global_step_6/actor")), None, 1.0, policies=[KeepLast(2)])
+    opening.open_monitor(str(Path("/checkpoints/global_step_6/actor")), None, 1.0, policies=[KeepLast(2)])
     assert told["config"].policies == [KeepLast(2)]  # type: ignore[attr-defined]
 
 
@@ -55,5 +55,5 @@ def test_the_monitor_knows_verls_limit_before_the_commit(limit: int | None, told
         **{"rank": 0, "world_size": 1, "_backend": "fsdp", "_roles": [], "_attempt": 0, "_timeout_s": 1.0},
         **{"_monitor": monitor, "_coordinator": Mock(), "_limit": limit},
     )
-    CommittedSaves._tell_parts(rank, "/root/global_step_4/actor", 4, FULL, {"part": "model"})
+    CommittedSaves._tell_parts(rank, "/checkpoints/global_step_4/actor", 4, FULL, {"part": "model"})
     assert monitor.begin.call_args.args[4] == {"backend": "fsdp", "world_size": 1, **told}

@@ -111,10 +111,9 @@ class Beside:
         deadline = time.monotonic() + _OTHERS_S
         while True:
             self._monitor.notify_beside(step, attempt=self._attempt).result(self._timeout_s)
-            awaited = [
-                part for part in self._monitor.status(step).result(self._timeout_s)["awaited"] if is_beside(part)
-            ]
-            if not awaited:
+            status = self._monitor.status(step).result(self._timeout_s)
+            awaited = [part for part in status["awaited"] if is_beside(part)]
+            if not awaited or status["state"] == "failed":  # of which nobody waits for a part
                 return
             if time.monotonic() > deadline:
                 raise WaitTimeout("verl's trainer", f"write what step {step} lacks ({', '.join(awaited)})", _OTHERS_S)

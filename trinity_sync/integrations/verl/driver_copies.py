@@ -4,7 +4,6 @@ asks the checkpoint monitor itself.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
 from trinity_sync.integrations.verl.local_run import join_alone
+from trinity_sync.integrations.verl.program import under_ray
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 
 _ANSWER_S = 30.0
@@ -79,15 +79,10 @@ def follow(path: str, copy: Callable[[], None]) -> bool:
     """
     folder = Path(path).absolute()
     step, root = step_of(folder.name), folder.parent
-    if step is None or not _under_ray() or rendezvous.find(root) is None:
+    if step is None or not under_ray() or rendezvous.find(root) is None:
         return False
     if root not in _of_folders:
         _of_folders[root] = DriverCopies(root, join_alone(root, _ANSWER_S))
         finish_at_exit(_of_folders[root])
     _of_folders[root].follow(step, copy)
     return True
-
-
-def _under_ray() -> bool:
-    ray = sys.modules.get("ray")
-    return ray is not None and bool(ray.is_initialized())

@@ -21,6 +21,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import remote_copies
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.opening import open_monitor
+from trinity_sync.integrations.verl.program import under_ray
 from trinity_sync.integrations.verl.retention import policies_in
 from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.integrations.verl.vendor import VENDOR, say
@@ -133,13 +134,9 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
 
 def _trainer_file(engine: Any) -> str | None:
     """What verl's SFT trainer writes in this process; under Ray trainers write in the driver."""
-    if _under_ray() or not engine.is_mp_src_rank_with_outputs():
+    if under_ray() or not engine.is_mp_src_rank_with_outputs():
         return None
     return f"data_{engine.get_data_parallel_rank()}.pt"
-
-
-def _under_ray() -> bool:
-    return "ray" in sys.modules and bool(sys.modules["ray"].is_initialized())
 
 
 def _stays_put(engine: Any) -> bool:
@@ -157,7 +154,7 @@ def _is_last(engine: Any) -> bool:
     """
     last = getattr(engine.optimizer_config, "total_training_steps", None)
     if last is None or last <= 0:
-        return _under_ray()
+        return under_ray()
     return bool(last <= max(engine._saves.previous_global_step or 0, _updates(engine)))
 
 

@@ -55,12 +55,17 @@ def this_program() -> Program:
     return Program(word=said[0][0], address=address)
 
 
+def under_ray() -> bool:
+    """Whether Ray runs in this process; it is not imported for that."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
 def _job() -> str | None:
     """Ray's job that this process belongs to; None: Ray does not run in it."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
+    if not under_ray():
         return None
-    context = ray.get_runtime_context()
+    context = sys.modules["ray"].get_runtime_context()
     return f"{context.get_session_name()}-{context.get_job_id()}"
 
 
