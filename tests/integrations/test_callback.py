@@ -164,7 +164,7 @@ def test_what_is_not_committed_at_the_end_of_the_program_is_told(root: Path, eng
 def test_a_monitor_that_is_not_there_does_not_end_the_training(
     on_save: OnSave, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(callbacks, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(callbacks, "ANSWER_S", 0.2)
     on_save(1)
     assert "step 1 is committed when its engines are used again" in capsys.readouterr().err
 

@@ -276,6 +276,7 @@ def test_random_generators_of_other_numbers_of_replicas_are_those_of_their_place
     ranks: list[Any], started: dict[str, Any], run: VerlRun, root: Path, step: int
 ) -> None:
     every(ranks, "use", "dp2", run.namespace)
+    every(ranks, "train", "dp2", 1)
     every(ranks, "draw", 100)
     states = every(ranks, "state", "dp2")
     save(ranks, "dp2", root, step)

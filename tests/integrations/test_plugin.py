@@ -51,6 +51,14 @@ def test_engines_of_every_kind_are_ours_and_so_is_the_search_for_the_newest_chec
     ], ended.stderr
 
 
+def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> None:
+    copies = "from verl.utils import hdfs_io; print(hdfs_io.copy.__wrapped__.__module__)"
+    ended = said("from trinity_sync.integrations.verl import engines\n" + ENGINES + RESUMES + copies, ON)
+    assert ended.stdout.split()[:2] == ["TrinityFSDPEngineWithLMHead", "TrinityFSDPEngineWithValueHead"], ended.stderr
+    assert ended.stdout.split()[4:] == ["verl.utils.checkpoint.checkpoint_manager", "verl.utils.hdfs_io"]
+    assert "left as it is" not in ended.stderr
+
+
 def test_the_entry_point_of_an_installed_package_and_the_vendor_are_enough(tmp_path: Path) -> None:
     about = tmp_path / "of_ours-1.dist-info"
     about.mkdir()

@@ -138,7 +138,7 @@ class Program:
             f"trainer.default_local_dir={self.checkpoints}",
             "trainer.device=cpu",
             f"hydra.run.dir={self.folder}/hydra",
-            *(() if "megatron" in self.script else FSDP2),
+            *(() if "engine=megatron" in self.overrides else FSDP2),
             *self.overrides,
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,3 +42,31 @@ def test_what_a_killed_program_saved_whole_is_gone_on_from(
     assert program.run() == 0, program.said()
     assert_goes_on(program, uninterrupted, [2, 4])
     assert_whole(program.checkpoints, [2, 4, 6])
+
+
+def test_what_is_saved_is_the_state_at_the_save_however_long_its_copy_takes(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    program = of_megatron(prepared, tmp_path)
+    slow = replace(program, script="sft_copies.py", environment={**program.environment, "COPY": "slow"})
+    assert slow.run() == 0, slow.said()
+    assert slow.losses() == uninterrupted.losses()
+    for step in (4, 6):
+        shutil.rmtree(step_dir(program.checkpoints, step))
+    again = replace(program, environment={**program.environment, "TRINITY_SYNC_SKIP_MISSING": "1"})
+    assert again.run() == 0, again.said()
+    assert_goes_on(again, uninterrupted, [2])
+
+
+def test_a_copy_that_fails_beside_training_fails_its_save_and_ends_the_program(
+    prepared: Path, uninterrupted: Program, tmp_path: Path
+) -> None:
+    program = of_megatron(prepared, tmp_path)
+    failing = replace(program, script="sft_copies.py", environment={**program.environment, "COPY": "fails"})
+    assert failing.run() != 0
+    said = failing.said()
+    assert "could not save step 6, because an earlier save failed" in said
+    assert "planted: no copy" in said
+    assert_whole(program.checkpoints, [2])
+    assert program.run() == 0, program.said()
+    assert_goes_on(program, uninterrupted, [2])

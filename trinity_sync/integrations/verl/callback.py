@@ -18,12 +18,11 @@ from typing import Any
 from verl.trainer.ppo import checkpoint_callback
 
 from trinity_sync.actors.monitor import Committed
-from trinity_sync.actors.pending import ANSWER_S
+from trinity_sync.actors.pending import ANSWER_S as MARGIN_S
 from trinity_sync.checkpoint.event_log import EventLog
-from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
-from trinity_sync.integrations.verl.local_run import join_alone
+from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, join_alone
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 from trinity_sync.integrations.verl.vendor import is_on, say
 from trinity_sync.protocol.parts import FULL
@@ -31,11 +30,6 @@ from trinity_sync.tracking.jsonl import JsonlWriter
 
 EVENTS = "events.jsonl"
 """In the checkpoint folder: ``commit``, ``prune`` and ``fault``, one JSON object a line."""
-
-_ANSWER_S = 30.0
-"""For the monitor, which is there when a save has returned, seconds."""
-
-_COMMIT_S = MonitorConfig().timeout_s
 
 _END_S = 60.0
 """For what is not recorded yet at the end of the program, seconds."""
@@ -73,7 +67,7 @@ class CheckpointCallback(checkpoint_callback.CheckpointCallback):
             return
         try:
             if self._record is None:
-                self._record = _Record(join_alone(Path(checkpoint_dir).absolute().parent, _ANSWER_S))
+                self._record = _Record(join_alone(Path(checkpoint_dir).absolute().parent, ANSWER_S))
                 finish_at_exit(self._record)
             self._record.tell_whole(global_step)
         except TrinityError as error:
@@ -100,7 +94,7 @@ class _Record:
 
     def tell_whole(self, step: int) -> None:
         """Tell the monitor that what belongs beside the engines' files is there."""
-        self._client.notify_beside(step, attempt=self._attempt).result(_ANSWER_S)
+        self._client.notify_beside(step, attempt=self._attempt).result(ANSWER_S)
 
     def follow(self, step: int) -> None:
         """Wait for the commit and record it, in the background. What goes wrong is said."""
@@ -132,7 +126,7 @@ class _Record:
         log = EventLog(self._attempt, time.time)
         try:
             _note(
-                log, self._client.wait_committed(step, self._attempt, _COMMIT_S, kind=FULL).result(_COMMIT_S + ANSWER_S)
+                log, self._client.wait_committed(step, self._attempt, COMMIT_S, kind=FULL).result(COMMIT_S + MARGIN_S)
             )
         except TrinityError as error:
             say(f"the checkpoint of step {step} is not committed: {error}")
@@ -140,7 +134,7 @@ class _Record:
             if self._ending.is_set():
                 self._lost.append(error)
         try:
-            for event in (*log.drain(), *self._client.drain_events().result(_ANSWER_S)):
+            for event in (*log.drain(), *self._client.drain_events().result(ANSWER_S)):
                 self._file.append(event)
         except TrinityError as error:
             say(f"what became of step {step} is not recorded: {error}")

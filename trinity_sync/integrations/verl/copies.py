@@ -41,7 +41,7 @@ class Copies:
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
         timeout_s: limit of the wait for a copy, seconds.
-        lazily: see `saves.Copies`.
+        lazily: see `interfaces.Copies`.
     """
 
     def __init__(self, manager: FSDPCheckpointManager, timeout_s: float, *, lazily: bool) -> None:
@@ -52,7 +52,7 @@ class Copies:
         self._metadata: dict[str, bytes] | None = None
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
-        """See `saves.Copies`."""
+        """See `interfaces.Copies`."""
         rank = self._manager.rank
         if contents.EXPORT in todo:
             check_export(self._manager)
@@ -73,11 +73,11 @@ class Copies:
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
-        """See `saves.Copies`. Nobody waits: each rank writes its own files."""
+        """See `interfaces.Copies`. Nobody waits: each rank writes its own files."""
         self._copy.let_go(self._file(name))
 
     def wait_until_copied(self) -> None:
-        """See `saves.Copies`."""
+        """See `interfaces.Copies`."""
         self._copy.wait_until_copied(self._timeout_s)
 
     def _take(self, step: int, todo: list[str]) -> None:

@@ -9,17 +9,11 @@ from pathlib import Path
 
 from trinity_sync.checkpoint.daemon import rendezvous
 from trinity_sync.checkpoint.layout import step_of
-from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.commits import Commits, follow_with_copy
-from trinity_sync.integrations.verl.local_run import join_alone
+from trinity_sync.integrations.verl.local_run import ANSWER_S, COMMIT_S, join_alone
 from trinity_sync.integrations.verl.program import under_ray
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
-
-_ANSWER_S = 30.0
-"""For the monitor, which is there when a save has returned, seconds."""
-
-_COMMIT_S = MonitorConfig().timeout_s
 
 
 class DriverCopies:
@@ -32,7 +26,7 @@ class DriverCopies:
 
     def __init__(self, root: Path, monitor: RunMonitor) -> None:
         self._root, self._monitor = root, monitor
-        self._commits = Commits(monitor.client, monitor.attempt, _COMMIT_S)
+        self._commits = Commits(monitor.client, monitor.attempt, COMMIT_S)
 
     def follow(self, step: int, copy: Callable[[], None]) -> None:
         """Have a step's folder copied when it is committed. verl's trainer has written all that it writes itself.
@@ -45,7 +39,7 @@ class DriverCopies:
             Exception: what an earlier copy failed of.
         """
         self._commits.raise_failures()
-        self._monitor.client.notify_beside(step, attempt=self._monitor.attempt).result(_ANSWER_S)
+        self._monitor.client.notify_beside(step, attempt=self._monitor.attempt).result(ANSWER_S)
         follow_with_copy(self._commits, self._root, step, copy)
 
     def settle_at_exit(self) -> None:
@@ -82,7 +76,7 @@ def follow(path: str, copy: Callable[[], None]) -> bool:
     if step is None or not under_ray() or rendezvous.find(root) is None:
         return False
     if root not in _of_folders:
-        _of_folders[root] = DriverCopies(root, join_alone(root, _ANSWER_S))
+        _of_folders[root] = DriverCopies(root, join_alone(root, ANSWER_S))
         finish_at_exit(_of_folders[root])
     _of_folders[root].follow(step, copy)
     return True

@@ -115,9 +115,7 @@ def _saves_of(engine: Any) -> CommittedSaves | None:
             from trinity_sync.integrations.verl.megatron_manager import use_in_megatron as use
         else:
             from trinity_sync.integrations.verl.manager import use_in as use  # type: ignore[assignment]
-        # Of Megatron no program has been seen yet whose copies are lazy.
-        lazily = engine.engine_config.strategy != "megatron" and _stays_put(engine)
-        manager: CommittedSaves = use(engine, opens=opens, lazily=lazily)
+        manager: CommittedSaves = use(engine, opens=opens, lazily=_stays_put(engine))
     except ConfigError as error:
         if dist.get_rank() == 0:
             say(

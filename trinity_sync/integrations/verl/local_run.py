@@ -12,6 +12,12 @@ from trinity_sync.integrations.verl.program import this_program
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.run_monitor import RunMonitor
 
+ANSWER_S = 30.0
+"""What a process without an engine gives the monitor for an answer, seconds: it is there when a save has returned."""
+
+COMMIT_S = MonitorConfig().timeout_s
+"""What such a process gives a commit, seconds."""
+
 
 def join_alone(root: str | os.PathLike[str], timeout_s: float) -> RunMonitor:
     """Connect a process of a program under Ray that has no engine, such as its driver, to the monitor that the engines

@@ -18,9 +18,10 @@ from trinity_sync.checkpoint.layout import step_dir
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents, files
 from trinity_sync.integrations.verl.copies import Copies, check_export
+from trinity_sync.integrations.verl.interfaces import OpensMonitor
 from trinity_sync.integrations.verl.ranks import together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import check_files
-from trinity_sync.integrations.verl.saves import CommittedSaves, OpensMonitor
+from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.sync import Synchronizer
 

@@ -32,7 +32,7 @@ class Copies:
     Args:
         manager: verl's checkpoint manager, with the model and what trains it.
         timeout_s: limit of the ranks' wait for each other where they write together, and for a copy, seconds.
-        lazily: see `saves.Copies`. Not of a model with buffers.
+        lazily: see `interfaces.Copies`. Not of a model with buffers.
 
     Attributes:
         meeting: in which the ranks write what was copied last; None before.
@@ -48,8 +48,8 @@ class Copies:
         self._small: dict[str, bytes] | None = None
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
-        """See `saves.Copies`. A rank that fails to describe its state leaves the others waiting in megatron-core's own
-        collective calls, up to the limit of the process group.
+        """See `interfaces.Copies`. A rank that fails to describe its state leaves the others waiting in megatron-core's
+        own collective calls, up to the limit of the process group.
         """
         found: dict[str, SaveFn] = {}
         if trees.gathers_late(self._manager.model):
@@ -72,12 +72,12 @@ class Copies:
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
-        """See `saves.Copies`."""
+        """See `interfaces.Copies`."""
         if name == contents.STATE and self.meeting is not None:
             self.meeting.give_up(error)
 
     def wait_until_copied(self) -> None:
-        """See `saves.Copies`."""
+        """See `interfaces.Copies`."""
         if self._copying is not None:
             self._copying.wait_until_copied(self._meetings.timeout_s)
 

@@ -9,7 +9,6 @@ verl itself has saved as well. See `saves` for the way of a save.
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,11 @@ from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpoint
 from trinity_sync.backends.meetings import Meeting
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.verl import contents
+from trinity_sync.integrations.verl.interfaces import OpensMonitor
 from trinity_sync.integrations.verl.megatron_copies import Copies, trees_to_save
 from trinity_sync.integrations.verl.megatron_loading import check_loadable, load
-from trinity_sync.integrations.verl.reading import hold
-from trinity_sync.integrations.verl.saves import CommittedSaves, OpensMonitor
+from trinity_sync.integrations.verl.reading import held_throughout
+from trinity_sync.integrations.verl.saves import CommittedSaves
 from trinity_sync.protocol.parts import FULL
 
 if TYPE_CHECKING:
@@ -116,8 +116,7 @@ class MegatronCheckpointManager(CommittedSaves, VerlCheckpointManager):
 
     def _follow_commit(self, local_path: str, hdfs_path: str | None, max_ckpt_to_keep: int | None) -> None:
         if hdfs_path is not None:
-            with ExitStack() as held:
-                hold(self._root, local_path, "the copy to hdfs_path", self._timeout_s, held)
+            with held_throughout(self._root, local_path, "the copy to hdfs_path"):
                 hdfs_io.makedirs(hdfs_path, exist_ok=True)
                 if not hdfs_io.copy(src=local_path, dst=hdfs_path, dirs_exist_ok=True):
                     raise RunError(f"{local_path} could not be copied to {hdfs_path}")

@@ -17,8 +17,8 @@ def open_monitor(
     local_path: str, loaded: str | None, timeout_s: float, *, policies: Sequence[Policy] = ()
 ) -> RunMonitor:
     """Find the program's monitor for the folder that a save goes to, or start it: a process that ends with the program.
-    Collective. For its arguments and errors see `saves.OpensMonitor` and `join_run`; `policies` are the retention of
-    one that is started.
+    Collective. For its arguments and errors see `interfaces.OpensMonitor` and `join_run`; `policies` are the retention
+    of one that is started.
 
     Checkpoints of later steps than the one that was loaded from the folder become ``abandoned-*``: all of them where
     what was loaded is a step of another folder, or a copy by another name.

@@ -39,9 +39,16 @@ def _resume(module: ModuleType) -> None:
 
 
 def _remote_copies(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl import remote_copies
+    verls = module.copy
 
-    _replace(module, "copy", remote_copies.instead_of)
+    @functools.wraps(verls)
+    def copy(*args: Any, **kwargs: Any) -> Any:
+        # Not before it is called: what that imports may be what has brought verl's module in.
+        from trinity_sync.integrations.verl import remote_copies
+
+        return remote_copies.instead_of(verls)(*args, **kwargs)
+
+    module.copy = copy  # type: ignore[attr-defined]
 
 
 def _engines(module: ModuleType) -> None:

@@ -50,7 +50,7 @@ def hold(root: Path | None, local_path: str, holder: str, seconds: float, held: 
 
 
 @contextmanager
-def held_throughout(root: Path, local_path: str, holder: str) -> Iterator[None]:
+def held_throughout(root: Path | None, local_path: str, holder: str) -> Iterator[None]:
     """Hold the checkpoint for the length of the block, however long that is; it is let go soon if this process dies.
 
     Args:
@@ -61,7 +61,7 @@ def held_throughout(root: Path, local_path: str, holder: str) -> Iterator[None]:
             have been deleted meanwhile.
     """
     step = step_at(root, local_path)
-    if step is None or not (step_dir(root, step) / MANIFEST).exists():
+    if root is None or step is None or not (step_dir(root, step) / MANIFEST).exists():
         yield
         return
     done, failed = threading.Event(), list[Exception]()
